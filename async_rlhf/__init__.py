@@ -1,0 +1,29 @@
+"""Asynchronous RLHF for language models: sample and train at the same time, with exact staleness.
+
+The public names are loaded when they are first used, so that ``import async_rlhf`` costs nothing and the
+configuration can be read on a machine without torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "GenerationConfig": "async_rlhf.config",
+    "OnlineConfig": "async_rlhf.config",
+    "OnlineDPOConfig": "async_rlhf.config",
+    "OnlineDPOTrainer": "async_rlhf.trainers",
+    "OnlineTrainerState": "async_rlhf.callbacks",
+}
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'async_rlhf' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

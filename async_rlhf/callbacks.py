@@ -1,0 +1,188 @@
+"""transformers' callbacks around the loop: anything written for its Trainer (wandb, tensorboard, trackio) works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.learner import Learner
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """transformers' state, and the number of prompts trained on. ``global_step`` counts batches."""
+
+    episode: int = 0
+    """Prompts trained on so far."""
+    completions: int = 0
+    """Completions sampled for them."""
+
+
+class OnlineTrainingArguments(TrainingArguments):
+    """The arguments as transformers' callbacks know them, with the whole configuration under ``online_config``."""
+
+    online_config: OnlineConfig
+
+
+def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
+    """A configuration as the arguments that transformers' callbacks read."""
+    arguments = OnlineTrainingArguments(
+        output_dir=config.output_dir,
+        run_name=config.run_name,
+        report_to=config.report_to or "none",
+        max_steps=config.num_batches,
+        logging_strategy="steps",
+        logging_steps=config.logging_steps,
+        save_strategy="steps" if config.save_steps else "no",
+        save_steps=config.save_steps or 500,
+        eval_strategy="steps" if config.eval_steps else "no",
+        eval_steps=config.eval_steps or None,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        disable_tqdm=not config.progress,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    arguments.online_config = config
+    return arguments
+
+
+class ProgressCallback(TrainerCallback):
+    """A progress bar over batches, with the rate, the time left and the latest score."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[score]}"),
+            refresh_per_second=2,
+        )
+        self._task = self._progress.add_task("train", total=None, rate="", score="")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Show the bar."""
+        self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
+        self._progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """One batch further."""
+        speed = self._progress.tasks[0].speed
+        rate = f"{speed:.2f} batches/s" if speed else ""
+        self._progress.update(self._task, completed=state.global_step, rate=rate)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the score of the latest batch."""
+        score, kl = (logs or {}).get("objective/scores"), (logs or {}).get("objective/kl")
+        if score is not None and kl is not None:
+            self._progress.update(self._task, score=f"score {score:.3f} kl {kl:.2f}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the finished bar."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back; safe to call twice."""
+        self._progress.stop()
+
+
+class Callbacks:
+    """The callbacks of a run and the state that they see.
+
+    Args:
+        config: of the run.
+        learner: its policy, optimiser and scheduler are handed to callbacks.
+        processing_class: the tokenizer.
+        callbacks: the user's, classes or instances.
+    """
+
+    def __init__(
+        self,
+        config: OnlineConfig,
+        learner: Learner,
+        processing_class: Any,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    ) -> None:
+        self.arguments = training_arguments(config)
+        self.state = OnlineTrainerState(
+            max_steps=config.num_batches,
+            logging_steps=config.logging_steps,
+            save_steps=config.save_steps or 500,
+            eval_steps=config.eval_steps or 500,
+        )
+        self.control = TrainerControl()
+        self._progress = ProgressCallback() if config.progress else None
+        integrations = get_reporting_integration_callbacks(config.report_to)
+        own = [DefaultFlowCallback, *([self._progress] if self._progress else []), *integrations]
+        self._handler = CallbackHandler(
+            [*own, *callbacks], learner.policy, processing_class, learner.optimizer, learner.scheduler
+        )
+
+    def begin(self) -> None:
+        """Before the first batch."""
+        self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
+
+    def step_begin(self) -> None:
+        """Before each batch."""
+        self.control = self._handler.on_step_begin(self.arguments, self.state, self.control)
+
+    def step_end(self, prompts: int, completions: int) -> TrainerControl:
+        """After each batch. The control says whether to log, save, evaluate or stop."""
+        self.state.global_step += 1
+        self.state.episode += prompts
+        self.state.completions += completions
+        self.state.epoch = self.state.global_step / self.state.max_steps
+        self.control = self._handler.on_step_end(self.arguments, self.state, self.control)
+        return self.control
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Metrics have been logged."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self._handler.on_log(self.arguments, self.state, self.control, logs)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """An evaluation is done."""
+        self.control = self._handler.on_evaluate(self.arguments, self.state, self.control, metrics)
+
+    def saved(self) -> None:
+        """A checkpoint is whole."""
+        self.control = self._handler.on_save(self.arguments, self.state, self.control)
+
+    def end(self) -> None:
+        """After the last batch."""
+        self.control = self._handler.on_train_end(self.arguments, self.state, self.control)
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+        if self._progress is not None:
+            self._progress.stop()

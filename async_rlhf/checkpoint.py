@@ -1,0 +1,40 @@
+"""Checkpoints: the policy in the standard format with the trainer's state, written whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+from async_rlhf.config import ConfigError
+from async_rlhf.files import whole_folder
+from async_rlhf.models import write_model
+
+FINAL = "final"
+"""The folder of the policy after the last batch."""
+
+
+def save_checkpoint(
+    folder: Path, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: TrainerState
+) -> None:
+    """Write a folder that ``from_pretrained`` loads, with ``trainer_state.json`` beside the weights."""
+    with whole_folder(folder) as temporary:
+        write_model(policy, tokenizer, temporary)
+        state.save_to_json(str(temporary / "trainer_state.json"))
+
+
+def prepare_output_dir(folder: Path, overwrite: bool) -> None:
+    """Make the folder of a run. Refuses to write over an earlier run, unless told to delete it."""
+    earlier = [folder / "metrics.jsonl", folder / FINAL, *folder.glob("checkpoint-*")]
+    for path in (path for path in earlier if path.exists()):
+        if not overwrite:
+            raise ConfigError(
+                f"output_dir: {str(folder)!r} holds an earlier run ({path.name}); choose another folder, or set "
+                "overwrite_output_dir to delete it"
+            )
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {str(folder)!r} cannot be made: {error}") from error

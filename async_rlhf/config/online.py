@@ -1,0 +1,214 @@
+"""Configuration of online training: the schedule, the sampling and the optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from async_rlhf.config.base import Checked, require
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class GenerationConfig(Checked):
+    """How completions are sampled, and where.
+
+    Args:
+        placement: "inline" samples in the learner's process, in turn with training (staleness 0 only); "process"
+            samples in processes of their own; "auto" is inline for staleness 0, else process.
+        workers: generator processes; they share the prompts of each batch.
+        temperature: of the sampling distribution. Every log-probability is of the scaled distribution.
+        response_length: most new tokens of a completion, the stop token included.
+        stop_tokens: texts of single tokens that end a completion, beside the model's end-of-sequence tokens.
+        batch_size: most completions decoded together.
+        device: where generator processes run, e.g. "cuda:1"; null takes the last GPU, or the CPU. Worker i of
+            several on "cuda" takes the i-th GPU from there.
+        dtype: of the generator's weights, and so of the published snapshots. Inline, the learner's own are used.
+        num_threads: CPU threads of each generator process; null shares the cores evenly with the learner.
+        max_restarts: how often dead generator processes are started again before the run stops.
+        timeout: seconds without an answer from a generator process after which the run stops with an error.
+    """
+
+    placement: Literal["auto", "inline", "process"] = "auto"
+    workers: int = 1
+    temperature: float = 0.7
+    response_length: int = 53
+    stop_tokens: list[str] = field(default_factory=list)
+    batch_size: int = 512
+    device: str | None = None
+    dtype: Dtype = "float32"
+    num_threads: int | None = None
+    max_restarts: int = 3
+    timeout: float = 1800.0
+
+    def check(self) -> None:
+        self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
+        self.at_least(0, "max_restarts")
+        self.above(0, "temperature", "timeout")
+
+
+@dataclass(frozen=True)
+class OnlineConfig(Checked):
+    """What every online algorithm shares.
+
+    One *batch* is ``per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches`` prompts, with
+    ``samples_per_prompt`` completions each. It is trained on for ``num_epochs`` epochs of ``num_mini_batches``
+    optimiser steps. An *episode* is a prompt.
+
+    Args:
+        output_dir: where checkpoints, metrics.jsonl, samples.jsonl and trace.json go.
+        overwrite_output_dir: delete what an earlier run left there; else that is an error.
+        staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous.
+        total_episodes: prompts to train on in all; a multiple of the batch.
+        samples_per_prompt: K, completions per prompt.
+        per_device_train_batch_size: prompts of one forward and backward pass.
+        gradient_accumulation_steps: such passes per optimiser step.
+        num_mini_batches: N, optimiser steps per epoch over a batch.
+        num_epochs: T, epochs over each batch.
+        learning_rate: peak rate of AdamW.
+        lr_scheduler_type: any of transformers' schedules, stepped once after every optimiser step.
+        warmup_steps: optimiser steps of linear warm-up.
+        weight_decay: of AdamW.
+        adam_beta1: of AdamW.
+        adam_beta2: of AdamW.
+        adam_epsilon: of AdamW.
+        max_grad_norm: gradients are clipped to this norm; 0 turns clipping off.
+        bf16: forward and backward under bfloat16 autocast; the weights stay float32.
+        gradient_checkpointing: trade compute for memory in the policy.
+        annotate_batch_size: rows of one pass without gradient (reference policy, reward model).
+        max_prompt_length: prompts with more tokens are dropped, and counted.
+        non_eos_penalty: a completion that did not end by itself scores penalty_reward_value instead.
+        penalty_reward_value: that score.
+        logging_steps: batches between two lines in the log.
+        save_steps: batches between two checkpoints; 0 saves the final model only.
+        eval_steps: batches between two evaluations on eval_dataset; 0 evaluates at the end only.
+        num_samples_logged: completions of each logged batch that go to samples.jsonl.
+        report_to: transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"].
+        run_name: name for those integrations.
+        progress: show a progress bar.
+        trace: write the spans of generate, score, train, publish and wait to trace.json.
+        seed: decides prompts, samples and mini-batches.
+        device: of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU.
+        num_threads: CPU threads of the learner; null leaves torch's choice, less the generators' share.
+        generation: how completions are sampled.
+    """
+
+    output_dir: str = "runs/online"
+    overwrite_output_dir: bool = False
+    staleness: int = 1
+    total_episodes: int = 131_072
+    samples_per_prompt: int = 2
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    learning_rate: float = 3e-6
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    annotate_batch_size: int = 64
+    max_prompt_length: int = 512
+    non_eos_penalty: bool = True
+    penalty_reward_value: float = -1.0
+    logging_steps: int = 1
+    save_steps: int = 0
+    eval_steps: int = 0
+    num_samples_logged: int = 4
+    report_to: list[str] = field(default_factory=list)
+    run_name: str | None = None
+    progress: bool = True
+    trace: bool = True
+    seed: int = 0
+    device: str | None = None
+    num_threads: int | None = None
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def check(self) -> None:
+        self.at_least(0, "staleness", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
+        self.at_least(0, "save_steps", "eval_steps", "num_samples_logged")
+        self.at_least(1, "samples_per_prompt", "per_device_train_batch_size", "gradient_accumulation_steps")
+        self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
+        self.at_least(1, "logging_steps", "num_threads", "total_episodes")
+        self.above(0, "learning_rate", "adam_epsilon")
+        for key in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
+        require(
+            self.total_episodes % self.batch_size == 0,
+            "total_episodes",
+            self.total_episodes,
+            f"must be a multiple of the batch of {self.batch_size} prompts (per_device_train_batch_size "
+            f"{self.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches}), such as "
+            f"{max(1, round(self.total_episodes / self.batch_size)) * self.batch_size}",
+        )
+        require(
+            self.generation.placement != "inline" or self.staleness == 0,
+            "staleness",
+            self.staleness,
+            'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
+            'use placement "process"',
+        )
+        require(
+            self.generation.workers <= self.batch_size,
+            "generation.workers",
+            self.generation.workers,
+            f"must be at most the batch of {self.batch_size} prompts",
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts of one batch."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+
+    @property
+    def num_batches(self) -> int:
+        """B, batches of the whole run."""
+        return self.total_episodes // self.batch_size
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """B x N x T."""
+        return self.num_batches * self.num_mini_batches * self.num_epochs
+
+    @property
+    def placement(self) -> Literal["inline", "process"]:
+        """Where completions are sampled, "auto" resolved."""
+        if self.generation.placement == "auto":
+            return "inline" if self.staleness == 0 else "process"
+        return self.generation.placement
+
+    def summary(self) -> dict[str, Any]:
+        """The derived quantities that ``--dry-run`` prints."""
+        return {
+            "prompts per batch": self.batch_size,
+            "completions per batch": self.batch_size * self.samples_per_prompt,
+            "batches": self.num_batches,
+            "optimiser steps": self.num_optimizer_steps,
+            "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
+            "generation": self.placement,
+        }
+
+
+@dataclass(frozen=True)
+class OnlineDPOConfig(OnlineConfig):
+    """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples.
+
+    Args:
+        beta: strength of the implicit KL penalty.
+        loss_type: "sigmoid" (DPO) or "ipo".
+    """
+
+    beta: float = 0.1
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+
+    def check(self) -> None:
+        super().check()
+        self.above(0, "beta")
+        self.at_least(2, "samples_per_prompt")

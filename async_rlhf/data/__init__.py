@@ -1,0 +1,1 @@
+"""Prompts and data sets: loading them, streaming them, and the built-in docstring task."""

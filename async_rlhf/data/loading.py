@@ -1,0 +1,84 @@
+"""Reading data sets: JSON lines, JSON, Parquet, CSV, a folder written by datasets, or a name on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.config import ConfigError
+
+Rows = Sequence[Mapping[str, Any]]
+_FILE_FORMATS = {".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (), key: str = "data") -> Rows:
+    """All rows of a data set.
+
+    Args:
+        source: a .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a hub name.
+        split: the split to take where there are several.
+        columns: columns that must be there.
+        key: the configuration key that errors name.
+
+    Raises:
+        ConfigError: nothing is there, it cannot be read, it is empty, or a column is missing.
+    """
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", *_FILE_FORMATS) and not path.is_file():
+        raise ConfigError(f"{key}: got {source!r}; there is no such file")
+    rows = _load_jsonl(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)
+    if len(rows) == 0:
+        raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
+    check_columns(rows, columns, key, source)
+    return rows
+
+
+def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
+    """Require the given columns in every row, with a value."""
+    for number, row in enumerate(rows):
+        for column in columns:
+            if row.get(column) is None:
+                raise ConfigError(
+                    f"{key}: row {number + 1} of {source!r} has no {column!r}; it has {', '.join(map(repr, row))}"
+                )
+
+
+def _load_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{key}: line {number} of {str(path)!r} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{key}: line {number} of {str(path)!r} is {line.strip()[:60]!r}; must be an object")
+            rows.append(row)
+    return rows
+
+
+def _load_with_datasets(path: Path, source: str, split: str, key: str) -> Rows:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    try:
+        if path.suffix in _FILE_FORMATS:
+            return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        if path.is_dir():
+            loaded = load_from_disk(str(path))
+            if isinstance(loaded, DatasetDict):
+                if split not in loaded:
+                    raise ConfigError(f"{key}: {source!r} has no split {split!r}; it has {', '.join(loaded)}")
+                return loaded[split]
+            return loaded
+        return load_dataset(source, split=split)
+    except ConfigError:
+        raise
+    except Exception as error:  # datasets raises many unrelated types for a source it cannot read
+        raise ConfigError(
+            f"{key}: {source!r} could not be read ({type(error).__name__}: {error}); must be a .jsonl, .json, .parquet "
+            "or .csv file, a folder written by datasets, or a name on the hub"
+        ) from error

@@ -1,0 +1,87 @@
+"""The endless stream of prompts.
+
+A pure function of (seed, draw): every epoch is a new permutation of the rows, and draw n is always the same prompt.
+So the state of the stream is one integer, and any process can say what batch b holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from async_rlhf.config import ConfigError
+from async_rlhf.data.loading import Rows, check_columns
+from async_rlhf.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class PromptStream:
+    """Prompts in a seeded order without end.
+
+    Args:
+        rows: the data set.
+        tokenizer: of the policy.
+        prompt_field: the column with the prompt's text.
+        max_length: prompts with more tokens are dropped, and counted in ``dropped``.
+        seed: of the order.
+        shuffle: False keeps the order of the rows.
+
+    Raises:
+        ConfigError: a row has no prompt, or none is left.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_field: str = "query",
+        max_length: int = 512,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if len(rows) == 0:
+            raise ConfigError("train_dataset: got 0 rows; must have at least one")
+        check_columns(rows, [prompt_field], "train_dataset")
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
+        encoded = tokenizer([str(row[prompt_field]) for row in rows], add_special_tokens=False)["input_ids"]
+        self._tokens = {i: tuple(ids) for i, ids in enumerate(encoded) if 0 < len(ids) <= max_length}
+        self._kept = np.fromiter(self._tokens, dtype=np.int64)
+        self.dropped = len(rows) - len(self._kept)
+        if len(self._kept) == 0:
+            shortest = min(map(len, encoded))
+            raise ConfigError(
+                f"max_prompt_length: got {max_length}; none of the {len(rows)} prompts has 1 to {max_length} tokens "
+                f"(the shortest has {shortest})"
+            )
+        if self.dropped:
+            logger.warning("dropped %d of %d prompts: not 1 to %d tokens", self.dropped, len(rows), max_length)
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._kept)
+
+    def prompt(self, draw: int) -> Prompt:
+        """The prompt of one draw."""
+        epoch, position = divmod(draw, len(self))
+        row = int(self._kept[self._order(epoch)[position]])
+        columns: dict[str, Any] = dict(self.rows[row])
+        return Prompt(draw, row, self._tokens[row], columns)
+
+    def batch(self, index: int, size: int) -> Sequence[Prompt]:
+        """The prompts of batch ``index``, which counts from 1."""
+        return [self.prompt(draw) for draw in range((index - 1) * size, index * size)]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self))
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))

@@ -1,0 +1,73 @@
+"""Text to tokens: the tokenizer of a new model, and how prompts and responses are encoded everywhere.
+
+A prompt and its response are always encoded apart, without special tokens: at sampling time the response follows
+a prompt that was encoded alone, so the boundary has to be the same in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+EOS = "<|endoftext|>"
+PAD = "<|padding|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (as GPT-2's and Pythia's), the same for the same texts.
+
+    Args:
+        texts: what the merges are learned from; an ``<|endoftext|>`` at the end of one is left out.
+        vocab_size: most tokens: 256 bytes, two special tokens and the merges. Short texts may yield fewer.
+        max_length: longest sequence of the model; recorded in the tokenizer.
+
+    Returns:
+        A tokenizer with ``<|endoftext|>`` (id 0) to end texts and ``<|padding|>`` (id 1) to pad them. Every text
+        survives encoding and decoding.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.removesuffix(EOS) for text in texts), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Token ids of each text, without special tokens."""
+    if not texts:
+        return []
+    return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def encode_responses(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool] | None = None
+) -> list[tuple[int, ...]]:
+    """Token ids of each text and, once, the end-of-sequence token, whether or not the text spells it already.
+
+    Args:
+        tokenizer: with an end-of-sequence token.
+        texts: the responses.
+        ended: whether each ended by itself; one that was cut off gets no end-of-sequence token. None: all ended.
+    """
+    bare = encode_prompts(tokenizer, [strip_eos(tokenizer, text) for text in texts])
+    flags = [True] * len(bare) if ended is None else ended
+    return [ids + (tokenizer.eos_token_id,) * flag for ids, flag in zip(bare, flags, strict=True)]
+
+
+def strip_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text without the end-of-sequence token that it may spell at its end."""
+    return text.removesuffix(tokenizer.eos_token)

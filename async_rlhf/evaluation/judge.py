@@ -1,0 +1,89 @@
+"""Scores for texts: a reward model with a tokenizer of its own, or reward functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from async_rlhf.data.tokenizer import encode_prompts, encode_responses
+from async_rlhf.models import load_reward_model, load_tokenizer, reward_scores
+from async_rlhf.rows import by_length, pad_rows
+from async_rlhf.scoring.functions import RewardError, call_reward_function, load_reward_functions
+
+
+class Judge:
+    """Scores prompts with completions. It reads text, so a reward model need not share the policy's tokenizer.
+
+    Args:
+        reward_model: a folder or hub name; None to use functions.
+        reward_funcs: names of functions, see :func:`~async_rlhf.scoring.functions.load_reward_functions`; their
+            rewards are added.
+        batch_size: rows of one pass of the reward model.
+        device: of the reward model.
+        prompt_field: the column that is the prompt; functions do not get it twice.
+    """
+
+    def __init__(
+        self,
+        reward_model: str | None,
+        reward_funcs: Sequence[str],
+        batch_size: int,
+        device: torch.device | str,
+        prompt_field: str = "query",
+    ) -> None:
+        self.batch_size = batch_size
+        self.prompt_field = prompt_field
+        self.functions = load_reward_functions(reward_funcs)
+        self.model = None
+        if reward_model is not None:
+            self.model = load_reward_model(reward_model, device)
+            self.tokenizer = load_tokenizer(reward_model, key="reward_model")
+
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], completions: Sequence[str], ended: Sequence[bool]
+    ) -> list[float]:
+        """One score per completion.
+
+        Args:
+            rows: the data set's row of each completion.
+            completions: texts without the end-of-sequence token.
+            ended: whether each ended by itself; the reward model sees the end-of-sequence token if it did.
+
+        Raises:
+            RewardError: a score is no finite number, or a reward function failed.
+        """
+        prompts = [str(row[self.prompt_field]) for row in rows]
+        scores = [0.0] * len(rows)
+        if self.model is not None:
+            scores = self._model_scores(prompts, completions, ended)
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != self.prompt_field}
+        for function in self.functions:
+            rewards = call_reward_function(function, prompts, completions, columns)
+            scores = [a + b for a, b in zip(scores, rewards, strict=True)]
+        return scores
+
+    @torch.no_grad()
+    def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
+        assert self.model is not None
+        device = self.model.device
+        encoded = zip(
+            encode_prompts(self.tokenizer, prompts),
+            encode_responses(self.tokenizer, completions, ended),
+            strict=True,
+        )
+        rows = [prompt + completion for prompt, completion in encoded]
+        # Equal rows are scored once: rounding depends on the padding, and equal texts must tie.
+        unique = list(dict.fromkeys(rows))
+        lengths_B = torch.tensor([len(row) for row in unique])
+        found: dict[tuple[int, ...], float] = {}
+        for index in by_length(lengths_B, self.batch_size):
+            tokens_BT = pad_rows([unique[i] for i in index.tolist()], torch.long).to(device)
+            scores = reward_scores(self.model, tokens_BT, lengths_B[index].to(device)).tolist()
+            found.update(zip((unique[i] for i in index.tolist()), scores, strict=True))
+        for row, score in found.items():
+            if not math.isfinite(score):
+                raise RewardError(f"the reward model gave {score} for {self.tokenizer.decode(row)!r}")
+        return [found[row] for row in rows]

@@ -1,0 +1,92 @@
+"""How likely responses are under a model: the base of evaluation loss, perplexity and KL.
+
+    B  rows of a pass   T  tokens of a row   N  response tokens of a pass
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from async_rlhf.models import response_logits
+from async_rlhf.objectives.logprobs import selected_logprobs
+from async_rlhf.rows import by_length, pad_rows
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """A prompt and its response, as tokens."""
+
+    tokens: tuple[int, ...]
+    start: int
+    """Index of the first response token; 0 where everything counts. Token 0 itself is never predicted."""
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are predicted."""
+        return len(self.tokens) - max(self.start, 1)
+
+
+def row_tensors(rows: Sequence[EncodedRow]) -> tuple[Tensor, Tensor]:
+    """Tokens (B, T), padded on the right with 0, and the bool mask (B, T) of the response tokens."""
+    tokens_BT = pad_rows([row.tokens for row in rows], torch.long)
+    positions_T = torch.arange(tokens_BT.shape[1])
+    starts_B = torch.tensor([max(row.start, 1) for row in rows])
+    lengths_B = torch.tensor([len(row.tokens) for row in rows])
+    return tokens_BT, (positions_T >= starts_B[:, None]) & (positions_T < lengths_B[:, None])
+
+
+@torch.no_grad()
+def response_logprob_sums(
+    model: PreTrainedModel,
+    rows: Sequence[EncodedRow],
+    *,
+    temperature: float,
+    batch_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Log-probability of each row's response, summed over its tokens.
+
+    Args:
+        model: a causal language model.
+        rows: any number.
+        temperature: logits are divided by it.
+        batch_size: rows of one forward pass.
+        progress: called with the number of rows done so far.
+
+    Returns:
+        One float64 number per row, on the CPU. Logits and log-softmax are float32.
+    """
+    training = model.training
+    model.eval()
+    sums_R = torch.zeros(len(rows), dtype=torch.float64)
+    done = 0
+    try:
+        for index_B in by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size):
+            tokens_BT, mask_BT = row_tensors([rows[i] for i in index_B.tolist()])
+            tokens_BT, device_mask_BT = tokens_BT.to(model.device), mask_BT.to(model.device)
+            logits_NV = response_logits(model, tokens_BT, device_mask_BT) / temperature
+            logprobs_N = selected_logprobs(logits_NV, tokens_BT[device_mask_BT]).double().cpu()
+            row_N = mask_BT.nonzero()[:, 0]
+            sums_R.index_add_(0, index_B[row_N], logprobs_N)
+            done += len(index_B)
+            if progress is not None:
+                progress(done)
+    finally:
+        model.train(training)
+    return sums_R
+
+
+def loss_and_perplexity(model: PreTrainedModel, rows: Sequence[EncodedRow], batch_size: int) -> tuple[float, float]:
+    """Mean negative log-likelihood of a response token (nats, end of sequence counted), and e to that power.
+
+    Tokens of the prompt are neither in the sum nor in the count.
+    """
+    sums_R = response_logprob_sums(model, rows, temperature=1.0, batch_size=batch_size)
+    loss = -sums_R.sum().item() / sum(row.targets for row in rows)
+    return loss, math.exp(loss)

@@ -1,0 +1,52 @@
+"""Samples of a saved model on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from async_rlhf.config import EvaluateConfig, PairsConfig
+from async_rlhf.data.loading import Rows
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models import stop_token_ids
+from async_rlhf.reports.progress import progress_bar
+from async_rlhf.types import Prompt, Rollout
+
+
+def first_prompts(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, config: EvaluateConfig | PairsConfig
+) -> tuple[list[Prompt], int]:
+    """The first ``max_prompts`` rows that fit, in order, and how many of all rows were dropped for their length."""
+    stream = PromptStream(rows, tokenizer, max_length=config.max_prompt_length, shuffle=False)
+    count = len(stream) if config.max_prompts is None else min(config.max_prompts, len(stream))
+    return [stream.prompt(draw) for draw in range(count)], stream.dropped
+
+
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    config: EvaluateConfig | PairsConfig,
+    samples_per_prompt: int,
+    label: str,
+) -> Completions:
+    """Completions of each prompt, with a progress bar. The seed gives every model the same random numbers."""
+    params = SamplingParams(
+        samples_per_prompt=samples_per_prompt,
+        temperature=config.temperature,
+        response_length=config.response_length,
+        stop_token_ids=stop_token_ids(model, tokenizer),
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
+    with progress_bar(label, len(prompts)) as progress:
+        return TransformersEngine(model, params).generate(prompts, progress=progress)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
+    """Texts without the stop token."""
+    return tokenizer.batch_decode([list(r.tokens[:-1] if r.finish_reason == "stop" else r.tokens) for r in rollouts])
+

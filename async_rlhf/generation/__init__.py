@@ -1,0 +1,1 @@
+"""Sampling completions: engines, and where they run."""

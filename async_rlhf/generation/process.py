@@ -1,0 +1,226 @@
+"""Sampling in processes of their own: the learner's side.
+
+Each worker has one pipe. The learner sends requests into it and reads answers only when it needs them; a worker that
+dies is started again and gets its open requests again, whose weights are still in the ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import wait
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from async_rlhf.config import GenerationConfig
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.worker import Failure, ModelSpec, Reply, Request, run_worker
+from async_rlhf.reports.trace import Trace
+from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
+from async_rlhf.weights import SnapshotRing
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorError(RuntimeError):
+    """A generator process failed. The message holds its own traceback."""
+
+
+class ProcessGenerator:
+    """Generator processes that share the prompts of every batch.
+
+    Args:
+        policy: its architecture is built again in each process.
+        params: how to sample.
+        config: how many processes, and where.
+        staleness: S; S + 1 snapshots are kept.
+        trace: where generation is recorded.
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, params: SamplingParams, config: GenerationConfig, staleness: int, trace: Trace
+    ) -> None:
+        dtype = getattr(torch, config.dtype)
+        self.config = config
+        self.trace = trace
+        self.ring = SnapshotRing.for_model(policy, dtype, staleness + 1)
+        spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads)
+        self.workers = [
+            _Worker(number, replace(spec, device=worker_device(config.device, number)), params, self.ring)
+            for number in range(config.workers)
+        ]
+        self._prompts: dict[int, Sequence[Prompt]] = {}
+        self._replies: dict[int, dict[int, Reply]] = {}
+        self._restarts = 0
+
+    def publish(self, policy: nn.Module, version: int) -> float:
+        """Copy the weights into shared memory."""
+        started = time.monotonic()
+        self.ring.publish(policy, version)
+        return time.monotonic() - started
+
+    def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
+        """Give each worker its share of the batch."""
+        self._prompts[index] = prompts
+        self._replies[index] = {}
+        count = len(self.workers)
+        for worker in self.workers:
+            share = prompts[worker.number * len(prompts) // count : (worker.number + 1) * len(prompts) // count]
+            # The columns stay here: they may be large, and only rewards need them.
+            worker.submit(Request(index, version, tuple(replace(prompt, columns={}) for prompt in share)))
+
+    def collect(self, index: int) -> RolloutBatch:
+        """Wait for every share of the batch.
+
+        Raises:
+            GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
+        """
+        replies = self._replies[index]
+        deadline = time.monotonic() + self.config.timeout
+        while len(replies) < len(self.workers):
+            answered = self._wait(deadline - time.monotonic())
+            if answered:
+                deadline = time.monotonic() + self.config.timeout
+        del self._replies[index]
+        ordered = [replies[worker.number] for worker in self.workers]
+        completions = [group for reply in ordered for group in reply.completions]
+        groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
+        seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
+        return RolloutBatch(index, ordered[0].version, groups, seconds)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            worker.close()
+        self.ring.close()
+
+    def _wait(self, seconds: float) -> bool:
+        busy = [worker for worker in self.workers if worker.open]
+        sources = {source: worker for worker in busy for source in (worker.pipe, worker.process.sentinel)}
+        ready = wait(list(sources), timeout=max(0.0, seconds))
+        if not ready:
+            raise GeneratorError(
+                f"no answer from generator process {', '.join(str(worker.number) for worker in busy)} "
+                f"for {self.config.timeout:g} s (generation.timeout)"
+            )
+        return any([self._receive(worker) for worker in {sources[source] for source in ready}])
+
+    def _receive(self, worker: _Worker) -> bool:
+        try:
+            if not worker.pipe.poll():  # only its sentinel woke us
+                raise EOFError
+            reply = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._restart(worker)
+            return False
+        if isinstance(reply, Failure):
+            raise GeneratorError(f"generator process {worker.number}: {reply.message}\n\n{reply.traceback}")
+        request = worker.open.pop(0)
+        expected = self.ring.published[request.version]
+        if (reply.batch, reply.version, reply.checksum) != (request.batch, request.version, expected):
+            raise GeneratorError(
+                f"generator process {worker.number} answered batch {reply.batch} with weights of version "
+                f"{reply.version}, checksum {reply.checksum}; batch {request.batch} needs version {request.version}, "
+                f"checksum {expected}"
+            )
+        self._replies[reply.batch][worker.number] = reply
+        track = f"generator {worker.number}"
+        self.trace.add("load", reply.started, reply.started + reply.load_seconds, track, version=reply.version)
+        self.trace.add(
+            "generate", reply.started + reply.load_seconds, reply.ended, track, batch=reply.batch, version=reply.version
+        )
+        return True
+
+    def _restart(self, worker: _Worker) -> None:
+        worker.process.join()
+        code = worker.process.exitcode
+        if self._restarts >= self.config.max_restarts:
+            raise GeneratorError(
+                f"generator process {worker.number} died (exit code {code}) after {self._restarts} restarts "
+                "(generation.max_restarts)"
+            )
+        self._restarts += 1
+        logger.warning(
+            "generator process %d died (exit code %s); starting it again, to sample batch %s again",
+            worker.number,
+            code,
+            ", ".join(str(request.batch) for request in worker.open),
+        )
+        worker.start()
+        for request in worker.open:
+            worker.pipe.send(request)
+
+
+class _Worker:
+    """One generator process and what it still has to answer, in order."""
+
+    def __init__(self, number: int, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing) -> None:
+        self.number = number
+        self.open: list[Request] = []
+        self._arguments = (spec, params, ring)
+        self.start()
+
+    def start(self) -> None:
+        # A server that has torch and transformers loaded already forks workers in milliseconds, where a fresh
+        # interpreter needs seconds. It holds no threads and has touched no GPU, so the fork is safe.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["async_rlhf.generation.worker"])
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=run_worker, args=(theirs, *self._arguments), name=f"generator-{self.number}", daemon=True
+        )
+        with _main_left_alone():
+            self.process.start()
+        theirs.close()  # only the worker holds it now, so that its death ends our reading
+
+    def submit(self, request: Request) -> None:
+        self.open.append(request)
+        try:
+            self.pipe.send(request)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it died; collecting will notice, start it again and send all open requests
+
+    def close(self) -> None:
+        try:
+            self.pipe.send(None)
+        except OSError:
+            pass
+        if self.open:  # nobody waits for these any more
+            self.process.terminate()
+        self.process.join(timeout=5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+
+
+def worker_device(device: str | None, number: int) -> str:
+    """The device of a worker: the last GPUs by default, so that the learner keeps the first."""
+    if device is None:
+        count = torch.cuda.device_count()
+        return f"cuda:{max(0, count - 1 - number)}" if count else "cpu"
+    if device == "cuda":
+        return f"cuda:{number % max(1, torch.cuda.device_count())}"
+    return device
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Keep multiprocessing from running the user's script again in the worker, which needs nothing from it.
+
+    Without this, a script that trains at its top level, without ``if __name__ == "__main__"``, could not start workers.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)

@@ -1,0 +1,56 @@
+"""What an engine and a generator are. The loop knows these, never a concrete one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from async_rlhf.types import Prompt, Rollout, RolloutBatch
+
+Completions = list[tuple[Rollout, ...]]
+"""For each prompt, its K completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How completions are drawn."""
+
+    samples_per_prompt: int
+    temperature: float
+    response_length: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    batch_size: int = 512
+    """Most completions decoded together."""
+
+
+class Engine(Protocol):
+    """Samples with one set of weights at a time."""
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> str:
+        """Take new weights, and return the checksum of the weights it now holds, read back from the model."""
+
+    def generate(self, prompts: Sequence[Prompt]) -> Completions:
+        """K completions for each prompt. Equal (seed, draw, sample, position) give equal random numbers."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class Generator(Protocol):
+    """Engines and their weights, wherever they run."""
+
+    def publish(self, policy: nn.Module, version: int) -> float:
+        """Make the policy's weights available under a number. Returns the seconds that the learner waited."""
+
+    def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
+        """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
+
+    def collect(self, index: int) -> RolloutBatch:
+        """The completions of batch ``index``. Blocks until they are there; raises what went wrong."""
+
+    def close(self) -> None:
+        """End every process and free what is held. Safe to call twice."""

@@ -1,0 +1,73 @@
+"""Counter-based random numbers, and drawing tokens with them.
+
+The number for a row is a function of (seed, draw, sample, position) alone: not of batch composition, worker count
+or timing. That is what makes an asynchronous run repeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rlhf.types import Prompt
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+    Args:
+        counter: four arrays of 32-bit words (as uint64) that broadcast together.
+        key: two 32-bit words.
+
+    Returns:
+        Four arrays of random 32-bit words, as uint64.
+    """
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = (np.uint64(word) for word in key)
+    for _ in range(10):
+        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _32) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _32) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def row_uniforms(seed: int, prompts: Sequence[Prompt], samples: int, positions: int) -> np.ndarray:
+    """One number in [0, 1) for each (prompt, sample, position): float64, shape (P, K, positions)."""
+    draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)[:, None, None]
+    sample_K = np.arange(samples, dtype=np.uint64)[None, :, None]
+    position_T = np.arange(positions, dtype=np.uint64)[None, None, :]
+    counter = np.broadcast_arrays(position_T, sample_K, draw_P & _LOW, draw_P >> _32)
+    high, low, _, _ = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    return ((high >> np.uint64(5)) * 67108864.0 + (low >> np.uint64(6))) / 9007199254740992.0  # 53 bits
+
+
+def draw_tokens(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the cumulative distribution at the given number.
+
+    Args:
+        logits_BV: raw logits.
+        uniforms_B: float64 in [0, 1).
+        temperature: logits are divided by it.
+
+    Returns:
+        Token ids (B,) and their float32 log-probabilities (B,) under the scaled distribution.
+    """
+    logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
+    # Float64, and scaled by its own last entry: the sum of 100k rounded probabilities is not exactly 1.
+    cumulative_BV = logprobs_BV.exp().double().cumsum(dim=-1)
+    threshold_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
+    tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    return tokens_B1.squeeze(-1), logprobs_BV.gather(-1, tokens_B1).squeeze(-1)

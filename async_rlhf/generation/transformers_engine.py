@@ -1,0 +1,152 @@
+"""The engine on transformers' models: a decode loop with a KV cache.
+
+A loop of our own, because ``generate`` draws from one stream of random numbers for the whole batch, keeps every
+logit in order to return log-probabilities, and goes on computing rows that have finished.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.types import Prompt, Rollout
+from async_rlhf.weights import checksum, named_weights
+
+
+class TransformersEngine:
+    """Samples from any causal language model of transformers, in this process.
+
+    Args:
+        model: used in place, so that training it changes what is sampled.
+        params: how to sample.
+        version: number of the weights that the model holds now.
+        autocast: compute in this type where the weights are float32; None computes in the weights' own.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, params: SamplingParams, version: int = 0, autocast: torch.dtype | None = None
+    ) -> None:
+        self.model = model
+        self.params = params
+        self.version = version
+        self.autocast = autocast
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> str:
+        """Copy new weights into the model; the checksum is of what the model holds afterwards."""
+        held = named_weights(self.model)
+        if held.keys() != tensors.keys():
+            differing = ", ".join(sorted(held.keys() ^ tensors.keys())[:5])
+            raise ValueError(f"weights of version {version} do not fit the model; differing tensors: {differing}")
+        with torch.no_grad():
+            for name, tensor in held.items():
+                tensor.copy_(tensors[name])
+        self.version = version
+        return checksum(held)
+
+    def close(self) -> None:
+        """Nothing to free: the model belongs to the caller."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
+        """K completions for each prompt, in the order of the prompts.
+
+        Args:
+            prompts: any number; they are decoded ``batch_size`` completions at a time, those of like length together.
+            progress: called with the number of prompts done so far.
+        """
+        training = self.model.training
+        self.model.eval()
+        try:
+            per_chunk = max(1, self.params.batch_size // self.params.samples_per_prompt)
+            order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+            completions: dict[int, tuple[Rollout, ...]] = {}
+            for start in range(0, len(order), per_chunk):
+                chunk = order[start : start + per_chunk]
+                completions.update(zip(chunk, self._decode([prompts[i] for i in chunk]), strict=True))
+                if progress is not None:
+                    progress(len(completions))
+        finally:
+            self.model.train(training)
+        return [completions[i] for i in range(len(prompts))]
+
+    def _decode(self, prompts: Sequence[Prompt]) -> Completions:
+        params, device = self.params, self.model.device
+        rows = len(prompts) * params.samples_per_prompt
+        uniforms = row_uniforms(params.seed, prompts, params.samples_per_prompt, params.response_length)
+        uniforms_TR = torch.from_numpy(uniforms).reshape(rows, -1).T.contiguous().to(device)
+        tokens_TR = torch.zeros(params.response_length, rows, dtype=torch.long, device=device)
+        logprobs_TR = torch.zeros(params.response_length, rows, device=device)
+        lengths_R = torch.full((rows,), params.response_length, device=device)
+        stopped_R = torch.zeros(rows, dtype=torch.bool, device=device)
+        stops = torch.tensor(params.stop_token_ids, device=device)
+
+        logits_BV, mask_BT, cache = self._prefill(prompts)
+        live_B = torch.arange(rows, device=device)  # the rows still in the batch
+        for step in range(params.response_length):
+            tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_TR[step, live_B], params.temperature)
+            tokens_TR[step, live_B] = tokens_B
+            logprobs_TR[step, live_B] = logprobs_B
+            ends_B = torch.isin(tokens_B, stops)
+            if ends_B.any():
+                lengths_R[live_B[ends_B]] = step + 1
+                stopped_R[live_B[ends_B]] = True
+                goes_on_B = (~ends_B).nonzero().squeeze(-1)
+                live_B, tokens_B, mask_BT = live_B[goes_on_B], tokens_B[goes_on_B], mask_BT[goes_on_B]
+                if len(live_B) == 0:
+                    break
+                cache.reorder_cache(goes_on_B)
+            if step + 1 < params.response_length:
+                mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(live_B), 1)], dim=1)
+                logits_BV = self._forward(tokens_B[:, None], mask_BT, cache)
+        return self._rollouts(tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R)
+
+    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor, DynamicCache]:
+        """Run each prompt once, padded on the left, and repeat its state for its K samples."""
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        tokens_PT = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask_PT = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            tokens_PT[i, longest - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
+            mask_PT[i, longest - len(prompt.tokens) :] = 1
+        cache = DynamicCache(config=self.model.config)
+        mask_PT = mask_PT.to(self.model.device)
+        logits_PV = self._forward(tokens_PT.to(self.model.device), mask_PT, cache, **self._prefill_options)
+        repeat_B = torch.arange(len(prompts), device=self.model.device).repeat_interleave(
+            self.params.samples_per_prompt
+        )
+        cache.reorder_cache(repeat_B)
+        return logits_PV[repeat_B], mask_PT[repeat_B], cache
+
+    def _forward(self, tokens_BT: Tensor, mask_BT: Tensor, cache: DynamicCache, **options: int) -> Tensor:
+        """Logits (B, V) after the last of the given tokens; the cache grows by them."""
+        if self._takes_positions:
+            positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
+            options = {**options, "position_ids": positions_BT}  # type: ignore[dict-item]
+        with torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.model(
+                input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=True, **options
+            )
+        return output.logits[:, -1]
+
+    def _rollouts(self, tokens_RT: Tensor, logprobs_RT: Tensor, lengths_R: Tensor, stopped_R: Tensor) -> Completions:
+        k = self.params.samples_per_prompt
+        tokens, logprobs = tokens_RT.tolist(), logprobs_RT.tolist()
+        rollouts = [
+            Rollout(
+                tokens=tuple(tokens[i][:length]),
+                logprobs=tuple(logprobs[i][:length]),
+                versions=(self.version,) * length,
+                finish_reason="stop" if stopped else "length",
+            )
+            for i, (length, stopped) in enumerate(zip(lengths_R.tolist(), stopped_R.tolist(), strict=True))
+        ]
+        return [tuple(rollouts[i : i + k]) for i in range(0, len(rollouts), k)]

@@ -1,0 +1,120 @@
+"""What runs in a generator process: take a request, load the weights it names, sample, answer.
+
+Two threads keep the pipe moving, so that neither process ever waits for the other's main thread: one reads requests
+(and ends the process when the learner is gone), one sends answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.types import Prompt
+from async_rlhf.weights import SnapshotRing
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Enough to build the policy's architecture; its weights come as snapshots."""
+
+    model_class: type[PreTrainedModel]
+    config: PretrainedConfig
+    dtype: torch.dtype
+    device: str
+    num_threads: int | None
+    """CPU threads; None leaves torch's choice."""
+
+    def build(self) -> PreTrainedModel:
+        """The model on its device, with weights still to be loaded."""
+        with torch.device(self.device):
+            model = self.model_class._from_config(self.config, dtype=self.dtype)
+        return model.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One worker's share of a batch."""
+
+    batch: int
+    version: int
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The completions of a request, and proof of the weights they come from."""
+
+    batch: int
+    version: int
+    checksum: str
+    """Of the weights as read back from the engine after it loaded them."""
+    completions: Completions
+    started: float
+    """Monotonic clock."""
+    ended: float
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The engine raised; the learner raises it again."""
+
+    message: str
+    traceback: str
+
+
+def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing) -> None:
+    """Serve requests until None comes or the learner is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the learner, which ends its workers
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Reply | Failure | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, requests), daemon=True).start()
+    sender = threading.Thread(target=_send, args=(pipe, replies))
+    sender.start()
+    try:
+        if spec.num_threads is not None:
+            torch.set_num_threads(spec.num_threads)
+        engine = TransformersEngine(spec.build(), params, version=-1)
+        held = ""
+        while (request := requests.get()) is not None:
+            started = time.monotonic()
+            if request.version != engine.version:
+                held = engine.load(ring.views(request.version), request.version)
+            loaded = time.monotonic()
+            completions = engine.generate(request.prompts)
+            ended = time.monotonic()
+            replies.put(Reply(request.batch, request.version, held, completions, started, ended, loaded - started))
+    except Exception as error:
+        replies.put(Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+    finally:
+        replies.put(None)
+        sender.join()
+
+
+def _read(pipe: Connection, requests: queue.SimpleQueue[Request | None]) -> None:
+    try:
+        while True:
+            requests.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)  # the learner is gone: nobody needs what this process is computing
+
+
+def _send(pipe: Connection, replies: queue.SimpleQueue[Reply | Failure | None]) -> None:
+    try:
+        while (reply := replies.get()) is not None:
+            pipe.send(reply)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)

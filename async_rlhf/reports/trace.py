@@ -1,0 +1,75 @@
+"""The trace of a run in Chrome's trace-event format: drop trace.json on ui.perfetto.dev to see what overlapped.
+
+Times are of the monotonic clock, which all processes of a host share, so the spans of generator processes lie
+beside the learner's without any correction.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+LEARNER = "learner"
+
+
+class Trace:
+    """Spans, written as they end, and their sums since the last :meth:`take_seconds`.
+
+    Args:
+        path: the file to write; None only sums.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file: TextIO | None = None
+        self._tracks: dict[str, int] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        if path is not None:
+            self._file = path.open("w", encoding="utf-8")
+            self._file.write("[\n")
+
+    @contextmanager
+    def span(self, name: str, **details: object) -> Iterator[None]:
+        """Record the body as a span of the learner."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, started, time.monotonic(), **details)
+
+    def add(self, name: str, started: float, ended: float, track: str = LEARNER, **details: object) -> None:
+        """Record a span that has ended, on the monotonic clock."""
+        self._seconds[name] += ended - started
+        if self._file is None:
+            return
+        if track not in self._tracks:
+            self._tracks[track] = len(self._tracks)
+            self._write({"name": "thread_name", "ph": "M", "tid": self._tracks[track], "args": {"name": track}})
+        event = {"name": name, "ph": "X", "ts": round(started * 1e6, 1), "dur": round((ended - started) * 1e6, 1)}
+        self._write({**event, "tid": self._tracks[track], "args": details})
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by name of span since the last call."""
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system. The format allows the closing bracket to be missing."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        if self._file is not None:
+            self._file.write('{"name": "end", "ph": "i", "ts": 0, "pid": 1, "tid": 0}\n]\n')
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: dict[str, object]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps({"pid": 1, **event}) + ",\n")

@@ -1,0 +1,38 @@
+"""Rows: from lists of tokens to padded tensors, in batches that waste little on padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from async_rlhf.types import RolloutGroup
+
+
+def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0) -> Tensor:
+    """(B, T) with each row on the left and ``fill`` to its right."""
+    padded_BT = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
+    for i, row in enumerate(rows):
+        padded_BT[i, : len(row)] = torch.tensor(row, dtype=dtype)
+    return padded_BT
+
+
+def response_tensors(groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
+    """The fields of an Experience that come from sampling: K neighbouring rows for each prompt."""
+    pairs = [(group.prompt.tokens, rollout) for group in groups for rollout in group.rollouts]
+    tokens_BT = pad_rows([prompt + rollout.tokens for prompt, rollout in pairs], torch.long)
+    mask_BT = pad_rows([(0.0,) * len(prompt) + (1.0,) * len(r.tokens) for prompt, r in pairs], torch.float32)
+    return {
+        "tokens_BT": tokens_BT,
+        "lengths_B": torch.tensor([len(prompt) + len(r.tokens) for prompt, r in pairs]),
+        "response_mask_BT": mask_BT,
+        "behaviour_logprobs_BT": pad_rows([(0.0,) * len(p) + r.logprobs for p, r in pairs], torch.float32),
+        "versions_BT": pad_rows([(-1,) * len(p) + r.versions for p, r in pairs], torch.long, fill=-1),
+    }
+
+
+def by_length(lengths_B: Tensor, size: int) -> Iterator[Tensor]:
+    """Row indices in batches of ``size``, rows of like length together, the longest first."""
+    order_B = torch.argsort(lengths_B, descending=True, stable=True)
+    yield from order_B.split(size)

@@ -1,0 +1,92 @@
+"""Preference pairs from a model's own samples: the best and the worst of K, by a reward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rlhf.config import PairsConfig
+from async_rlhf.data.loading import load_rows
+from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.sampling import decode, first_prompts, sample
+from async_rlhf.models import default_device, load_policy, load_tokenizer
+from async_rlhf.stages.stage import Stage, json_lines
+from async_rlhf.types import Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+def run_pairs(config: PairsConfig) -> dict[str, float]:
+    """Sample, judge, and write ``config.output``: one JSON object a line with `prompt`, `chosen`, `rejected`,
+    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length").
+
+    Returns:
+        prompts, dropped (prompts too long), pairs, ties (prompts whose samples all score the same),
+        ended_share (samples that ended by themselves), score_mean and score_margin (mean of best minus worst).
+    """
+    output = Path(config.output)
+    inputs = {
+        "model": config.model,
+        "prompts": config.prompts,
+        "reward_model": config.reward_model,
+        "reward_funcs": config.reward_funcs,
+    }
+    stage = Stage(output.parent, f"{output.name}.pairs", config, inputs)
+    if output.is_file() and (results := stage.done()) is not None:
+        return results
+    device = torch.device(config.device) if config.device else default_device()
+    rows = load_rows(config.prompts, config.split, columns=["query"], key="prompts")
+    tokenizer = load_tokenizer(config.model)
+    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
+    prompts, dropped = first_prompts(rows, tokenizer, config)
+
+    policy = load_policy(config.model, device)
+    completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
+    rollouts = [rollout for group in completions for rollout in group]
+    texts = decode(tokenizer, rollouts)
+    columns = [prompt.columns for prompt in prompts for _ in range(config.samples_per_prompt)]
+    scores = judge(columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
+    pairs = best_and_worst(prompts, rollouts, texts, scores)
+    results = {
+        "prompts": len(prompts),
+        "dropped": dropped,
+        "pairs": len(pairs),
+        "ties": len(prompts) - len(pairs),
+        "ended_share": sum(rollout.finish_reason == "stop" for rollout in rollouts) / len(rollouts),
+        "score_mean": sum(scores) / len(scores),
+        "score_margin": sum(pair["chosen_score"] - pair["rejected_score"] for pair in pairs) / max(1, len(pairs)),
+    }
+    logger.info("pairs: %d of %d prompts, %d ties", len(pairs), len(prompts), results["ties"])
+    stage.publish_files({output: json_lines(pairs)}, results)
+    return results
+
+
+def best_and_worst(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], texts: Sequence[str], scores: Sequence[float]
+) -> list[dict[str, Any]]:
+    """A row for each prompt whose K samples (neighbours in the other arguments) do not all score the same.
+
+    Of several equal best or worst samples the first is taken.
+    """
+    k = len(rollouts) // len(prompts)
+    pairs = []
+    for i, prompt in enumerate(prompts):
+        samples = range(i * k, (i + 1) * k)
+        best, worst = max(samples, key=scores.__getitem__), min(samples, key=scores.__getitem__)
+        if scores[best] > scores[worst]:
+            pairs.append(
+                {
+                    "prompt": prompt.columns["query"],
+                    "chosen": texts[best],
+                    "rejected": texts[worst],
+                    "chosen_score": scores[best],
+                    "rejected_score": scores[worst],
+                    "chosen_finish_reason": rollouts[best].finish_reason,
+                    "rejected_finish_reason": rollouts[worst].finish_reason,
+                }
+            )
+    return pairs

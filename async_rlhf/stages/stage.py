@@ -1,0 +1,208 @@
+"""Stages that are skipped where they are done, and whose results are whole or not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rlhf.config import ConfigError
+from async_rlhf.models import replace_folder
+
+logger = logging.getLogger(__name__)
+
+Source = str | Sequence[str] | Mapping[str, str] | None
+"""One file, folder or hub name, or several."""
+
+_ELSEWHERE = ("overwrite", "device", "report_to", "logging_steps")  # fields that change no result
+_PLACES = ("output_dir", "output")  # the marker lies there: a folder that was moved is still done
+_MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_*", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of work and the marker that says it is done: ``<folder>/<name>.json``, written last.
+
+    The marker holds the configuration, fingerprints of what was read, and the results.
+
+    Args:
+        folder: where the marker lies, beside the outputs.
+        name: of the marker, and of the stage in messages.
+        config: a frozen dataclass with a field ``overwrite``.
+        inputs: configuration key -> the file, folder or hub name it gives (or several). They are compared by content.
+        owns_folder: the stage's output is the whole folder. Then a folder with other things in it is never replaced.
+    """
+
+    folder: Path
+    name: str
+    config: Any
+    inputs: Mapping[str, Source]
+    owns_folder: bool = False
+
+    @property
+    def marker(self) -> Path:
+        """The file that says the stage is done."""
+        return self.folder / f"{self.name}.json"
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self.config)
+        config = {key: value for key, value in values.items() if key not in _ELSEWHERE}
+        # Through JSON and back, so that it equals what a marker says.
+        return json.loads(json.dumps({"config": config, "inputs": _fingerprints(self.inputs)}))
+
+    def done(self) -> dict[str, Any] | None:
+        """The results, if the stage was done with this configuration and these inputs; None if it is to be done.
+
+        Raises:
+            ConfigError: it was done with others, or the folder holds something else.
+        """
+        identity = self._identity
+        found = self._read_marker()
+        if found is None:
+            if self.owns_folder and self.folder.exists() and any(self.folder.iterdir()):
+                raise ConfigError(
+                    f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
+                    f"earlier result of {self.name}"
+                )
+            return None
+        if self.config.overwrite:
+            logger.info("%s: done already, in %s; doing it again", self.name, self.folder)
+            return None
+        differences = list(_differences(found, identity))
+        if differences:
+            raise ConfigError(
+                f"{self.name}: {str(self.folder)!r} holds the result of another configuration:\n  "
+                + "\n  ".join(differences)
+                + "\npass --overwrite true to replace it, or choose another output"
+            )
+        logger.info("%s: done already, in %s", self.name, self.folder)
+        return found["results"]
+
+    def publish_folder(self, temporary: Path, results: Mapping[str, Any]) -> None:
+        """Put a finished folder, with the marker in it, in the place of ``folder``."""
+        write_whole(temporary / self.marker.name, self._marker_text(results))
+        replace_folder(temporary, self.folder)
+
+    def publish_files(self, files: Mapping[Path, str], results: Mapping[str, Any]) -> None:
+        """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.marker.unlink(missing_ok=True)
+        for path, text in files.items():
+            write_whole(path, text)
+        write_whole(self.marker, self._marker_text(results))
+
+    def scratch(self, purpose: str) -> Path:
+        """A new, empty folder beside ``folder``, so that it can be renamed into its place."""
+        path = self.folder.with_name(f".{self.folder.name}.{self.name}-{purpose}")
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def _marker_text(self, results: Mapping[str, Any]) -> str:
+        content = {"stage": self.name, **self._identity, "results": dict(results)}
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+    def _read_marker(self) -> dict[str, Any] | None:
+        if not self.marker.is_file():
+            return None
+        try:
+            found = json.loads(self.marker.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
+        if not isinstance(found, dict) or found.get("stage") != self.name:
+            raise ConfigError(
+                f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output"
+            )
+        return found
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
+    """One line for each key whose value or content is not what it was."""
+    old, new = found["inputs"], wanted["inputs"]
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            yield f"{key}: was {found['config'].get(key)!r} ({old.get(key)}), is {wanted['config'].get(key)!r} ({new.get(key)})"
+    skipped = {*_PLACES, *old, *new}
+    old, new = found["config"], wanted["config"]
+    for key in sorted((old.keys() | new.keys()) - skipped):
+        if old.get(key) != new.get(key):
+            yield f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all: temporary name, flush, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object a line."""
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+
+
+def _fingerprints(inputs: Mapping[str, Source]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, source in inputs.items():
+        if isinstance(source, Mapping):
+            found[key] = {name: fingerprint(item) for name, item in source.items()}
+        elif source is None or isinstance(source, str):
+            found[key] = None if source is None else fingerprint(source)
+        else:
+            found[key] = [fingerprint(item) for item in source]
+    return found
+
+
+def fingerprint(source: str) -> str:
+    """What tells one input from another: a hash of the content where it is local, else the name.
+
+    Of a model's folder only the files of model and tokenizer count, so that logs and markers beside them may change.
+    A function, as "module:function" or "file.py:function", counts with the file it is in.
+    """
+    place, colon, function = source.rpartition(":")
+    if colon and not Path(source).expanduser().exists():
+        file = Path(place) if place.endswith(".py") else _module_file(place)
+        return f"{function} in {_hash([file], file.parent)}" if file is not None and file.is_file() else source
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _hash([path], path.parent, named=False)
+    if not path.is_dir():
+        return source
+    if (path / "config.json").is_file():
+        return _hash({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
+    files = [file for file in path.rglob("*") if not file.name.startswith((".", "cache-"))]
+    return _hash(files, path)
+
+
+def _module_file(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None  # whoever loads the function says what is wrong with its name
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _hash(files: Iterable[Path], folder: Path, named: bool = True) -> str:
+    digest = xxhash.xxh3_128()
+    for path in sorted(file for file in files if file.is_file()):
+        if named:
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0")
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return f"xxh3:{digest.hexdigest()}"

@@ -1,0 +1,133 @@
+"""The vocabulary: what flows from the prompts to the loss.
+
+Dimension letters that end the names of tensors and arrays:
+
+    P  prompts of a batch          K  samples per prompt       R  rows, one per completion (R = P x K)
+    B  rows of an experience       T  tokens of a row          V  vocabulary
+    U  units, rows that belong together (see Experience)
+
+A *row* is a prompt followed by one completion, padded on the right. ``X_BT[i, t]`` always speaks of token ``t``
+itself: ``logprobs_BT[i, t]`` is the log-probability of token ``t`` given the tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as drawn from the endless stream."""
+
+    draw: int
+    """How many prompts were drawn before this one. The random numbers of its completions depend on it."""
+    row: int
+    """Index of the row in the data set."""
+    tokens: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's columns, for reward functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion. The last token is the stop token when ``finish_reason`` is "stop"."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Behaviour log-probability of each token, of the temperature-scaled distribution it was drawn from."""
+    versions: tuple[int, ...]
+    """Version of the weights that produced each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """A prompt and its K completions."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """Everything sampled for one batch. ``index`` counts from 1, as in the schedule."""
+
+    index: int
+    version: int
+    groups: tuple[RolloutGroup, ...]
+    generation_seconds: float
+    """From the start of the first worker to the end of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """A batch with a score for every completion."""
+
+    batch: RolloutBatch
+    scores_PK: Tensor
+    """float32, on the CPU. Penalties are in it."""
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """Rows ready for training, on the CPU, padded on the right to the longest row.
+
+    Rows that belong together (the chosen and the rejected completion of a pair) are neighbours and make a *unit*;
+    a unit is never split over micro-batches.
+    """
+
+    tokens_BT: Tensor
+    lengths_B: Tensor
+    """Tokens of prompt and response together; from the sampler, never from token values."""
+    response_mask_BT: Tensor
+    """1.0 at response tokens (the stop token too), 0.0 at the prompt and at padding."""
+    behaviour_logprobs_BT: Tensor
+    reference_logprobs_BT: Tensor
+    versions_BT: Tensor
+    """Version of the weights that produced each response token; -1 elsewhere."""
+    scores_B: Tensor
+    weights_U: Tensor
+    """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
+    rows_per_unit: int = 1
+
+    def __len__(self) -> int:
+        return self.tokens_BT.shape[0]
+
+    @property
+    def units(self) -> int:
+        return len(self) // self.rows_per_unit
+
+    def select(self, units: Tensor | Sequence[int]) -> Experience:
+        """The given units, in the given order, trimmed to the longest of their rows."""
+        units_U = torch.as_tensor(units, dtype=torch.long)
+        rows_B = (units_U[:, None] * self.rows_per_unit + torch.arange(self.rows_per_unit)).flatten()
+        lengths_B = self.lengths_B[rows_B]
+        longest = int(lengths_B.max()) if len(rows_B) else 0
+        padded = {
+            item.name: getattr(self, item.name)[rows_B, :longest] for item in fields(self) if item.name.endswith("_BT")
+        }
+        return Experience(
+            **padded,
+            lengths_B=lengths_B,
+            scores_B=self.scores_B[rows_B],
+            weights_U=self.weights_U[units_U],
+            rows_per_unit=self.rows_per_unit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What an objective returns: sums over the rows it was given. The learner divides by the global weight."""
+
+    loss_sum: Tensor
+    """Scalar, differentiable."""
+    metrics: dict[str, Tensor]
+    """Detached sums over the same units that ``weights_U`` counts."""

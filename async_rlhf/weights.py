@@ -1,0 +1,126 @@
+"""Numbered snapshots of the policy's weights: publish, fetch, verify.
+
+A ring of S + 1 slots suffices for staleness S, and no slot is ever overwritten while it can be read: version v lies
+in slot v mod (S + 1) and is needed by batches up to v + 1 + S; version v + S + 1 takes its place only after batch
+v + S + 1 has been trained on, so after it has been sampled.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+_ALIGNMENT = 64
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, in the model's order; tied ones once."""
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A 128-bit checksum over names, types, shapes and bytes, in order."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where one tensor lies within a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SnapshotRing:
+    """S + 1 snapshots in memory that processes share, reached by a file descriptor without a name.
+
+    Nameless memory cannot leak: the kernel frees it with the last process that holds it, however that one ends.
+
+    Args:
+        specs: the tensors of one snapshot.
+        dtype: of every tensor in it.
+        slots: S + 1.
+        fd: the memory, when it was made by another process.
+    """
+
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], slot_bytes: int, dtype: torch.dtype, slots: int, fd: int | None = None
+    ) -> None:
+        self.specs, self.slot_bytes, self.dtype, self.slots = specs, slot_bytes, dtype, slots
+        self.fd = _nameless_file(slot_bytes * slots) if fd is None else fd
+        self._memory = mmap.mmap(self.fd, slot_bytes * slots)
+        # Every page is touched now: the first publications would otherwise wait for the kernel to find them.
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if fd is None:
+            self._bytes.zero_()
+        self.published: dict[int, str] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Sent to a child process, the ring arrives as the same memory, not as a copy."""
+        return _attach, (self.specs, self.slot_bytes, self.dtype, self.slots, DupFd(self.fd))
+
+    @classmethod
+    def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int) -> SnapshotRing:
+        """A ring that fits the model's weights."""
+        specs, offset = [], 0
+        for name, tensor in named_weights(model).items():
+            specs.append(TensorSpec(name, tuple(tensor.shape), offset))
+            size = tensor.numel() * dtype.itemsize
+            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(specs), offset, dtype, slots)
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version's slot, without a copy."""
+        start = version % self.slots * self.slot_bytes
+        views = {}
+        for spec in self.specs:
+            count = int(torch.Size(spec.shape).numel())
+            begin = start + spec.offset
+            flat = self._bytes[begin : begin + count * self.dtype.itemsize]
+            views[spec.name] = flat.view(self.dtype).view(spec.shape)
+        return views
+
+    def publish(self, model: nn.Module, version: int) -> str:
+        """Copy the weights into the version's slot and return their checksum."""
+        views = self.views(version)
+        with torch.no_grad():
+            for name, tensor in named_weights(model).items():
+                views[name].copy_(tensor)
+        self.published.pop(version - self.slots, None)
+        self.published[version] = checksum(views)
+        return self.published[version]
+
+    def close(self) -> None:
+        """Give the memory back. Views taken before keep it alive until they are gone."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.published.clear()
+
+
+def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, dtype: torch.dtype, slots: int, fd: Any) -> SnapshotRing:
+    return SnapshotRing(specs, slot_bytes, dtype, slots, fd.detach())
+
+
+def _nameless_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("async_rlhf_weights", os.MFD_CLOEXEC)
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
