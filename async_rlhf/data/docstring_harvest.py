@@ -3,11 +3,11 @@
 A prompt (*query*) is a function's signature as code, ending where its docstring opens; the completion is the
 first line of that docstring (its *summary*, PEP 257). The text is on every machine that can run the package,
 so the task needs no download: `harvest` parses the standard library and some installed packages, `split`
-divides the functions into train, preference and held-out parts, `write_splits` writes the stages' JSONL files.
+divides the functions into train, preference and held-out parts, `write_splits` writes the stages' files.
 
 Sources are read, never imported. What is taken: functions and methods, except dunders and functions nested in
-functions, whose docstring's first paragraph is one line of 10 to 100 ASCII characters, mostly letters, that is
-prose (no doctest, field list, section title or signature), and whose query is at most 200 characters long.
+functions, whose docstring's first paragraph is one line of 10 to 100 ASCII characters, mostly letters, that
+is prose (no doctest, field list, section title or signature), and whose query is at most 200 characters long.
 Docstrings in single quotes are read only in files that also have a triple quote.
 """
 
@@ -48,11 +48,11 @@ _SKIPPED_FOLDERS = {"test", "tests", "testing", "idle_test", "idlelib", "node_mo
 _SKIPPED_FOLDERS |= {"site-packages", "dist-packages"}  # they lie in the standard library's folder
 _NOT_PROSE = re.compile(
     r"^(>>>|\.\.|[:@#*\-=|<`\[({\\$%&]"  # doctest, directive, field list, title rule, table, markup
-    r"|(args|arguments|parameters|params|returns?|yields?|raises?|examples?|notes?|attributes|inputs?|outputs?"
-    r"|usage|todo|fixme|deprecated|warning|copied from)\s*(:|$))",
+    r"|(args|arguments|parameters|params|returns?|yields?|raises?|examples?|notes?|attributes|inputs?"
+    r"|outputs?|usage|todo|fixme|deprecated|warning|copied from)\s*(:|$))",
     re.IGNORECASE,
 )
-_SIGNATURE = re.compile(r"^[\w.\[\], ]*?\w\([^)]*\)?\s*(->|:|--|$)|->|^\w+\s*=")
+_SIGNATURE = re.compile(r"^[\w.\[\],]*\w\([^)]*\)?\s*(->|:|--|$)|->|^\w+\s*=")
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ def harvest(
     """Functions with a one-line docstring summary, one for each distinct query, in a fixed order.
 
     `sources`: names of installed top-level packages or modules (found, not imported), `"stdlib"` for the
-    standard library, or paths (with a slash, or ending in `.py`) of files or folders. The default is the standard
-    library with torch, transformers, numpy, accelerate, datasets and huggingface_hub, those that are installed.
+    standard library, or paths (with a slash, or ending in `.py`) of files or folders. The default is the
+    standard library, and torch, transformers, numpy, accelerate, datasets and huggingface_hub if installed.
 
     `cache_dir`: where the rows are kept for the next call; the default is `$ASYNC_RLHF_CACHE`, else
     `~/.cache/async_rlhf`. The cache is keyed by the sources, the size and time of each of their files, the
     Python version and this module's `FORMAT`; a damaged cache file is harvested again.
 
-    `workers`: processes that parse (default: one per core, or none for less than 4 MB). They are spawned, so a
-    script that calls this at its top level needs the usual `if __name__ == "__main__":`.
+    `workers`: processes that parse (default: one per core, or none for less than 4 MB). They are spawned, so
+    a script that calls this at its top level needs the usual `if __name__ == "__main__":`.
 
     `progress`: show a progress bar on stderr. Order: by source as given, then file, then line; of functions
     with the same query the first is kept. Files that do not parse are skipped, and counted in the log.
@@ -128,9 +128,9 @@ def split(
     """Divide functions into `train`, `preference` and `heldout`, without leakage between them.
 
     All functions with the same bare name (case and leading underscores aside) fall into the same part, so
-    neither a query nor an override of the same method is ever on both sides. A name's part depends on `seed` and
-    the name alone: adding functions moves none. `fractions` are of the names, in that order, and must sum to 1
-    (ValueError).
+    neither a query nor an override of the same method is ever on both sides. A name's part depends on `seed`
+    and the name alone: adding functions moves none. `fractions` are of the names, in that order, and must sum
+    to 1 (ValueError).
     """
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
         raise ValueError(
@@ -176,8 +176,6 @@ _FIELDS: dict[str, Callable[[Function], str]] = {
     "query_reference_response": lambda function: function.query + function.summary,
     "name": lambda function: function.name,
 }
-
-# Sources and their files
 
 
 def _list_files(source: str) -> list[_File]:
@@ -233,9 +231,6 @@ def _describe(source: str, path: Path, module: str) -> _File:
     return _File(source, module, str(path), stat.st_size, stat.st_mtime_ns)
 
 
-# Parsing
-
-
 def _parse_files(files: Sequence[_File], workers: int | None, progress: bool) -> list[Function]:
     """Parse all files, keep the first function of each query, and log the counts."""
     from rich.console import Console
@@ -245,16 +240,10 @@ def _parse_files(files: Sequence[_File], workers: int | None, progress: bool) ->
     total = sum(file.size for file in files)
     if workers is None:
         workers = 1 if total < _POOL_BYTES else os.cpu_count() or 1
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    bars = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     by_query: dict[str, Function] = {}
     n_unparsed = 0
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+    with Progress("{task.description}", *bars, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("harvesting docstrings", total=total)
         for chunk, (rows, n_failed) in zip(chunks, _map_chunks(chunks, workers), strict=True):
             for row in rows:
@@ -356,9 +345,6 @@ def _summary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     if not line.isascii() or not line.isprintable() or letters < 0.8 * len(line) or " " not in line:
         return None
     return None if _NOT_PROSE.search(line) or _SIGNATURE.search(line) or '"""' in line else line
-
-
-# Files written whole, and the cache
 
 
 def _default_cache_dir() -> Path:

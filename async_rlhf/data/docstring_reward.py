@@ -19,15 +19,15 @@ Six components in [0, 1] are added:
   times 0.7 for each word of a run of nouns beyond its third, and 0.3 for four or more words without a
   function word: a list of keywords is not a sentence.
 - relevance: (0.4 + 0.6 fluency) * (0.85 name * novelty + 0.15 signature)^0.6, with 1 and 0 for a signature
-  without words. name: the share of the name's words that are mentioned, by stem, abbreviation or prefix; words
-  like get, is and to weigh 0.2 and may be paraphrased ("Return", "whether"). novelty: 0.25 + 0.75 (1 - e^-n)
-  for n known words other than the name's, function words counting 0.25 each and at most 1 in all: the name
-  alone earns little. signature: 1 - e^-k for k words of the arguments and annotations mentioned.
+  without words. name: the share of the name's words that are mentioned, by stem, abbreviation or prefix;
+  words like get, is and to weigh 0.2 and may be paraphrased ("Return", "whether"). novelty: 0.25 + 0.75 (1 -
+  e^-n) for n known words other than the name's, function words counting 0.25 each and at most 1 in all: the
+  name alone earns little. signature: 1 - e^-k for k words of the arguments and annotations mentioned.
 
 Four gates in [0, 1] multiply, so that nothing pays for text that is not a sentence:
 
-- words: (min(1, share / 0.75))^2, of the mean credit of the words: 1 for a known word or one of the signature,
-  0.5 for one that could be English by its letters, 0 for the rest.
+- words: (min(1, share / 0.75))^2, of the mean credit of the words: 1 for a known word or one of the
+  signature, 0.5 for one that could be English by its letters, 0 for the rest.
 - repetition: exp(-0.1 e - 0.4 max(0, e - 1)) for e words too many: each repeated content word counts 1, each
   third and later use of a function word 0.5, each repeated pair of words 1. A text that ends in a repeat of
   what comes just before scores at most 0.7 of the text without it: repeating the end never pays.
@@ -35,7 +35,12 @@ Four gates in [0, 1] multiply, so that nothing pays for text that is not a sente
 - symbols: 0.5 for brackets or quotes left open, 0.5 for more than one line, and 1 - 5 s, at least 0, for a
   share s of characters that are non-ASCII or control characters, or symbols beyond a tenth of the text.
 
-More than 60 words, or 1,200 characters, score 0. @@STATS@@
+More than 60 words, or 1,200 characters, score 0.
+
+Measured on 14,000 functions of installed
+packages, then on 14,000 of packages that the word lists and weights had not seen: real first lines 0.65 and
+0.65 (standard deviation 0.22 and 0.21), those of another function 0.38 and 0.38, shuffled words 0.31 and 0.31;
+imperative 65% and 61%. Of two random real lines for one query, 0.15% tie.
 """
 
 from __future__ import annotations
@@ -108,8 +113,8 @@ table takes target template tensor text thread time token tokenizer torch total 
 true tuple two type underlying unique url used user uses utility valid value variable vector version video
 warning weather week weights width window work wrapper year zero
 """
-# Function words by kind: these are the kinds of `_FLOW`, with V (verb), I (-ing, -ed), J (-ly), # (number) and
-# N (the rest), ^ and $ (start and end of the text).
+# Function words by kind: these are the kinds of `_FLOW`, with V (verb), I (-ing, -ed), J (-ly), # (number)
+# and N (the rest), ^ and $ (start and end of the text).
 _FUNCTION_TEXT = """
 D a an the this that these those its their each every any all some no our your his another both one
 R it they them we you he i there itself themselves
@@ -123,10 +128,10 @@ X doesn isn don
 # summaries, smoothed; rows and columns in the order of _KINDS.
 _KINDS = "^DRPCXVIJ#N$"
 _FLOW = """
- -17  -9 -29 -16 -15  21 -13   6 -24  -5 -63
+ -17  -9 -29 -16 -14  21 -13   6 -24  -5 -64
  -25 -15 -28 -24  -3 -66   5  -1  -5   6 -30
  -26  -6   0   1  28 -32  -7  12  -3  -5   5
-  12  -1 -25 -18  -7  -4   1  -2  -2  -1 -29
+  12  -1 -25 -18  -7  -4   1  -2  -2  -1 -30
    5  24 -15 -14   5   7   1   6   1  -1 -32
    3  -7 -11 -26  19  -2  16  15  -1  -5 -18
   14   5  -8   6 -21 -61  -6   0 -11  -4 -22
@@ -261,13 +266,11 @@ def _relevance(words: list[str], stems: list[str], name_words: _Words, other_wor
     mentions = [_mention(word, words) for word in name_words]
     name = sum(map(mul, weights, mentions)) / sum(weights)
     added = n_function = 0.0
-    for stem in dict.fromkeys(stems):  # in order: the sum of floats is the same in every process
+    for stem, word in dict(zip(stems, words, strict=True)).items():  # each stem once
         if stem in _FUNCTION_STEMS:
             n_function += 0.25
-        elif (stem in _KNOWN_STEMS or stem in other_words) and not any(
-            _match(word, stem) > 0.5 for word in name_words
-        ):
-            added += 1.0
+        elif stem in _KNOWN_STEMS or stem in other_words:
+            added += all(_match(name_word, word) < 0.5 for name_word in name_words)
     novelty = 0.25 + 0.75 * (1 - math.exp(-added - min(1.0, n_function)))
     order = 0.4 + 0.6 * _fluency(words)
     k = len(set(other_words).intersection(stems))
@@ -290,7 +293,7 @@ def _match(name_word: str, word: str) -> float:
     stem, name_stem = _stem(word), _stem(name_word)
     if stem == name_stem or stem in _PARAPHRASES.get(name_word, ()):
         return 1.0
-    if len(name_word) >= 3 and word.startswith(name_word):
+    if len(name_stem) >= 3 and word.startswith(name_stem):
         return 0.85
     if min(len(stem), len(name_stem)) >= 4 and (stem.startswith(name_stem) or name_stem.startswith(stem)):
         return 0.7

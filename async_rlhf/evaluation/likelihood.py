@@ -1,6 +1,6 @@
 """How likely responses are under a model: the base of evaluation loss, perplexity and KL.
 
-    B  rows of a pass   T  tokens of a row   N  response tokens of a pass
+B  rows of a pass   T  tokens of a row   N  response tokens of a pass
 """
 
 from __future__ import annotations

@@ -49,4 +49,3 @@ def sample(
 def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
     """Texts without the stop token."""
     return tokenizer.batch_decode([list(r.tokens[:-1] if r.finish_reason == "stop" else r.tokens) for r in rollouts])
-

@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 
@@ -110,7 +110,8 @@ class ProcessGenerator:
                 f"no answer from generator process {', '.join(str(worker.number) for worker in busy)} "
                 f"for {self.config.timeout:g} s (generation.timeout)"
             )
-        return any([self._receive(worker) for worker in {sources[source] for source in ready}])
+        received = [self._receive(worker) for worker in {sources[source] for source in ready}]
+        return any(received)
 
     def _receive(self, worker: _Worker) -> bool:
         try:
@@ -188,10 +189,8 @@ class _Worker:
             pass  # it died; collecting will notice, start it again and send all open requests
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):
             self.pipe.send(None)
-        except OSError:
-            pass
         if self.open:  # nobody waits for these any more
             self.process.terminate()
         self.process.join(timeout=5)

@@ -35,8 +35,8 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
         "reward_model": config.reward_model,
         "reward_funcs": config.reward_funcs,
     }
-    stage = Stage(output.parent, f"{output.name}.pairs", config, inputs)
-    if output.is_file() and (results := stage.done()) is not None:
+    stage = Stage(output.parent, "pairs", config, inputs, outputs=(output,), marker_name=output.name)
+    if (results := stage.done()) is not None:
         return results
     device = torch.device(config.device) if config.device else default_device()
     rows = load_rows(config.prompts, config.split, columns=["query"], key="prompts")

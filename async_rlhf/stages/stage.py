@@ -26,12 +26,27 @@ Source = str | Sequence[str] | Mapping[str, str] | None
 
 _ELSEWHERE = ("overwrite", "device", "report_to", "logging_steps")  # fields that change no result
 _PLACES = ("output_dir", "output")  # the marker lies there: a folder that was moved is still done
-_MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_*", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*"]
+_MODEL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.index.json",
+    "adapter_*",
+    "*.py",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of work and the marker that says it is done: ``<folder>/<name>.json``, written last.
+    """A stage of work and the marker that says it is done: ``<folder>/<marker_name or name>.json``, written last.
 
     The marker holds the configuration, fingerprints of what was read, and the results.
 
@@ -41,6 +56,8 @@ class Stage:
         config: a frozen dataclass with a field ``overwrite``.
         inputs: configuration key -> the file, folder or hub name it gives (or several). They are compared by content.
         owns_folder: the stage's output is the whole folder. Then a folder with other things in it is never replaced.
+        outputs: else the files it writes. They are never replaced without a marker or ``overwrite``.
+        marker_name: of the marker where ``name`` would not tell two outputs in one folder apart.
     """
 
     folder: Path
@@ -48,11 +65,13 @@ class Stage:
     config: Any
     inputs: Mapping[str, Source]
     owns_folder: bool = False
+    outputs: tuple[Path, ...] = ()
+    marker_name: str = ""
 
     @property
     def marker(self) -> Path:
         """The file that says the stage is done."""
-        return self.folder / f"{self.name}.json"
+        return self.folder / f"{self.marker_name or self.name}.json"
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -69,12 +88,8 @@ class Stage:
         """
         identity = self._identity
         found = self._read_marker()
-        if found is None:
-            if self.owns_folder and self.folder.exists() and any(self.folder.iterdir()):
-                raise ConfigError(
-                    f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
-                    f"earlier result of {self.name}"
-                )
+        if found is None or not all(path.is_file() for path in self.outputs):
+            self._check_place()
             return None
         if self.config.overwrite:
             logger.info("%s: done already, in %s; doing it again", self.name, self.folder)
@@ -88,6 +103,20 @@ class Stage:
             )
         logger.info("%s: done already, in %s", self.name, self.folder)
         return found["results"]
+
+    def _check_place(self) -> None:
+        """Nothing that is not this stage's own may be lost."""
+        if self.owns_folder and self.folder.exists() and any(self.folder.iterdir()):
+            raise ConfigError(
+                f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
+                f"earlier result of {self.name}"
+            )
+        for path in self.outputs:
+            if path.exists() and not self.config.overwrite:
+                raise ConfigError(
+                    f"{self.name}: {str(path)!r} is there, but nothing says that this stage finished it; pass "
+                    "--overwrite true to replace it, or choose another output"
+                )
 
     def publish_folder(self, temporary: Path, results: Mapping[str, Any]) -> None:
         """Put a finished folder, with the marker in it, in the place of ``folder``."""
@@ -121,9 +150,7 @@ class Stage:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
-            raise ConfigError(
-                f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output"
-            )
+            raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
         return found
 
 

@@ -67,8 +67,9 @@ class StageTrainer(Trainer):
     A subclass gives :meth:`loss_sum` and :meth:`collate`; a batch has ``labels``, which are -100 except at items.
     """
 
-    def __init__(self, model: PreTrainedModel, examples: Sequence[Any], lengths: Sequence[int], config: StageConfig,
-                 folder: Path) -> None:
+    def __init__(
+        self, model: PreTrainedModel, examples: Sequence[Any], lengths: Sequence[int], config: StageConfig, folder: Path
+    ) -> None:
         self.config = config
         self.batches = LengthBatches(lengths, config.per_device_train_batch_size, config.seed)
         super().__init__(
@@ -94,9 +95,7 @@ class StageTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Batches of like length."""
         pin = torch.cuda.is_available()
-        return DataLoader(
-            self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator, pin_memory=pin
-        )
+        return DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator, pin_memory=pin)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -139,7 +138,9 @@ def train(trainer: StageTrainer) -> float:
     speed, loss = output.metrics["train_samples_per_second"], float(output.training_loss)
     logger.info("%d steps, loss %.4f, %.1f rows/s", output.global_step, loss, speed)
     if not math.isfinite(loss):
-        raise FloatingPointError(f"the training loss is {loss}; try a lower learning_rate than {trainer.config.learning_rate}")
+        raise FloatingPointError(
+            f"the training loss is {loss}; try a lower learning_rate than {trainer.config.learning_rate}"
+        )
     return loss
 
 

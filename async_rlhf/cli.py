@@ -1,0 +1,142 @@
+"""The command line: parse, dispatch, and turn errors into one clear line and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NoReturn
+
+import async_rlhf
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import Checked
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it does in one line, its configuration, and the function that does it."""
+
+    summary: str
+    config: str
+    function: str
+
+
+COMMANDS = {
+    "quickstart": Command(
+        "run the whole pipeline on the built-in docstring task",
+        "async_rlhf.config.quickstart:QuickstartConfig",
+        "async_rlhf.quickstart:run_quickstart",
+    ),
+    "data": Command(
+        "make the data of the docstring task from Python source code",
+        "async_rlhf.config.quickstart:DocstringsConfig",
+        "async_rlhf.stages.data:run_data",
+    ),
+    "sft": Command(
+        "fine-tune a language model on demonstrations", "async_rlhf.config:SFTConfig", "async_rlhf.stages.sft:run_sft"
+    ),
+    "pairs": Command(
+        "sample completions and label them into preference pairs",
+        "async_rlhf.config:PairsConfig",
+        "async_rlhf.stages.pairs:run_pairs",
+    ),
+    "reward": Command(
+        "train a reward model on preference pairs",
+        "async_rlhf.config:RewardConfig",
+        "async_rlhf.stages.reward:run_reward",
+    ),
+    "train": Command(
+        "train a policy online, synchronously or asynchronously",
+        "async_rlhf.config:RunConfig",
+        "async_rlhf.stages.train:run_train",
+    ),
+    "evaluate": Command(
+        "compare models on held-out prompts: gold reward, win-rates, KL",
+        "async_rlhf.config:EvaluateConfig",
+        "async_rlhf.evaluation.evaluate:run_evaluate",
+    ),
+}
+
+
+def usage() -> str:
+    """The help of the program itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: async-rlhf COMMAND [--config FILE.yml] [--key value ...]",
+            "",
+            "Asynchronous RLHF: sample and train at the same time, with exact staleness.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "async-rlhf COMMAND --help lists the options of a command; --dry-run prints its resolved configuration.",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(f"async-rlhf {async_rlhf.__version__}")
+        sys.exit(0)
+    if words[0] not in COMMANDS:
+        print(f"async-rlhf: got {words[0]!r}; must be one of {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(_run(words[0], words[1:]))
+
+
+def _run(name: str, words: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        dry_run = "--dry-run" in words
+        from async_rlhf.config.parsing import parse
+
+        config, text = parse(_find(COMMANDS[name].config), name, [word for word in words if word != "--dry-run"])
+        if dry_run:
+            print(text + _derived(config))
+            return 0
+        _find(COMMANDS[name].function)(config)
+    except KeyboardInterrupt:
+        print(f"async-rlhf {name}: interrupted", file=sys.stderr)
+        return 130
+    except ConfigError as error:
+        print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"async-rlhf {name}: error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _find(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _derived(config: Checked) -> str:
+    """What follows from the configuration, as comments below its YAML."""
+    summary: Callable[[], dict[str, Any]] | None = getattr(getattr(config, "train", None), "summary", None)
+    if summary is None:
+        return ""
+    return "\n".join(["", *(f"# {key}: {value}" for key, value in summary().items())])
+
+
+def _terminate(_signal: int, _frame: object) -> NoReturn:
+    """SIGTERM unwinds like an error, so that processes are ended and files closed."""
+    sys.exit(143)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Configurations from a YAML file, the environment and the command line; the later wins."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from async_rlhf.config.base import Checked, ConfigError
+
+ENVIRONMENT_PREFIX = "ASYNC_RLHF"
+Config = TypeVar("Config", bound=Checked)
+
+# A configuration is what its type says: keys of a group are options of their own, and there is no choice of class.
+set_parsing_settings(subclasses_disabled=[lambda kind: isinstance(kind, type) and issubclass(kind, Checked)])
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise ConfigError(re.sub(r"<class '(\w+)'>", r"\1", message))
+
+
+def make_parser(kind: type[Checked], command: str, config_file: str | None = None) -> ArgumentParser:
+    """The parser of one command's configuration.
+
+    Args:
+        kind: the dataclass.
+        command: its name, for the help.
+        config_file: a YAML file whose values replace the defaults.
+    """
+    parser = _Parser(
+        prog=f"async-rlhf {command}",
+        description=(kind.__doc__ or "").split("\n\n")[0].replace("``", ""),
+        epilog=f"Every option can also be set by a YAML file (--config) or an environment variable: "
+        f"{ENVIRONMENT_PREFIX}_TRAIN__SEED sets --train.seed. The command line wins over the environment, the "
+        "environment over the file.",
+        default_config_files=[config_file] if config_file else [],
+        default_env=True,
+        env_prefix=ENVIRONMENT_PREFIX,
+        allow_abbrev=False,
+    )
+    parser.add_class_arguments(kind, as_group=False)
+    return parser
+
+
+def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[Config, str]:
+    """A checked configuration, and the same as YAML.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
+    """
+    config_file, arguments = _take_config_file(arguments)
+    parser = make_parser(kind, command, config_file)
+    _check_environment(parser)
+    try:
+        values: Namespace = parser.parse_args(list(arguments))
+        text = parser.dump(values, skip_none=False)
+        config = kind(**vars(parser.instantiate(values)))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return config, text
+
+
+def _take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    rest, found = [], None
+    words = iter(arguments)
+    for word in words:
+        if word == "--config" or word.startswith("--config="):
+            found = word.partition("=")[2] or next(words, "")
+            if not Path(found).is_file():
+                raise ConfigError(f"--config: got {found!r}; there is no such file")
+        else:
+            rest.append(word)
+    return found, rest
+
+
+def _check_environment(parser: ArgumentParser) -> None:
+    """Variables with our prefix that set nothing are misspelt keys."""
+    known = {f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}" for key in _keys(parser)}
+    for name in os.environ:
+        if name.startswith(f"{ENVIRONMENT_PREFIX}_") and name not in known and name != f"{ENVIRONMENT_PREFIX}_CACHE":
+            print(f"warning: the environment variable {name} sets no option of {parser.prog}", file=sys.stderr)
+
+
+def _keys(parser: ArgumentParser) -> list[str]:
+    actions: list[Any] = parser._actions
+    return [action.dest for action in actions]

@@ -1,0 +1,145 @@
+"""The laws of the design: exact lag, asynchronous = its sequential oracle, micro-batching changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_letters
+
+from async_rlhf import OnlineDPOConfig, OnlineDPOTrainer
+from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.learner import Learner
+from async_rlhf.rollouts import batches_for, version_for
+from async_rlhf.scoring import Scorer
+from async_rlhf.types import RolloutBatch, RolloutGroup
+
+LOSSES = ("loss/policy_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")
+
+
+def run_trainer(make_policy, tokenizer, prompts, args: OnlineDPOConfig):
+    policy = make_policy()
+    trainer = OnlineDPOTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer.train()
+    return policy.state_dict(), metrics_of(args)
+
+
+def metrics_of(args: OnlineDPOConfig) -> list[dict[str, float]]:
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def assert_same_run(ours, theirs) -> None:
+    (our_weights, our_metrics), (their_weights, their_metrics) = ours, theirs
+    assert [[m[name] for name in LOSSES] for m in our_metrics] == [[m[name] for name in LOSSES] for m in their_metrics]
+    for name, tensor in our_weights.items():
+        assert torch.equal(tensor, their_weights[name]), name
+
+
+def sequential_oracle(make_policy, tokenizer, prompts, args: OnlineDPOConfig):
+    """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back."""
+    policy = make_policy()
+    learner = Learner(policy, None, ALGORITHMS["online_dpo"], args)
+    scorer = Scorer(tokenizer, args, None, [count_letters])
+    stream = PromptStream(prompts, tokenizer, max_length=args.max_prompt_length, seed=args.seed)
+    params = SamplingParams(
+        args.samples_per_prompt, args.generation.temperature, args.generation.response_length, (256,), args.seed
+    )
+    past, metrics = [copy.deepcopy(policy)], []
+    for b in range(1, args.num_batches + 1):
+        sampler = past[max(0, b - 1 - args.staleness)]
+        drawn = [stream.prompt(n) for n in range((b - 1) * args.batch_size, b * args.batch_size)]
+        completions = TransformersEngine(sampler, params).generate(drawn)
+        groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, completions, strict=True))
+        scored = scorer(RolloutBatch(b, 0, groups, 0.0))
+        experience, objective = learner.annotate(scored)
+        metrics.append(objective | scored.metrics | learner.update(experience, b))
+        past.append(copy.deepcopy(policy))
+    return policy.state_dict(), metrics
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_asynchronous_equals_its_sequential_oracle_bitwise(make_policy, tokenizer, prompts, make_args, staleness):
+    args = make_args(staleness=staleness)
+    assert args.placement == "process"
+    ours = run_trainer(make_policy, tokenizer, prompts, args)
+    oracle = sequential_oracle(make_policy, tokenizer, prompts, args)
+    assert_same_run(ours, oracle)
+    other_lag = sequential_oracle(make_policy, tokenizer, prompts, replace(args, staleness=staleness + 1))
+    assert any(not torch.equal(tensor, other_lag[0][name]) for name, tensor in ours[0].items())
+
+
+def test_synchronous_in_a_process_equals_inline_bitwise(make_policy, tokenizer, prompts, make_args):
+    inline = run_trainer(make_policy, tokenizer, prompts, make_args("inline"))
+    process = run_trainer(make_policy, tokenizer, prompts, make_args("process", {"placement": "process"}))
+    assert_same_run(process, inline)
+
+
+def test_two_workers_draw_the_same_random_numbers_as_one(make_policy, tokenizer, prompts, make_args):
+    """Another batch composition may round differently, so rewards agree closely, not bitwise."""
+    one = run_trainer(make_policy, tokenizer, prompts, make_args("one", staleness=1))[1]
+    two = run_trainer(make_policy, tokenizer, prompts, make_args("two", {"workers": 2}, staleness=1))[1]
+    assert [m["objective/scores"] for m in one] == pytest.approx([m["objective/scores"] for m in two], rel=1e-2)
+    assert one[0]["objective/scores"] == two[0]["objective/scores"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_every_token_has_the_version_that_the_schedule_says(make_policy, tokenizer, prompts, make_args, staleness):
+    args = make_args("run", {"placement": "process"}, staleness=staleness, num_samples_logged=100)
+    run_trainer(make_policy, tokenizer, prompts, args)
+    expected = {b: max(0, b - 1 - staleness) for b in range(1, 7)}
+    assert [(m["batch"], m["schedule/version"]) for m in metrics_of(args)] == list(expected.items())
+    samples = [json.loads(line) for line in (Path(args.output_dir) / "samples.jsonl").read_text().splitlines()]
+    assert {(s["batch"], s["version"]) for s in samples} == set(expected.items())
+    assert len(samples) == 48 * 2
+    assert [s["draw"] for s in samples] == [n for n in range(48) for _ in range(2)]  # none skipped, none repeated
+
+
+def test_the_schedule_is_its_own_inverse_and_bounds_the_pipeline():
+    for staleness in range(6):
+        order = [b for v in range(40) for b in batches_for(v, staleness, 40)]
+        assert order == list(range(1, 41))
+        assert all(version_for(b, staleness) == v for v in range(40) for b in batches_for(v, staleness, 40))
+        for trained in range(40):  # handed out once version `trained` is published, less those trained on
+            handed_out = sum(len(batches_for(v, staleness, 40)) for v in range(trained + 1))
+            assert handed_out - trained <= staleness + 1
+
+
+@pytest.mark.parametrize(("per_device", "accumulation"), [(2, 4), (1, 8), (3, 3)])
+def test_micro_batching_changes_no_gradient(make_policy, tokenizer, prompts, make_args, per_device, accumulation):
+    def gradients(per_device: int, accumulation: int) -> dict[str, torch.Tensor]:
+        args = make_args(
+            per_device_train_batch_size=per_device,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=1,
+            total_episodes=per_device * accumulation,
+        )
+        learner = Learner(make_policy(), make_policy(7), ALGORITHMS["online_dpo"], args)
+        sampling = SamplingParams(2, 0.7, 12, (256,), 0)
+        drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
+        completions = TransformersEngine(learner.policy, sampling).generate(drawn)
+        groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, completions, strict=True))
+        scored = Scorer(tokenizer, args, None, [count_letters])(RolloutBatch(1, 0, groups, 0.0))
+        scored.scores_PK[3] = 1.0  # a tie, whose pair must not count
+        experience, _ = learner.annotate(scored)
+        captured = {}
+
+        def capture() -> float:
+            captured.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
+            return 0.0
+
+        learner._step = capture
+        learner.update(experience, 1)
+        return captured
+
+    whole, split = gradients(8, 1), gradients(per_device, accumulation)
+    assert max(g.abs().max() for g in whole.values()) > 1e-3
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=2e-6)

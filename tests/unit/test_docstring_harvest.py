@@ -1,0 +1,291 @@
+"""The docstring task's text: exact rows, a fixed order, a cache that notices changes, splits without leakage."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from async_rlhf.data import docstring_harvest
+from async_rlhf.data.docstring_harvest import Function, default_sources, harvest, split, write_splits
+
+MODULE = '''
+class Store:
+    """A class's own docstring is not taken."""
+
+    def get_item(self, key: str, default=None) -> int:
+        """Return the item of a key.
+
+        More text.
+        """
+
+    async def fetch(self, *keys, timeout: float = 1.5):
+        """Fetch the items of all keys"""
+        def inner():
+            """A nested function is not taken."""
+
+    def __len__(self):
+        """Return the number of items."""
+
+    @property
+    def size(self):
+        \'\'\'The number of items.\'\'\'
+
+if True:
+    def _load(path): "Load a store from a file."
+
+def get_item(self, key: str, default=None) -> int:
+    """The same query again is dropped."""
+'''
+UNUSABLE = '''
+def two_lines():
+    """A summary that
+    runs on."""
+
+def short(): """Too few."""
+def long(): """{long}"""
+def doctest():
+    """>>> doctest() + 1 is not text"""
+def fields():
+    """:param x: the only documented one"""
+def directive():
+    """.. deprecated since long ago"""
+def title():
+    """Parameters:"""
+def signature(a, b):
+    """signature(a, b, out=None) -> array"""
+def accents():
+    """Return the na\u00efve value."""
+def wide({arguments}):
+    """Return all the arguments."""
+def nothing(): pass
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    root = tmp_path / "shop"
+    (root / "tests").mkdir(parents=True)
+    (root / "__init__.py").write_text('def version():\n    """Return the version as text."""\n')
+    (root / "store.py").write_text(MODULE)
+    arguments = ", ".join(f"argument_{number}" for number in range(20))
+    (root / "unusable.py").write_text(UNUSABLE.format(long="long " * 25, arguments=arguments))
+    (root / "broken.py").write_text('def broken(:\n    """Return what does not parse."""\n')
+    (root / "tests" / "helper.py").write_text('def helper():\n    """Help the tests of the shop."""\n')
+    (root / "test_shop.py").write_text('def helper():\n    """Help the tests of the shop."""\n')
+    return root
+
+
+def forbid_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(chunk: Sequence[object]) -> object:
+        raise AssertionError("parsed again")
+
+    monkeypatch.setattr(docstring_harvest, "_parse_chunk", parse)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_exact_rows_of_a_package(package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        functions = harvest([str(package)], cache_dir=tmp_path / "cache", progress=False)
+    quotes = '\n    """'
+    get_item = "def get_item(self, key: str, default=None) -> int:" + quotes
+    fetch = "async def fetch(self, *keys, timeout: float=1.5):" + quotes
+    assert functions == [
+        Function("shop", "shop", "version", "version", f"def version():{quotes}", "Return the version as text."),
+        Function("shop", "shop.store", "Store.get_item", "get_item", get_item, "Return the item of a key."),
+        Function("shop", "shop.store", "Store.fetch", "fetch", fetch, "Fetch the items of all keys"),
+        Function("shop", "shop.store", "Store.size", "size", f"def size(self):{quotes}", "The number of items."),
+        Function("shop", "shop.store", "_load", "_load", f"def _load(path):{quotes}", "Load a store from a file."),
+    ]
+    assert "harvested 5 functions from 4 files (1 did not parse)" in caplog.text
+
+
+def test_real_functions_of_the_standard_library(tmp_path: Path) -> None:
+    functions = harvest(["argparse", "json"], cache_dir=tmp_path, progress=False)
+    rows = {(function.module, function.qualname): function for function in functions}
+    assert [function.source for function in functions] == sorted(function.source for function in functions)
+    iterencode = rows["json.encoder", "JSONEncoder.iterencode"]
+    assert iterencode.query + iterencode.summary == (
+        'def iterencode(self, o, _one_shot=False):\n    """'
+        "Encode the given object and yield each string representation as available."
+    )
+    assert ("argparse", "ArgumentParser.error") not in rows  # its first line is "error(message: string)"
+    assert ("json.decoder", "JSONDecoder.raw_decode") not in rows  # its first paragraph has two lines
+    assert len({function.query for function in functions}) == len(functions)
+
+
+def test_two_workers_give_the_rows_of_one(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docstring_harvest, "_CHUNK_BYTES", 2_000)  # many tasks: an order to get wrong
+    sources = [str(package), "json", "argparse", "email"]
+    one = harvest(sources, cache_dir=tmp_path / "one", workers=1, progress=False)
+    two = harvest(sources, cache_dir=tmp_path / "two", workers=2, progress=False)
+    assert one == two
+    assert len(one) > 100
+    assert list(dict.fromkeys(function.source for function in one)) == ["shop", "json", "argparse", "email"]
+
+
+def test_second_harvest_parses_nothing(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
+    first = harvest([str(package)], progress=False)
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # and no temporary file
+    forbid_parsing(monkeypatch)
+    assert harvest([str(package)], progress=False) == first
+
+
+def test_changed_file_is_harvested_again(package: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    harvest([str(package)], cache_dir=cache, progress=False)
+    file = package / "__init__.py"
+    file.write_text(file.read_text().replace("version", "licence"))  # the same size: the time tells
+    os.utime(file, ns=(1, 1))
+    again = harvest([str(package)], cache_dir=cache, progress=False)
+    assert again[0].summary == "Return the licence as text."
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "empty", "binary"])
+def test_damaged_cache_is_harvested_again(package: Path, tmp_path: Path, damage: str) -> None:
+    cache = tmp_path / "cache"
+    first = harvest([str(package)], cache_dir=cache, progress=False)
+    (file,) = cache.iterdir()
+    text = file.read_text()
+    damaged = {
+        "truncated": text[: len(text) // 2],
+        "altered": text.replace("Return", "Retorn"),
+        "empty": "",
+        "binary": "\udcff\x00" + text,
+    }[damage]
+    file.write_bytes(damaged.encode(errors="surrogateescape"))
+    assert harvest([str(package)], cache_dir=cache, progress=False) == first
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("no_such_package", "'no_such_package' is not installed"),
+        ("json.decoder", "'json.decoder' is not a top-level name"),
+        ("sys", "'sys' has no Python source"),
+        ("__main__", "'__main__' (has no Python source|is not installed)"),
+        ("./no_such_folder", "'./no_such_folder': no such folder or .py file"),
+        ("missing.py", "'missing.py': no such folder or .py file"),
+    ],
+)
+def test_unknown_source_is_named_with_what_would_be_right(source: str, problem: str, tmp_path: Path) -> None:
+    if source == "__main__" and not isinstance(__import__("__main__").__spec__, type(None)):
+        pytest.skip("run as a module: __main__ has a spec")
+    with pytest.raises(ValueError, match=problem + '.*must be an installed top-level package, "stdlib", or a path'):
+        harvest([source], cache_dir=tmp_path, progress=False)
+
+
+def test_default_sources_begin_with_the_standard_library() -> None:
+    assert default_sources()[0] == "stdlib"
+    assert set(default_sources()[1:]) <= set(docstring_harvest.PACKAGES)
+
+
+def functions_named(names: Sequence[str]) -> list[Function]:
+    return [
+        Function("p", "p.m", name, name, f'def {name}(x{number}):\n    """', f"Do the thing {number}.")
+        for number, name in enumerate(names)
+    ]
+
+
+def test_split_keeps_a_name_in_one_part() -> None:
+    names = [f"{prefix}run_{i}" for i in range(1000) for prefix in ("", "_", "__")] + [
+        f"Run_{i}" for i in range(1000)
+    ]
+    parts = split(functions_named(names), seed=3)
+    groups = {part: {f.name.strip("_").casefold() for f in rows} for part, rows in parts.items()}
+    assert not groups["train"] & groups["preference"]
+    assert not groups["train"] & groups["heldout"]
+    assert not groups["preference"] & groups["heldout"]
+    assert [len(groups[part]) / 1000 for part in ("train", "preference", "heldout")] == pytest.approx(
+        [0.70, 0.15, 0.15], abs=0.04
+    )
+    assert sum(map(len, parts.values())) == 4000
+
+
+def test_split_depends_on_seed_and_name_alone() -> None:
+    functions = functions_named([f"name_{i}" for i in range(300)])
+    parts = split(functions, seed=1)
+    assert split(functions, seed=1) == parts
+    assert split(functions, seed=2) != parts
+    for part, rows in split(functions[:100], seed=1).items():
+        assert rows == [function for function in parts[part] if function in functions[:100]]
+    # sha256("1:name_0") and so on: the same on every machine and in every process
+    assert [f.name for f in parts["heldout"]][:4] == HELDOUT_OF_SEED_1
+
+
+HELDOUT_OF_SEED_1 = @@
+
+
+def test_split_of_real_functions_has_no_leakage(tmp_path: Path) -> None:
+    parts = split(harvest(["email", "json", "asyncio"], cache_dir=tmp_path, progress=False), seed=0)
+    heldout = {(f.query, f.summary) for f in parts["heldout"]}
+    elsewhere = {(f.query, f.summary) for part in ("train", "preference") for f in parts[part]}
+    assert heldout
+    assert elsewhere
+    assert not {query for query, _ in heldout} & {query for query, _ in elsewhere}
+
+
+@pytest.mark.parametrize("fractions", [(0.5, 0.5, 0.5), (1.2, -0.1, -0.1), (0.5, 0.5)])
+def test_split_requires_fractions_of_one(fractions: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="three numbers >= 0"):
+        split([], seed=0, fractions=fractions)
+
+
+def test_written_files_have_their_fields(tmp_path: Path) -> None:
+    train, preference, heldout = functions_named(["load", "save", "close"])
+    parts = {"train": [train], "preference": [preference], "heldout": [heldout]}
+    paths = write_splits(parts, tmp_path / "new" / "folder")
+    assert {stem: path.name for stem, path in paths.items()} == {
+        "sft": "sft.jsonl",
+        "rl": "rl.jsonl",
+        "preference_prompts": "preference_prompts.jsonl",
+        "heldout": "heldout.jsonl",
+    }
+    assert read(paths["sft"]) == [
+        {
+            "query": 'def load(x0):\n    """',
+            "query_reference_response": 'def load(x0):\n    """Do the thing 0.',
+            "name": "load",
+        }
+    ]
+    assert read(paths["rl"]) == [{"query": 'def load(x0):\n    """', "name": "load"}]
+    assert read(paths["preference_prompts"]) == [
+        {"query": 'def save(x1):\n    """', "reference_response": "Do the thing 1.", "name": "save"}
+    ]
+    assert read(paths["heldout"]) == [
+        {
+            "query": 'def close(x2):\n    """',
+            "query_reference_response": 'def close(x2):\n    """Do the thing 2.',
+            "reference_response": "Do the thing 2.",
+            "name": "close",
+        }
+    ]
+    assert sorted(path.name for path in paths["sft"].parent.iterdir()) == sorted(
+        path.name for path in paths.values()
+    )
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    parts = {"train": functions_named(["load"]), "preference": [], "heldout": []}
+    before = write_splits(parts, tmp_path)["sft"].read_text()
+    broken = {**parts, "train": [*parts["train"], "not a function"]}
+    with pytest.raises(AttributeError):
+        write_splits(broken, tmp_path)  # type: ignore[arg-type]
+    assert (tmp_path / "sft.jsonl").read_text() == before
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_missing_split_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lacks \['heldout'\]"):
+        write_splits({"train": [], "preference": []}, tmp_path)
