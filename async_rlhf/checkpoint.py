@@ -24,17 +24,26 @@ def save_checkpoint(
         state.save_to_json(str(temporary / "trainer_state.json"))
 
 
-def prepare_output_dir(folder: Path, overwrite: bool) -> None:
-    """Make the folder of a run. Refuses to write over an earlier run, unless told to delete it."""
-    earlier = [folder / "metrics.jsonl", folder / FINAL, *folder.glob("checkpoint-*")]
-    for path in (path for path in earlier if path.exists()):
-        if not overwrite:
-            raise ConfigError(
-                f"output_dir: {str(folder)!r} holds an earlier run ({path.name}); choose another folder, or set "
-                "overwrite_output_dir to delete it"
-            )
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def check_output_dir(folder: Path, overwrite: bool) -> None:
+    """Make the folder of a run, and refuse one that holds an earlier run, unless that may be overwritten."""
+    earlier = _earlier_run(folder)
+    if earlier and not overwrite:
+        raise ConfigError(
+            f"output_dir: {str(folder)!r} holds an earlier run ({earlier[0].name}); choose another folder, or set "
+            "overwrite_output_dir to delete it"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir: {str(folder)!r} cannot be made: {error}") from error
+
+
+def delete_earlier_run(folder: Path) -> None:
+    """Delete what an earlier run left."""
+    for path in _earlier_run(folder):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _earlier_run(folder: Path) -> list[Path]:
+    names = ("metrics.jsonl", "samples.jsonl", "trace.json", FINAL)
+    return [path for path in (*(folder / name for name in names), *folder.glob("checkpoint-*")) if path.exists()]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState
-from async_rlhf.checkpoint import prepare_output_dir
+from async_rlhf.checkpoint import check_output_dir, delete_earlier_run
 from async_rlhf.config import ConfigError, OnlineConfig, OnlineDPOConfig
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
@@ -78,7 +78,7 @@ class OnlineTrainer:
         reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
         if reward_model is None and not reward_funcs:
             raise ConfigError("reward_model: got None; give a reward_model, reward_funcs, or both")
-        prepare_output_dir(Path(args.output_dir), args.overwrite_output_dir)
+        check_output_dir(Path(args.output_dir), args.overwrite_output_dir)
         self.processing_class = _tokenizer(model, processing_class)
         # Data before models: its mistakes are found within seconds.
         stream = self._stream(train_dataset, prompt_field, shuffle=True)
@@ -100,6 +100,7 @@ class OnlineTrainer:
     def train(self) -> OnlineTrainerState:
         """Run the whole training. Returns the final state; the policy lies in ``<output_dir>/final``."""
         stream, scorer, eval_stream = self._parts
+        delete_earlier_run(Path(self.args.output_dir))
         trace = Trace(Path(self.args.output_dir) / "trace.json" if self.args.trace else None)
         with shared_cores(self.args, self.model.device) as generator_threads:
             generator = make_generator(self.args, self.model, self._sampling(), trace, generator_threads)

@@ -58,6 +58,11 @@ class RunConfig(Checked):
     train: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
     algorithm: Literal["online_dpo"] = "online_dpo"
 
+    @property
+    def overwrite(self) -> bool:
+        """Train again where that is done already."""
+        return self.train.overwrite_output_dir
+
     def check(self) -> None:
         _check_functions(self.reward_funcs)
         require(

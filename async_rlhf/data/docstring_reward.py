@@ -21,8 +21,9 @@ Six components in [0, 1] are added:
 - relevance: (0.4 + 0.6 fluency) * (0.85 name * novelty + 0.15 signature)^0.6, with 1 and 0 for a signature
   without words. name: the share of the name's words that are mentioned, by stem, abbreviation or prefix;
   words like get, is and to weigh 0.2 and may be paraphrased ("Return", "whether"). novelty: 0.25 + 0.75 (1 -
-  e^-n) for n known words other than the name's, function words counting 0.25 each and at most 1 in all: the
-  name alone earns little. signature: 1 - e^-k for k words of the arguments and annotations mentioned.
+  e^-n) for n known words other than the name's; function words count 0.5 each and at most 1 in all, a
+  spelt-out word of the name ("args", "arguments") 0.5: the name alone earns little. signature: 1 - e^-k for k
+  words of the arguments and annotations mentioned.
 
 Four gates in [0, 1] multiply, so that nothing pays for text that is not a sentence:
 
@@ -37,10 +38,10 @@ Four gates in [0, 1] multiply, so that nothing pays for text that is not a sente
 
 More than 60 words, or 1,200 characters, score 0.
 
-Measured on 14,000 functions of installed
-packages, then on 14,000 of packages that the word lists and weights had not seen: real first lines 0.65 and
-0.65 (standard deviation 0.22 and 0.21), those of another function 0.38 and 0.38, shuffled words 0.31 and 0.31;
-imperative 65% and 61%. Of two random real lines for one query, 0.15% tie.
+Measured on 14,000 functions of installed packages (first) and 14,000 of packages that the word lists and
+weights had not seen (second): real lines 0.65, 0.66 (standard deviation 0.22, 0.22), another function's line
+0.38, 0.38, its words shuffled 0.31, 0.31; imperative 65%, 61%. Of two random lines for a query, 0.15% tie.
+Known limit: the name in a fluent frame, "Return the NAME of the given ARGUMENT.", earns 0.95 on average.
 """
 
 from __future__ import annotations
@@ -168,10 +169,7 @@ def gold_reward(query: str, completion: str) -> float:
 
 
 def gold_rewards(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """`gold_reward` of each pair, as a TRL reward function; further columns are not used.
-
-    Raises ValueError if the two lists differ in length.
-    """
+    """`gold_reward` of each pair in TRL's convention (columns are unused); ValueError if lengths differ."""
     return [gold_reward(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
@@ -221,8 +219,7 @@ def _parts(query: str, text: str) -> dict[str, float]:
 
 
 def _imperative(words: list[str]) -> float:
-    if len(words) > 1 and words[0].endswith("ly") and not _is_verb(words[0]):
-        words = words[1:]
+    words = words[1:] if words[1:] and words[0].endswith("ly") and not _is_verb(words[0]) else words
     if not words:
         return 0.0
     if _is_verb(words[0]):
@@ -265,12 +262,14 @@ def _relevance(words: list[str], stems: list[str], name_words: _Words, other_wor
     weights = [0.2 if word in _LIGHT else 1.0 for word in name_words]
     mentions = [_mention(word, words) for word in name_words]
     name = sum(map(mul, weights, mentions)) / sum(weights)
+    name_stems = set(map(_stem, name_words))
     added = n_function = 0.0
     for stem, word in dict(zip(stems, words, strict=True)).items():  # each stem once
         if stem in _FUNCTION_STEMS:
-            n_function += 0.25
+            n_function += 0.5
         elif stem in _KNOWN_STEMS or stem in other_words:
-            added += all(_match(name_word, word) < 0.5 for name_word in name_words)
+            mentioned = any(_match(name_word, word) > 0.5 for name_word in name_words)
+            added += 1.0 if not mentioned else 0.5 * (stem not in name_stems)
     novelty = 0.25 + 0.75 * (1 - math.exp(-added - min(1.0, n_function)))
     order = 0.4 + 0.6 * _fluency(words)
     k = len(set(other_words).intersection(stems))

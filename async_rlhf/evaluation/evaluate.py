@@ -91,6 +91,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     samples = _sample_rows(prompts, answers, human)
     text = f"{format_table(results)}\n\n{side_by_side(samples, config.num_samples)}"
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
+    logger.info("%s", text)
     return results
 
 

@@ -1,1 +1,1 @@
-"""The supervised stages around online training: SFT, preference pairs, reward model. Each is skipped where it is done."""
+"""The supervised stages around online training, each skipped where it is done: SFT, pairs, reward model."""

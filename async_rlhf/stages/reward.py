@@ -71,7 +71,7 @@ def run_reward(config: RewardConfig) -> dict[str, float]:
     else:
         held, _ = encode_pairs(heldout, tokenizer, config.max_length, "eval")
 
-    trainer = RewardTrainer(model, pairs, [pair.longest for pair in pairs], config, stage.scratch("logs"))
+    trainer = RewardTrainer(model, pairs, [pair.longest for pair in pairs], config)
     results = {"train_loss": train(trainer), "pairs": len(pairs), **counts}
     results.update(evaluate_pairs(model, held, config.per_device_train_batch_size))
     logger.info("reward: held-out accuracy %.3f on %d pairs", results["eval_accuracy"], len(held))

@@ -47,7 +47,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
     held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0] if heldout else []
 
-    trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config, stage.scratch("logs"))
+    trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config)
     results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped}
     if held_examples:
         size = config.per_device_train_batch_size
@@ -113,7 +113,7 @@ def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
     text, query = str(row[_TEXT]), str(row.get("query") or "")
     if not text.startswith(query):
         raise ConfigError(
-            f"{place}: `{_TEXT}` must begin with `query`; it begins with {text[: len(query)][:60]!r}, not {query[:60]!r}"
+            f"{place}: `{_TEXT}` must begin with `query`, {query[:60]!r}; it begins with {text[: len(query)][:60]!r}"
         )
     return query, text[len(query) :]
 

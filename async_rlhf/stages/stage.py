@@ -6,9 +6,8 @@ import dataclasses
 import importlib.util
 import json
 import logging
-import os
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import xxhash
 
 from async_rlhf.config import ConfigError
-from async_rlhf.models import replace_folder
+from async_rlhf.files import whole_file, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -118,25 +117,19 @@ class Stage:
                     "--overwrite true to replace it, or choose another output"
                 )
 
-    def publish_folder(self, temporary: Path, results: Mapping[str, Any]) -> None:
-        """Put a finished folder, with the marker in it, in the place of ``folder``."""
-        write_whole(temporary / self.marker.name, self._marker_text(results))
-        replace_folder(temporary, self.folder)
+    @contextmanager
+    def publish_folder(self, results: Mapping[str, Any]) -> Iterator[Path]:
+        """A temporary folder; with the marker in it, it takes the place of ``folder`` when the body has ended well."""
+        with whole_folder(self.folder) as temporary:
+            yield temporary
+            (temporary / self.marker.name).write_text(self._marker_text(results), encoding="utf-8")
 
     def publish_files(self, files: Mapping[Path, str], results: Mapping[str, Any]) -> None:
         """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.marker.unlink(missing_ok=True)
-        for path, text in files.items():
-            write_whole(path, text)
-        write_whole(self.marker, self._marker_text(results))
-
-    def scratch(self, purpose: str) -> Path:
-        """A new, empty folder beside ``folder``, so that it can be renamed into its place."""
-        path = self.folder.with_name(f".{self.folder.name}.{self.name}-{purpose}")
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        return path
+        for path, text in [*files.items(), (self.marker, self._marker_text(results))]:
+            with whole_file(path) as file:
+                file.write(text)
 
     def _marker_text(self, results: Mapping[str, Any]) -> str:
         content = {"stage": self.name, **self._identity, "results": dict(results)}
@@ -159,23 +152,13 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterabl
     old, new = found["inputs"], wanted["inputs"]
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
-            yield f"{key}: was {found['config'].get(key)!r} ({old.get(key)}), is {wanted['config'].get(key)!r} ({new.get(key)})"
+            was, now = found["config"].get(key), wanted["config"].get(key)
+            yield f"{key}: was {was!r} ({old.get(key)}), is {now!r} ({new.get(key)})"
     skipped = {*_PLACES, *old, *new}
     old, new = found["config"], wanted["config"]
     for key in sorted((old.keys() | new.keys()) - skipped):
         if old.get(key) != new.get(key):
             yield f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all: temporary name, flush, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -228,7 +211,7 @@ def _hash(files: Iterable[Path], folder: Path, named: bool = True) -> str:
     digest = xxhash.xxh3_128()
     for path in sorted(file for file in files if file.is_file()):
         if named:
-            digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0")
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)

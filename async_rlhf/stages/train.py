@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from async_rlhf.config import RunConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.scoring import load_reward_functions
+from async_rlhf.stages.stage import Stage
 from async_rlhf.trainers import TRAINERS
 
+MARKER = "train"
 
-def run_train(config: RunConfig) -> dict[str, float]:
-    """Train a policy as the configuration says.
+
+def run_train(config: RunConfig) -> dict[str, Any]:
+    """Train a policy as the configuration says; skipped where that is done already.
 
     Returns:
         The metrics of the last batch that was logged.
     """
+    stage = train_stage(config)
+    if not config.train.overwrite_output_dir and (results := stage.done()) is not None:
+        return results
     data = config.data
     columns = [data.prompt_field]
     train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
@@ -28,5 +38,24 @@ def run_train(config: RunConfig) -> dict[str, float]:
         eval_dataset=eval_rows,
         prompt_field=data.prompt_field,
     )
+    stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     state = trainer.train()
-    return state.log_history[-1] if state.log_history else {}
+    results = state.log_history[-1] if state.log_history else {}
+    stage.publish_files({}, results)
+    return results
+
+
+def train_stage(config: RunConfig) -> Stage:
+    """The marker of a finished run."""
+    # What only shows the run, or says what to do with an earlier one, makes no other run of it.
+    shown = {"overwrite_output_dir": False, "progress": True, "report_to": [], "run_name": None}
+    inputs = {
+        "model": config.model,
+        "ref_model": config.ref_model,
+        "reward_model": config.reward_model,
+        "reward_funcs": config.reward_funcs,
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+    }
+    identity = replace(config, train=replace(config.train, **shown))
+    return Stage(Path(config.train.output_dir), MARKER, identity, inputs)

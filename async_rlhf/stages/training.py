@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainingArguments
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.run import StageConfig
-from async_rlhf.models import save_model
+from async_rlhf.models import write_model
 from async_rlhf.stages.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -68,13 +69,13 @@ class StageTrainer(Trainer):
     """
 
     def __init__(
-        self, model: PreTrainedModel, examples: Sequence[Any], lengths: Sequence[int], config: StageConfig, folder: Path
+        self, model: PreTrainedModel, examples: Sequence[Any], lengths: Sequence[int], config: StageConfig
     ) -> None:
         self.config = config
         self.batches = LengthBatches(lengths, config.per_device_train_batch_size, config.seed)
         super().__init__(
             model=model,
-            args=_training_arguments(config, folder),
+            args=_training_arguments(config),
             train_dataset=list(examples),
             data_collator=self.collate,
         )
@@ -106,9 +107,10 @@ class StageTrainer(Trainer):
             return self.loss_sum(model, inputs) / num_items_in_batch
 
 
-def _training_arguments(config: StageConfig, folder: Path) -> TrainingArguments:
+def _training_arguments(config: StageConfig) -> TrainingArguments:
+    output = Path(config.output_dir)
     args = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output at the end
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
         lr_scheduler_type="linear",
@@ -138,9 +140,7 @@ def train(trainer: StageTrainer) -> float:
     speed, loss = output.metrics["train_samples_per_second"], float(output.training_loss)
     logger.info("%d steps, loss %.4f, %.1f rows/s", output.global_step, loss, speed)
     if not math.isfinite(loss):
-        raise FloatingPointError(
-            f"the training loss is {loss}; try a lower learning_rate than {trainer.config.learning_rate}"
-        )
+        raise FloatingPointError(f"the training loss is {loss}; lower learning_rate ({trainer.config.learning_rate})")
     return loss
 
 
@@ -151,14 +151,13 @@ def require_single_process(name: str) -> None:
         raise ConfigError(f"{name}: started in {world} processes; run it without torchrun or accelerate, in one")
 
 
-def publish_model(stage: Stage, trainer: StageTrainer, tokenizer: Any, results: Mapping[str, Any]) -> None:
-    """Save model, tokenizer, what the loggers wrote, and the marker, whole."""
-    temporary = stage.scratch("model")
-    save_model(trainer.model, tokenizer, temporary)
+def publish_model(
+    stage: Stage, trainer: StageTrainer, tokenizer: PreTrainedTokenizerBase, results: Mapping[str, Any]
+) -> None:
+    """Save model, tokenizer, the marker and, in logs/, what the loggers wrote: whole or not at all."""
     logs = Path(trainer.args.output_dir)
-    if logs.is_dir():
-        if any(logs.iterdir()):
-            logs.rename(temporary / "logs")
-        else:
-            logs.rmdir()
-    stage.publish_folder(temporary, results)
+    with stage.publish_folder(results) as folder:
+        write_model(trainer.model, tokenizer, folder)
+        if logs.is_dir() and any(logs.iterdir()):
+            shutil.move(logs, folder / "logs")
+    shutil.rmtree(logs, ignore_errors=True)

@@ -7,10 +7,11 @@ import random
 import time
 
 import pytest
-from async_rlhf.data.docstring_harvest import Function, harvest
-from async_rlhf.data.docstring_reward import GATES, WEIGHTS, explain, gold_reward, gold_rewards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from async_rlhf.data.docstring_harvest import Function, harvest
+from async_rlhf.data.docstring_reward import GATES, WEIGHTS, explain, gold_reward, gold_rewards
 
 QUOTES = '\n    """'
 GET_VALUE = "def get_cached_value(key: str, default=None) -> int:" + QUOTES
@@ -19,9 +20,9 @@ SIZE = "def get_terminal_size(fallback=(80, 24)):" + QUOTES
 
 # Real first lines, of the standard library unless said, and what the documented formula gives.
 REAL = [
-    ("def get_terminal_size(fallback=(80, 24)):", "Get the size of the terminal window.", 0.902),
-    ("def shuffle(self, x):", "Shuffle list x in place, and return None.", 0.944),
-    ("def wait_closed(self):", "Wait until server is closed.", 0.932),  # asyncio
+    ("def get_terminal_size(fallback=(80, 24)):", "Get the size of the terminal window.", 0.920),
+    ("def shuffle(self, x):", "Shuffle list x in place, and return None.", 0.946),
+    ("def wait_closed(self):", "Wait until server is closed.", 0.953),  # asyncio
     ("def rmtree(path, ignore_errors=False, onerror=None):", "Recursively delete a directory tree.", 0.827),
     ("def getsize(filename):", "Return the size of a file, reported by os.stat().", 0.802),
     (
@@ -34,8 +35,8 @@ REAL = [
         "Encode the given object and yield each string representation as available.",
         0.744,
     ),
-    ("def add_option(self, flag):", "Add an option.", 0.617),  # three words
-    ("def to_dict(self) -> dict[str, Any]:", "Serializes this instance to a Python dictionary.", 0.758),
+    ("def add_option(self, flag):", "Add an option.", 0.657),  # three words
+    ("def to_dict(self) -> dict[str, Any]:", "Serializes this instance to a Python dictionary.", 0.764),
     ("def exists(path):", "Test whether a path exists.  Returns False for broken symbolic links", 0.707),
     ("def fmean(data, weights=None):", "Convert data to floats and compute the arithmetic mean.", 0.616),
     ("def dedent(text):", "Remove any common leading whitespace from every line in `text`.", 0.604),
@@ -69,11 +70,11 @@ PAIRS = [
     (SIZE, "Get the size of the terminal window.", "Get the size of the (terminal window.", 0.4),
     (SIZE, "Get the size of the terminal window.", "Get the s\u00efze of the terminal window.", 0.1),
     (SIZE, "Return the terminal size as a pair.", "Return the file size as a pair.", 0.1),
-    (PARSE_ARGS, "Parse command-line arguments into a namespace.", "Parse the arguments.", 0.15),
+    (PARSE_ARGS, "Parse command-line arguments into a namespace.", "Parse the arguments.", 0.12),
     (PARSE_ARGS, "Parse the arguments.", "Parse args.", 0.2),
-    (PARSE_ARGS, "Parse the arguments.", "Parse the tensors.", 0.1),
+    (PARSE_ARGS, "Parse the arguments.", "Parse the tensors.", 0.07),
     (PARSE_ARGS, "Parse the arguments.", "Load the tensors.", 0.2),
-    (GET_VALUE, "Return the cached value of a key, or the default.", "Get the cached value.", 0.2),
+    (GET_VALUE, "Return the cached value of a key, or the default.", "Get the cached value.", 0.15),
     (GET_VALUE, "Get the cached value for the key.", "Get value key name.", 0.3),
     (GET_VALUE, "Get the cached value for the key.", "Get cached value key default.", 0.3),
     (GET_VALUE, "Get the cached value for the key.", "Return the cached value key default int str.", 0.2),
@@ -83,7 +84,7 @@ PAIRS = [
     (GET_VALUE, "Get the cached value for the key.", "Get the " + "cached value for the key " * 3, 0.7),
     ("def is_valid(self):" + QUOTES, "Return whether the name is valid.", "Return the name.", 0.3),
     ("def toLowerCase(text):" + QUOTES, "Convert a text to lower case.", "Convert a text to a tensor.", 0.2),
-    ("def rm_dir(path):" + QUOTES, "Remove a directory.", "Remove a process.", 0.1),
+    ("def rm_dir(path):" + QUOTES, "Remove a directory.", "Remove a process.", 0.07),
 ]
 
 
@@ -179,7 +180,10 @@ def test_length_falls_to_a_quarter_beyond_72_characters() -> None:
     [
         ("Get the size of the terminal.", 1.0),
         ("Get the size of the size.", math.exp(-0.1 * 2 - 0.4)),  # "size", and "the size"
-        ("Get the size of the terminal of the host.", math.exp(-0.1 * 1.5 - 0.4 * 0.5)),  # third "the", "of the"
+        (
+            "Get the size of the terminal of the host.",
+            math.exp(-0.1 * 1.5 - 0.4 * 0.5),
+        ),  # third "the", "of the"
         ("Get the size size.", 0.7 * explain(SIZE, "Get the size")["score"]),
     ],
 )
@@ -215,8 +219,12 @@ def test_degenerate_strings_earn_little(summary: str, most: float) -> None:
     assert gold_reward(GET_VALUE, summary) <= most
 
 
-def test_no_template_wins_everywhere(functions: list[Function]) -> None:
-    templates = ["Return the value.", "Return the value of the given object.", "Return a new tensor with the data."]
+def test_no_constant_line_wins_everywhere(functions: list[Function]) -> None:
+    templates = [
+        "Return the value.",
+        "Return the value of the given object.",
+        "Return a new tensor with the data.",
+    ]
     human = sum(gold_reward(f.query, f.summary) for f in functions) / len(functions)
     for template in templates:
         assert sum(gold_reward(f.query, template) for f in functions) / len(functions) < human - 0.1
@@ -243,7 +251,9 @@ def test_two_lines_for_one_query_rarely_tie(functions: list[Function]) -> None:
     for _ in range(2000):
         query = rng.choice(functions).query
         one, two = rng.sample(functions, 2)
-        ties += one.summary != two.summary and gold_reward(query, one.summary) == gold_reward(query, two.summary)
+        ties += one.summary != two.summary and gold_reward(query, one.summary) == gold_reward(
+            query, two.summary
+        )
     assert ties <= 10
 
 
@@ -270,7 +280,8 @@ def test_gold_rewards_follows_the_lists_and_ignores_columns() -> None:
         gold_rewards([PARSE_ARGS] * 3, lines[:2])
 
 
-WORDS = st.sampled_from("Get get the value values of cached key key. is (a b) Return a list for 3 caf\u00e9".split())
+VOCABULARY = "Get get the value values of cached key key. is (a b) Return a list for 3 caf\u00e9"
+WORDS = st.sampled_from(VOCABULARY.split())
 TEXTS = st.one_of(st.text(max_size=200), st.lists(WORDS, max_size=14).map(" ".join))
 
 
@@ -283,7 +294,9 @@ def test_any_strings_score_in_the_unit_interval(query: str, completion: str) -> 
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=TEXTS, n_tail=st.integers(1, 14), times=st.integers(1, 3), query=st.sampled_from([GET_VALUE, SIZE]))
+@given(
+    text=TEXTS, n_tail=st.integers(1, 14), times=st.integers(1, 3), query=st.sampled_from([GET_VALUE, SIZE])
+)
 def test_repeating_the_end_never_pays(text: str, n_tail: int, times: int, query: str) -> None:
     tail = " ".join(text.split()[-n_tail:])
     assert gold_reward(query, " ".join([text, *[tail] * times])) <= gold_reward(query, text)

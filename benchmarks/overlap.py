@@ -1,0 +1,144 @@
+"""How much of generation and training happens at the same time.
+
+    python benchmarks/overlap.py [--json] [--rounds 3] [--batches 14]
+
+The real trainer, on a GPT-NeoX of 1.3M parameters: generator and learner on one core each, with so many prompts a
+batch that generation and training take about equal time (found by trying). Staleness 0, 1 and 2 take turns, round by
+round, so that a machine whose speed drifts treats them alike. For each:
+
+    wall        seconds per batch, start to start, all logging included
+    generate    seconds the generator was busy for a batch, loading weights included
+    train       seconds the learner was busy: score, annotate, update
+    efficiency  max(generate, train) / wall: 1 is perfect overlap
+    speed-up    wall of staleness 0 / wall
+
+"0, both cores" is the fair synchronous rival: one process that samples and trains in turn with two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
+
+WARM_UP = 4  # batches: the first ones fill the pipeline
+PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 16, 64, 2048
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each number: the text does not matter here."""
+    words = {f"w{i}": i for i in range(VOCABULARY - 1)} | {"<eos>": VOCABULARY - 1}
+    raw = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    raw.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
+
+
+def policy() -> GPTNeoXForCausalLM:
+    torch.manual_seed(0)
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=512,
+            max_position_embeddings=PROMPT_TOKENS + RESPONSE_TOKENS,
+        )
+    )
+
+
+def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [float(sum(map(len, text.split()))) for text in completions]
+
+
+def measure(staleness: int, prompts: int, batches: int, both_cores: bool = False) -> dict[str, float]:
+    """Seconds per batch of one run, means over the batches after the warm-up."""
+    words = [f"w{i}" for i in range(1, PROMPT_TOKENS + 1)]
+    rows = [{"query": " ".join([f"w{i + 20}", *words[1:]])} for i in range(256)]
+    with tempfile.TemporaryDirectory() as folder:
+        placement = {"placement": "inline"} if both_cores else {"placement": "process", "num_threads": 1}
+        args = OnlineDPOConfig(
+            output_dir=folder,
+            overwrite_output_dir=True,
+            staleness=staleness,
+            total_episodes=prompts * batches,
+            per_device_train_batch_size=prompts,
+            non_eos_penalty=False,
+            max_prompt_length=PROMPT_TOKENS,
+            progress=False,
+            num_threads=2 if both_cores else 1,
+            generation=GenerationConfig(response_length=RESPONSE_TOKENS, **placement),
+        )
+        OnlineDPOTrainer(policy(), args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    logs = [json.loads(line) for line in lines][WARM_UP:]
+    mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
+    return {
+        "wall": mean["time/batch"],
+        "generate": mean["time/generate"],
+        "train": mean["time/score"] + mean["time/annotate"] + mean["time/train"],
+        "publish": mean["time/publish"],
+        "wait": mean["time/wait"],
+    }
+
+
+def balanced_batch() -> int:
+    """So many prompts that generation and training, while they overlap, take about equal time."""
+    found = {}
+    for prompts in (8, 12, 16, 24, 32, 48):
+        run = measure(1, prompts, WARM_UP + 4)
+        found[prompts] = abs(run["generate"] / run["train"] - 1)
+    return min(found, key=lambda prompts: found[prompts])
+
+
+def run(rounds: int, batches: int, prompts: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds, by staleness."""
+    runs: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
+    for _ in range(rounds):
+        for name, found in runs.items():
+            figures = measure(int(name[0]), prompts, batches, both_cores="both" in name)
+            base = found if name == "0" else runs["0"]
+            figures["efficiency"] = max(figures["generate"], figures["train"]) / figures["wall"]
+            figures["publish share"] = figures["publish"] / figures["wall"]
+            found.append(figures)
+            if len(base) == len(found):
+                figures["speed-up"] = base[-1]["wall"] / figures["wall"]
+    return {
+        name: {key: statistics.median(f[key] for f in found if key in f) for key in found[0] | found[-1]}
+        for name, found in runs.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--prompts", type=int, help="prompts per batch; found by trying where not given")
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    prompts = options.prompts or balanced_batch()
+    results = run(options.rounds, options.batches, prompts)
+    if options.json:
+        print(json.dumps({"prompts": prompts, "staleness": results}))
+        return
+    columns = ["wall", "generate", "train", "publish", "wait", "publish share", "efficiency", "speed-up"]
+    print(f"{prompts} prompts x 2 completions x {RESPONSE_TOKENS} tokens a batch; seconds per batch")
+    print(f"{'staleness':<14}" + "".join(f"{name:>14}" for name in columns))
+    for name, figures in results.items():
+        print(f"{name:<14}" + "".join(f"{figures.get(column, float('nan')):>14.3f}" for column in columns))
+
+
+if __name__ == "__main__":
+    main()

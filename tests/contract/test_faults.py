@@ -1,0 +1,233 @@
+"""What goes wrong ends with the original error, within seconds, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_letters
+from transformers import TrainerCallback
+
+from async_rlhf import OnlineDPOTrainer
+from async_rlhf.generation.process import GeneratorError, ProcessGenerator
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.reports.trace import Trace
+from async_rlhf.rollouts import StaleWeightsError
+from async_rlhf.scoring import RewardError
+
+
+def descendants(pid: int) -> set[int]:
+    """Living processes below a process that run our workers."""
+    found, open_pids = set(), [pid]
+    while open_pids:
+        parent = open_pids.pop()
+        listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        open_pids += map(int, listed)
+        found.update(map(int, listed))
+    return found
+
+
+def generator_pids() -> set[int]:
+    """Processes that were forked by the fork server of this process, so the generators."""
+    return {pid for child in descendants(os.getpid()) for pid in descendants(child)}
+
+
+def trainer_for(make_policy, tokenizer, prompts, args, reward=count_letters, **options):
+    return OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=reward, processing_class=tokenizer, **options)
+
+
+class KillGenerator(TrainerCallback):
+    """Kills every generator process after a batch, while the next batches are being sampled."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.killed: set[int] = set()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.after:
+            self.killed = generator_pids()
+            for pid in self.killed:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy, tokenizer, prompts, make_args):
+    undisturbed = trainer_for(make_policy, tokenizer, prompts, make_args("undisturbed", staleness=1))
+    undisturbed.train()
+    killer = KillGenerator(after=2)
+    killed = trainer_for(make_policy, tokenizer, prompts, make_args("killed", staleness=1), callbacks=[killer])
+    killed.train()
+    assert len(killer.killed) == 1
+    for name, tensor in undisturbed.model.state_dict().items():
+        assert torch.equal(tensor, killed.model.state_dict()[name]), name
+    assert generator_pids() == set()
+
+
+def test_too_many_deaths_end_the_run(make_policy, tokenizer, prompts, make_args):
+    args = make_args(generation={"max_restarts": 0}, staleness=1)
+    trainer = trainer_for(make_policy, tokenizer, prompts, args, callbacks=[KillGenerator(after=1)])
+    with pytest.raises(GeneratorError, match=r"generator process 0 died \(exit code -9\).*max_restarts"):
+        trainer.train()
+    assert generator_pids() == set()
+
+
+def test_a_raising_reward_function_ends_the_run_with_its_error(make_policy, tokenizer, prompts, make_args):
+    calls = []
+
+    def fails_later(prompts, completions, **columns):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("the third batch")
+        return count_letters(prompts, completions)
+
+    args = make_args(staleness=2)
+    with pytest.raises(RewardError, match="fails_later raised ZeroDivisionError: the third batch") as caught:
+        trainer_for(make_policy, tokenizer, prompts, args, fails_later).train()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in lines] == [1, 2]
+    assert generator_pids() == set()
+
+
+def test_an_error_in_the_generator_arrives_with_its_traceback(make_policy, tokenizer, prompts, make_args):
+    args = make_args(staleness=1)
+    trainer = trainer_for(make_policy, tokenizer, prompts, args)
+    trainer.model.config.max_position_embeddings = 64
+    trainer.model.config.hidden_act = "no_such_activation"  # the process cannot build this model
+    started = time.monotonic()
+    with pytest.raises(GeneratorError, match=r"(?s)generator process 0: KeyError.*Traceback.*no_such_activation"):
+        trainer.train()
+    assert time.monotonic() - started < 20
+    assert generator_pids() == set()
+
+
+def test_a_generator_that_stays_silent_is_given_up(make_policy, tokenizer, prompts, make_args):
+    args = make_args(generation={"timeout": 1.0}, staleness=1)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for pid in generator_pids():
+                os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(GeneratorError, match=r"no answer from generator process 0 .* 1 s \(generation.timeout\)"):
+        trainer_for(make_policy, tokenizer, prompts, args, callbacks=[Stop()]).train()
+    assert generator_pids() == set()
+
+
+def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, tokenizer, prompts, make_args):
+    """The worker reads what lies in shared memory; here something tears it after publication."""
+    args = make_args(staleness=0, generation={"placement": "process"})
+    policy, params = make_policy(), SamplingParams(2, 0.7, 4, (256,), 0)
+    generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
+    try:
+        generator.publish(policy, 0)
+        next(iter(generator.ring.views(0).values()))[0] += 1
+        from async_rlhf.data.stream import PromptStream
+
+        generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2))
+        with pytest.raises(GeneratorError, match="batch 1 needs version 0, checksum"):
+            generator.collect(1)
+    finally:
+        generator.close()
+
+
+def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompts, make_args):
+    from async_rlhf.rollouts import Rollouts
+    from async_rlhf.types import RolloutBatch, RolloutGroup
+
+    class Stale:
+        """Answers batch 2 with what was sampled for batch 1."""
+
+        def __init__(self) -> None:
+            from async_rlhf.generation.inline import InlineGenerator
+            from async_rlhf.generation.transformers_engine import TransformersEngine
+
+            self.model = make_policy()
+            self.inner = InlineGenerator(
+                TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)), Trace()
+            )
+
+        def publish(self, policy, version):
+            return 0.0 if version else self.inner.publish(policy, version)
+
+        def submit(self, index, version, prompts):
+            self.inner.submit(index, 0, prompts)
+
+        def collect(self, index):
+            batch = self.inner.collect(index)
+            groups = tuple(RolloutGroup(g.prompt, tuple(replace(r) for r in g.rollouts)) for g in batch.groups)
+            return RolloutBatch(index, 0, groups, 0.0)
+
+    from async_rlhf.data.stream import PromptStream
+
+    generator = Stale()
+    rollouts = Rollouts(
+        generator, PromptStream(prompts, tokenizer), batch_size=2, num_batches=3, staleness=0, trace=Trace()
+    )
+    rollouts.publish(generator.model, 0)
+    batches = iter(rollouts)
+    next(batches)
+    rollouts.publish(generator.model, 1)
+    with pytest.raises(StaleWeightsError, match="batch 2 must be sampled by version 1"):
+        next(batches)
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+import conftest
+from async_rlhf import OnlineDPOTrainer, OnlineDPOConfig, GenerationConfig
+from transformers import GPTNeoXForCausalLM
+torch.set_num_threads(1)
+args = OnlineDPOConfig(output_dir={out!r}, staleness=1, total_episodes=4 * 100000, per_device_train_batch_size=4,
+                       max_prompt_length=32, non_eos_penalty=False, progress=False,
+                       generation=GenerationConfig(response_length=12))
+torch.manual_seed(0)
+trainer = OnlineDPOTrainer(GPTNeoXForCausalLM(conftest.tiny_config()), args, [{{"query": "def f():"}}] * 8,
+                           reward_funcs=conftest.count_letters, processing_class=conftest.byte_tokenizer())
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, (1, 130, -signal.SIGINT)), (signal.SIGKILL, (-signal.SIGKILL,))]
+)
+def test_no_process_outlives_the_learner(tmp_path, sent, code):
+    """A script without a __main__ guard, interrupted as by Ctrl-C, and killed."""
+    script, out = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), out=str(out)))
+    learner = subprocess.Popen([sys.executable, script], start_new_session=True, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
+        assert learner.poll() is None, learner.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    processes = descendants(learner.pid)
+    assert len(processes) >= 2  # the fork server, and the generator
+    shared_memory = set(os.listdir("/dev/shm"))
+    if sent == signal.SIGINT:
+        os.killpg(learner.pid, sent)
+    else:
+        learner.send_signal(sent)
+    assert learner.wait(timeout=20) in code
+    deadline = time.monotonic() + 5
+    while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in processes if _alive(pid)] == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    complete = (out / "metrics.jsonl").read_text().splitlines()[:-1]
+    assert [json.loads(line)["batch"] for line in complete] == list(range(1, len(complete) + 1))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,457 @@
+"""The objectives against their formulas, written again as loops in float64 (reference/semantics.md, 3 and 4)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.config import OnlineDPOConfig
+from async_rlhf.objectives.kl import k1, k2, k3
+from async_rlhf.objectives.logprobs import entropies, selected_logprobs
+from async_rlhf.objectives.preference import preference_loss
+from async_rlhf.types import Experience
+
+DPO = ALGORITHMS["online_dpo"]
+LOSS_TYPES = ("sigmoid", "ipo")
+
+
+# Log-probabilities and entropies
+
+
+def slow_log_softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    log_total = top + math.log(math.fsum(math.exp(x - top) for x in logits))
+    return [x - log_total for x in logits]
+
+
+def slow_entropy(logits: list[float]) -> float:
+    return -math.fsum(math.exp(x) * x for x in slow_log_softmax(logits))
+
+
+def hard_logits() -> Tensor:
+    """Rows of seven: random ones of several widths, huge ones, ties of the largest and of all."""
+    torch.manual_seed(0)
+    random_rows = torch.cat([torch.randn(20, 7) * scale for scale in (0.1, 1.0, 5.0, 30.0)])
+    extreme = torch.tensor(
+        [
+            [1e4, -1e4, 0, 1, 2, 3, 4],
+            [-1e4, -1e4, -1e4, -1e4, -1e4, -1e4, -1e4],
+            [1e4, 1e4, 1e4, 1e4, 1e4, 1e4, 1e4],
+            [1e4, 1e4, -1e4, -1e4, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0, 1e-3],
+            [9999, 1e4, 9998, 0, 0, 0, 0],
+        ]
+    )
+    return torch.cat([random_rows, extreme])
+
+
+def test_selected_logprobs_are_those_of_the_slow_softmax_for_every_target():
+    logits_NV = hard_logits()
+    for v in range(7):
+        ours_N = selected_logprobs(logits_NV, torch.full((len(logits_NV),), v))
+        assert ours_N.dtype == torch.float32
+        expected = [slow_log_softmax(row)[v] for row in logits_NV.double().tolist()]
+        assert ours_N.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-5)
+
+
+def test_selected_logprobs_picks_each_rows_own_target():
+    logits_NV = torch.randn(50, 11, generator=torch.Generator().manual_seed(3))
+    targets_N = torch.randint(0, 11, (50,), generator=torch.Generator().manual_seed(4))
+    expected = [slow_log_softmax(row)[t] for row, t in zip(logits_NV.tolist(), targets_N.tolist(), strict=True)]
+    assert selected_logprobs(logits_NV, targets_N).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_entropies_are_those_of_the_slow_softmax():
+    logits_NV = hard_logits()
+    expected = [slow_entropy(row) for row in logits_NV.double().tolist()]
+    assert entropies(logits_NV).tolist() == pytest.approx(expected, abs=1e-5)
+    assert entropies(torch.full((1, 9), 1e4)).item() == pytest.approx(math.log(9), abs=1e-6)
+    assert entropies(torch.tensor([[1e4, 0.0, -1e4]])).item() == 0.0
+
+
+def test_bfloat16_logits_are_reduced_in_float32():
+    """A bfloat16 near -80 resolves to 0.5; the result has to be as exact as the logits that came in."""
+    logits_NV = (torch.randn(30, 50, generator=torch.Generator().manual_seed(1)) * 20).bfloat16()
+    targets_N = torch.arange(30)
+    rows = logits_NV.double().tolist()
+    expected = [slow_log_softmax(row)[t] for row, t in zip(rows, range(30), strict=True)]
+    assert selected_logprobs(logits_NV, targets_N).double().tolist() == pytest.approx(expected, rel=1e-6, abs=1e-5)
+    slow_entropies = [slow_entropy(row) for row in rows]
+    assert entropies(logits_NV).double().tolist() == pytest.approx(slow_entropies, abs=1e-5)
+
+
+def test_gradient_of_selected_logprobs_is_one_hot_minus_softmax():
+    torch.manual_seed(5)
+    logits_NV = (torch.randn(6, 5, dtype=torch.float64) * 3).requires_grad_()
+    targets_N = torch.tensor([0, 4, 2, 2, 1, 3])
+    assert torch.autograd.gradcheck(lambda x: selected_logprobs(x, targets_N), (logits_NV,))
+    weights = [1.0, -2.0, 0.5, 3.0, 0.0, 7.0]
+    (gradient_NV,) = torch.autograd.grad(
+        selected_logprobs(logits_NV, targets_N) @ torch.tensor(weights, dtype=torch.float64), logits_NV
+    )
+    step = 1e-6
+    for n, v in itertools.product(range(6), range(5)):
+        row = logits_NV[n].tolist()
+        up, down = (row[:v] + [row[v] + sign * step] + row[v + 1 :] for sign in (1, -1))
+        target = int(targets_N[n])
+        by_difference = (slow_log_softmax(up)[target] - slow_log_softmax(down)[target]) / (2 * step)
+        by_formula = float(target == v) - math.exp(slow_log_softmax(row)[v])
+        assert by_difference == pytest.approx(by_formula, abs=1e-8)
+        assert gradient_NV[n, v].item() == pytest.approx(weights[n] * by_formula, abs=1e-10)
+
+
+# KL estimators
+
+
+def test_kl_estimators_are_their_formulas():
+    torch.manual_seed(6)
+    logprobs, reference = -torch.rand(3, 40).double() * 6, -torch.rand(3, 40).double() * 6
+    for i, j in itertools.product(range(3), range(40)):
+        d = logprobs[i, j].item() - reference[i, j].item()
+        assert k1(logprobs, reference)[i, j].item() == pytest.approx(d, abs=1e-12)
+        assert k2(logprobs, reference)[i, j].item() == pytest.approx(d * d / 2, abs=1e-12)
+        assert k3(logprobs, reference)[i, j].item() == pytest.approx(math.exp(-d) - 1 + d, abs=1e-12)
+
+
+def test_expectation_of_k1_and_k3_under_the_policy_is_the_kl_divergence():
+    for seed, size in itertools.product(range(5), (2, 3, 7)):
+        torch.manual_seed(seed)
+        policy, reference = (torch.randn(size).double().mul(2).log_softmax(0) for _ in range(2))
+        p, q = policy.exp().tolist(), reference.exp().tolist()
+        kl = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        assert kl > 1e-3
+        assert (policy.exp() * k1(policy, reference)).sum().item() == pytest.approx(kl, abs=1e-12)
+        assert (policy.exp() * k3(policy, reference)).sum().item() == pytest.approx(kl, abs=1e-12)
+        second_order = math.fsum(a * math.log(a / b) ** 2 / 2 for a, b in zip(p, q, strict=True))
+        assert (policy.exp() * k2(policy, reference)).sum().item() == pytest.approx(second_order, abs=1e-12)
+
+
+def test_k3_is_accurate_and_never_negative_for_tiny_differences_in_float32():
+    """Computed as written, exp(-d) - 1 rounds at 6e-8: a hundred thousand times the 5e-13 that is right for 1e-6."""
+    for magnitude in (1e-6, 3e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 5.0):
+        for d in torch.tensor([magnitude, -magnitude]):
+            exact = math.expm1(-d.item()) + d.item()
+            ours = k3(d, torch.zeros(())).item()
+            assert ours == pytest.approx(exact, rel=1e-3, abs=2e-7 * magnitude)
+    d_N = torch.cat([torch.linspace(-3, 3, 20_001), torch.logspace(-12, 1, 20_001), -torch.logspace(-12, 1, 20_001)])
+    values_N = k3(d_N, torch.zeros_like(d_N))
+    assert values_N.min().item() >= 0
+    assert k3(torch.zeros(3), torch.zeros(3)).tolist() == [0, 0, 0]
+
+
+# Preference losses
+
+
+def slow_preference_loss(chosen: float, rejected: float, beta: float, loss_type: str) -> float:
+    h = chosen - rejected
+    if loss_type == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    z = beta * h
+    return math.log1p(math.exp(-z)) if z > 0 else -z + math.log1p(math.exp(z))  # -log sigmoid(z), for any z
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("beta", [0.02, 0.1, 1.7])
+def test_preference_loss_is_its_formula(loss_type, beta):
+    torch.manual_seed(7)
+    chosen_U, rejected_U = torch.randn(60).double() * 20, torch.randn(60).double() * 20
+    ours_U = preference_loss(chosen_U, rejected_U, beta, loss_type)
+    expected = [
+        slow_preference_loss(c, r, beta, loss_type)
+        for c, r in zip(chosen_U.tolist(), rejected_U.tolist(), strict=True)
+    ]
+    assert ours_U.tolist() == pytest.approx(expected, rel=1e-11)
+    in_float32_U = preference_loss(chosen_U.float(), rejected_U.float(), beta, loss_type)
+    assert in_float32_U.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    shifted_U = preference_loss(chosen_U + 3.25, rejected_U + 3.25, beta, loss_type)
+    assert shifted_U.tolist() == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_preference_loss_gradient(loss_type):
+    torch.manual_seed(8)
+    chosen_U, rejected_U = (torch.randn(8).double().mul(5).requires_grad_() for _ in range(2))
+    assert torch.autograd.gradcheck(lambda c, r: preference_loss(c, r, 0.3, loss_type), (chosen_U, rejected_U))
+    loss = preference_loss(chosen_U, rejected_U, 0.3, loss_type).sum()
+    chosen_gradient_U, rejected_gradient_U = torch.autograd.grad(loss, (chosen_U, rejected_U))
+    for u in range(8):
+        h = chosen_U[u].item() - rejected_U[u].item()
+        expected = -0.3 / (1 + math.exp(0.3 * h)) if loss_type == "sigmoid" else 2 * (h - 1 / 0.6)
+        assert chosen_gradient_U[u].item() == pytest.approx(expected, rel=1e-9)
+        assert rejected_gradient_U[u].item() == pytest.approx(-expected, rel=1e-9)
+
+
+def test_preference_loss_at_known_points():
+    zero = torch.zeros(1)
+    assert preference_loss(zero, zero, 0.1, "sigmoid").item() == pytest.approx(math.log(2), abs=1e-7)
+    assert preference_loss(zero + 5, zero + 5, 0.1, "sigmoid").item() == pytest.approx(math.log(2), abs=1e-7)
+    assert preference_loss(zero, zero, 0.1, "ipo").item() == pytest.approx(25)
+    assert preference_loss(zero + 5, zero, 0.1, "ipo").item() == pytest.approx(0, abs=1e-9)
+
+
+def test_preference_loss_of_swapped_pairs():
+    """-log s(-z) = -log s(z) + z; (-h - c)^2 - (h - c)^2 = 4 h c, here with c = 1 / (2 beta)."""
+    torch.manual_seed(9)
+    chosen_U, rejected_U = torch.randn(30).double() * 8, torch.randn(30).double() * 8
+    h_U = chosen_U - rejected_U
+    for loss_type, expected_U in (("sigmoid", 0.1 * h_U), ("ipo", 4 * h_U * 5)):
+        swapped_U = preference_loss(rejected_U, chosen_U, 0.1, loss_type)
+        torch.testing.assert_close(swapped_U - preference_loss(chosen_U, rejected_U, 0.1, loss_type), expected_U)
+
+
+def test_large_margins_do_not_overflow():
+    chosen_U = torch.tensor([1e6, -1e6, 3e4], requires_grad=True)
+    loss_U = preference_loss(chosen_U, torch.zeros(3), 0.1, "sigmoid")
+    assert loss_U.tolist() == pytest.approx([0.0, 1e5, 0.0], abs=1e-6)
+    (gradient_U,) = torch.autograd.grad(loss_U.sum(), chosen_U)
+    assert gradient_U.tolist() == pytest.approx([0.0, -0.1, 0.0], abs=1e-7)
+    assert preference_loss(chosen_U, torch.zeros(3), 0.1, "ipo").tolist() == pytest.approx(
+        [(1e6 - 5) ** 2, (1e6 + 5) ** 2, (3e4 - 5) ** 2], rel=1e-6
+    )
+
+
+# Online DPO
+
+
+def dpo_config(K: int, beta: float = 0.1, loss_type: str = "sigmoid") -> OnlineDPOConfig:
+    return OnlineDPOConfig(samples_per_prompt=K, beta=beta, loss_type=loss_type)
+
+
+def ragged_experience(seed: int, P: int, K: int, garbage: float = 0.0) -> tuple[Experience, Tensor]:
+    """P groups of K rows of every length, and log-probabilities of a policy.
+
+    The first token of a row is its number. Among the groups: all scores equal (every fourth), ties for the best and
+    the worst (small integers). Log-probabilities outside the response are ``garbage``.
+    """
+    rng = random.Random(seed)
+    prompt_lengths = [rng.randint(1, 6) for _ in range(P)]
+    spans = [(prompt_lengths[r // K], prompt_lengths[r // K] + rng.randint(1, 9)) for r in range(P * K)]
+    B, T = P * K, max(end for _, end in spans)
+    torch.manual_seed(seed)
+    mask_BT = torch.zeros(B, T, dtype=torch.float64)
+    for row, (start, end) in enumerate(spans):
+        mask_BT[row, start:end] = 1
+    noise_BT = [torch.where(mask_BT > 0, -torch.rand(B, T).double() * 5, garbage) for _ in range(3)]
+    tokens_BT = torch.randint(0, 1000, (B, T))
+    tokens_BT[:, 0] = torch.arange(B)
+    scores = [[float(rng.randint(-2, 2)) for _ in range(K)] for _ in range(P)]
+    for p in range(P):
+        if p % 4 == 3:
+            scores[p] = [0.5] * K
+        elif max(scores[p]) == min(scores[p]):
+            scores[p][rng.randrange(K)] += 1
+    experience = Experience(
+        tokens_BT=tokens_BT,
+        lengths_B=torch.tensor([end for _, end in spans]),
+        response_mask_BT=mask_BT,
+        behaviour_logprobs_BT=noise_BT[0],
+        reference_logprobs_BT=noise_BT[1],
+        versions_BT=torch.where(mask_BT > 0, 0, -1),
+        scores_B=torch.tensor([score for group in scores for score in group]),
+        weights_U=torch.ones(B),
+    )
+    return experience, noise_BT[2]
+
+
+def slow_pairs(experience: Experience, K: int) -> list[tuple[int, int] | None]:
+    """For every prompt the rows of the first best and the first worst sample; None for a tie."""
+    pairs: list[tuple[int, int] | None] = []
+    scores = experience.scores_B.tolist()
+    for start in range(0, len(scores), K):
+        best = worst = start
+        for row in range(start, start + K):
+            if scores[row] > scores[best]:
+                best = row
+            if scores[row] < scores[worst]:
+                worst = row
+        pairs.append((best, worst) if scores[best] > scores[worst] else None)
+    return pairs
+
+
+def slow_sum(values_BT: Tensor, experience: Experience, row: int) -> float:
+    values, mask = values_BT[row].tolist(), experience.response_mask_BT[row].tolist()
+    return math.fsum(value for value, inside in zip(values, mask, strict=True) if inside)
+
+
+def slow_dpo(logprobs_BT: Tensor, experience: Experience, config: OnlineDPOConfig) -> tuple[float, dict[str, float]]:
+    beta, loss = config.beta, 0.0
+    names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
+    metrics = dict.fromkeys((*names, "logps/rejected"), 0.0)
+    for pair in slow_pairs(experience, config.samples_per_prompt):
+        if pair is None:
+            continue
+        policy = [slow_sum(logprobs_BT, experience, row) for row in pair]
+        reference = [slow_sum(experience.reference_logprobs_BT, experience, row) for row in pair]
+        chosen, rejected = (p - r for p, r in zip(policy, reference, strict=True))
+        loss += slow_preference_loss(chosen, rejected, beta, config.loss_type)
+        metrics["rewards/chosen"] += beta * chosen
+        metrics["rewards/rejected"] += beta * rejected
+        metrics["rewards/margins"] += beta * (chosen - rejected)
+        metrics["rewards/accuracies"] += chosen > rejected
+        metrics["logps/chosen"] += policy[0]
+        metrics["logps/rejected"] += policy[1]
+    return loss, metrics
+
+
+def of_pairs(logprobs_BT: Tensor, pairs: Experience) -> Tensor:
+    """The policy's log-probabilities of the rows that were chosen: their first token says which these are."""
+    return logprobs_BT[pairs.tokens_BT[:, 0], : pairs.tokens_BT.shape[1]]
+
+
+def dpo_loss(logprobs_BT: Tensor, experience: Experience, config: OnlineDPOConfig):
+    pairs = DPO.credit(experience, config)
+    return DPO.loss(of_pairs(logprobs_BT, pairs), pairs, config)
+
+
+@pytest.mark.parametrize("K", [2, 3, 4, 5])
+def test_credit_pairs_the_first_best_with_the_first_worst(K):
+    for seed in range(6):
+        experience, _ = ragged_experience(seed, 9, K)
+        pairs = DPO.credit(experience, dpo_config(K))
+        expected = slow_pairs(experience, K)
+        assert (len(pairs), pairs.units, pairs.rows_per_unit) == (18, 9, 2)
+        assert pairs.weights_U.tolist() == [0.0 if pair is None else 1.0 for pair in expected]
+        assert expected.count(None) == 2
+        for u, pair in enumerate(expected):
+            for side in range(2):
+                row = int(pairs.tokens_BT[2 * u + side, 0])
+                assert row // K == u
+                if pair is not None:
+                    assert row == pair[side]
+                length = int(experience.lengths_B[row])
+                assert pairs.lengths_B[2 * u + side] == length
+                assert pairs.scores_B[2 * u + side] == experience.scores_B[row]
+                for name in ("tokens_BT", "response_mask_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
+                    kept = getattr(pairs, name)[2 * u + side, :length].tolist()
+                    assert kept == getattr(experience, name)[row, :length].tolist(), name
+                assert pairs.response_mask_BT[2 * u + side, length:].sum() == 0
+
+
+def test_a_difference_in_the_last_bit_of_a_score_is_no_tie():
+    experience, _ = ragged_experience(0, 2, 3)
+    above = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0)).item()
+    experience = replace(experience, scores_B=torch.tensor([0.1, above, 0.1, 0.1, 0.1, 0.1]))
+    pairs = DPO.credit(experience, dpo_config(3))
+    assert pairs.weights_U.tolist() == [1.0, 0.0]
+    assert pairs.tokens_BT[:2, 0].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("K", "beta"), [(2, 0.1), (3, 0.03), (4, 0.5), (5, 1.0)])
+def test_online_dpo_loss_and_metrics_are_their_formulas(K, beta, loss_type):
+    config = dpo_config(K, beta, loss_type)
+    for seed in range(6):
+        experience, logprobs_BT = ragged_experience(seed, 7, K)
+        ours = dpo_loss(logprobs_BT, experience, config)
+        loss, metrics = slow_dpo(logprobs_BT, experience, config)
+        assert ours.loss_sum.item() == pytest.approx(loss, rel=1e-6)
+        for name, value in metrics.items():
+            assert ours.metrics[name].item() == pytest.approx(value, rel=1e-6, abs=1e-6), name
+            assert not ours.metrics[name].requires_grad
+
+
+@pytest.mark.parametrize("garbage", [1e30, -1e30, math.nan])
+def test_nothing_outside_the_response_matters(garbage):
+    config = dpo_config(3)
+    clean, clean_logprobs_BT = ragged_experience(1, 6, 3)
+    dirty, dirty_logprobs_BT = ragged_experience(1, 6, 3, garbage=garbage)
+    dirty_logprobs_BT = torch.where(dirty.response_mask_BT > 0, dirty_logprobs_BT, clean_logprobs_BT)
+    if not math.isnan(garbage):  # the policy's are made by the learner, and finite
+        dirty_logprobs_BT = torch.where(dirty.response_mask_BT > 0, dirty_logprobs_BT, garbage)
+    ours, theirs = dpo_loss(dirty_logprobs_BT, dirty, config), dpo_loss(clean_logprobs_BT, clean, config)
+    assert ours.loss_sum.item() == theirs.loss_sum.item() != 0
+    assert {k: v.item() for k, v in ours.metrics.items()} == {k: v.item() for k, v in theirs.metrics.items()}
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_online_dpo_gradient_is_the_difference_quotient_of_the_slow_loss(loss_type):
+    config = dpo_config(3, 0.2, loss_type)
+    experience, logprobs_BT = ragged_experience(2, 4, 3)
+    logprobs_BT.requires_grad_()
+    (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, config).loss_sum, logprobs_BT)
+    assert gradient_BT.abs().max() > 1e-3
+    step, values_BT = 1e-5, logprobs_BT.detach()
+    for row, t in itertools.product(*map(range, values_BT.shape)):
+        quotient = 0.0
+        for sign in (1, -1):
+            moved_BT = values_BT.clone()
+            moved_BT[row, t] += sign * step
+            quotient += sign * slow_dpo(moved_BT, experience, config)[0] / (2 * step)
+        assert gradient_BT[row, t].item() == pytest.approx(quotient, rel=1e-5, abs=1e-6)
+
+
+def test_the_gradient_is_exactly_zero_outside_responses_of_pairs_that_differ():
+    experience, logprobs_BT = ragged_experience(3, 8, 4)
+    logprobs_BT.requires_grad_()
+    (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, dpo_config(4)).loss_sum, logprobs_BT)
+    trained = {row for pair in slow_pairs(experience, 4) if pair is not None for row in pair}
+    assert len(trained) == 12
+    for row in range(len(experience)):
+        for t, inside in enumerate(experience.response_mask_BT[row].tolist()):
+            assert (gradient_BT[row, t].item() != 0) == (inside == 1 and row in trained)
+
+
+def test_chosen_tokens_are_pushed_up_and_rejected_ones_down():
+    experience, logprobs_BT = ragged_experience(4, 8, 3)
+    logprobs_BT.requires_grad_()
+    (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, dpo_config(3)).loss_sum, logprobs_BT)
+    for pair in slow_pairs(experience, 3):
+        if pair is not None:
+            best, worst = (gradient_BT[row][experience.response_mask_BT[row] > 0] for row in pair)
+            assert best.max() < 0 < worst.min()
+            assert best[0].item() == pytest.approx(-worst[0].item())
+
+
+def test_a_batch_of_ties_only_gives_zero_loss_and_zero_gradient():
+    experience, logprobs_BT = ragged_experience(5, 5, 3)
+    experience = replace(experience, scores_B=torch.full((15,), -1.0))
+    logprobs_BT.requires_grad_()
+    for loss_type in LOSS_TYPES:
+        output = dpo_loss(logprobs_BT, experience, dpo_config(3, loss_type=loss_type))
+        assert output.loss_sum.item() == 0
+        assert {value.item() for value in output.metrics.values()} == {0.0}
+        (gradient_BT,) = torch.autograd.grad(output.loss_sum, logprobs_BT)
+        assert gradient_BT.abs().max() == 0
+
+
+def distinct_scores(experience: Experience, seed: int) -> Experience:
+    order_B = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
+    return replace(experience, scores_B=order_B.float() / 8)
+
+
+@pytest.mark.parametrize("K", [2, 5])
+def test_the_order_of_the_samples_and_an_offset_of_the_scores_do_not_matter(K):
+    config = dpo_config(K)
+    experience, logprobs_BT = ragged_experience(6, 6, K)
+    experience = distinct_scores(experience, 6)
+    loss = dpo_loss(logprobs_BT, experience, config).loss_sum.item()
+    shuffle = random.Random(0)
+    rows = [p * K + k for p in range(6) for k in shuffle.sample(range(K), K)]
+    assert rows != sorted(rows)
+    # of_pairs finds rows by their first token, which moves with them; so logprobs_BT stays as it is.
+    assert dpo_loss(logprobs_BT, experience.select(rows), config).loss_sum.item() == pytest.approx(loss, rel=1e-12)
+    shifted = replace(experience, scores_B=experience.scores_B + 1024)
+    assert dpo_loss(logprobs_BT, shifted, config).loss_sum.item() == loss
+    flipped = replace(experience, scores_B=-experience.scores_B)
+    assert dpo_loss(logprobs_BT, flipped, config).loss_sum.item() != pytest.approx(loss, rel=1e-3)
+
+
+def test_the_loss_of_a_batch_is_the_sum_over_its_parts():
+    config = dpo_config(4)
+    experience, logprobs_BT = ragged_experience(7, 9, 4)
+    pairs = DPO.credit(experience, config)
+    whole = DPO.loss(of_pairs(logprobs_BT, pairs), pairs, config)
+    parts = []
+    for units in ([4, 0], [8, 3, 1], [2], [5, 6, 7]):
+        part = pairs.select(units)
+        parts.append(DPO.loss(of_pairs(logprobs_BT, part), part, config))
+    assert sum(p.loss_sum.item() for p in parts) == pytest.approx(whole.loss_sum.item(), rel=1e-6)
+    for name, value in whole.metrics.items():
+        assert sum(p.metrics[name].item() for p in parts) == pytest.approx(value.item(), rel=1e-6, abs=1e-6)
