@@ -1,0 +1,35 @@
+# The README's commands. Everything is installed into a virtual environment here; nothing else is touched.
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= runs/quickstart
+BIN = $(VENV)/bin
+
+.PHONY: quickstart test lint setup bench clean
+
+quickstart: setup   ## install, then run the whole pipeline on the built-in task
+	$(BIN)/async-rlhf quickstart --out $(OUT)
+
+test: setup         ## install, then run all tests
+	$(BIN)/python -m pytest
+
+lint: setup         ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup        ## how much of sampling and training overlaps
+	$(BIN)/python benchmarks/overlap.py
+
+setup: $(VENV)/.installed
+
+# torch comes first and pinned: left to the other packages' ranges, pip would choose another build of it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,report]'
+	@touch $@
+
+clean:              ## remove what make setup made; results in runs/ stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

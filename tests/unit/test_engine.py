@@ -1,0 +1,496 @@
+"""Sampling against published vectors and slow inversion; the engine against a loop without cache, row by row."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models import response_logprobs
+from async_rlhf.types import Prompt
+
+EOS, PAD = 256, 257
+STOPS = (EOS, *range(0, 40))  # enough of the 258 tokens that many rows stop, and many do not
+BELOW_ONE = 1 - 2.0**-53
+
+
+# Random numbers
+
+
+def slow_philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on Python integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (second >> 32) ^ c1 ^ k0,
+            second & 0xFFFFFFFF,
+            (first >> 32) ^ c3 ^ k1,
+            first & 0xFFFFFFFF,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+KNOWN_ANSWERS = [  # Random123's kat_vectors, philox4x32 10
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(counter, key, answer):
+    arrays = [np.array([word], dtype=np.uint64) for word in words(counter)]
+    ours = philox(arrays, tuple(words(key)))
+    assert [int(word[0]) for word in ours] == words(answer)
+    assert slow_philox(words(counter), words(key)) == words(answer)
+
+
+def test_philox_equals_python_integers_on_random_counters():
+    rng = random.Random(0)
+    for _ in range(5):
+        key = (rng.getrandbits(32), rng.getrandbits(32))
+        counters = [[rng.getrandbits(32) for _ in range(4)] for _ in range(50)]
+        arrays = [np.array([counter[i] for counter in counters], dtype=np.uint64) for i in range(4)]
+        ours = philox(arrays, key)
+        for n, counter in enumerate(counters):
+            assert [int(word[n]) for word in ours] == slow_philox(counter, list(key))
+
+
+def drawn(*draws: int) -> list[Prompt]:
+    return [Prompt(draw, draw, (1, 2)) for draw in draws]
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    uniforms_PKT = row_uniforms(11, drawn(*range(64)), 4, 256)
+    assert uniforms_PKT.shape == (64, 4, 256)
+    assert uniforms_PKT.dtype == np.float64
+    n = uniforms_PKT.size
+    assert uniforms_PKT.min() >= 0
+    assert uniforms_PKT.max() < 1
+    assert uniforms_PKT.mean() == pytest.approx(0.5, abs=4 / math.sqrt(12 * n))
+    assert uniforms_PKT.var() == pytest.approx(1 / 12, abs=4 / math.sqrt(180 * n))
+    counts = np.histogram(uniforms_PKT, bins=128, range=(0, 1))[0]
+    chi_square = ((counts - n / 128) ** 2 / (n / 128)).sum()
+    assert abs(chi_square - 127) < 4 * math.sqrt(2 * 127)
+    for axis in range(3):  # neighbouring draws, samples and positions
+        here, there = (np.take(uniforms_PKT, range(*ends), axis).ravel() for ends in ends_of(uniforms_PKT.shape[axis]))
+        assert abs(np.corrcoef(here, there)[0, 1]) < 4 / math.sqrt(here.size)
+    # More than 32 bits: a grid of 2**32 values would make the low bits zero.
+    assert len(set((uniforms_PKT.ravel() * 2.0**32 % 1).tolist())) > n / 2
+    assert len(np.unique(uniforms_PKT)) == n
+
+
+def ends_of(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (0, size - 1), (1, size)
+
+
+def test_no_two_rows_are_equal():
+    draws = [0, 1, 2, 3, 7, 2**16, 2**31, 2**32, 2**32 + 1, 2**33, 5 * 2**32 + 3]
+    rows = [row for seed in (0, 1, 2**32, 2**32 + 1, 2**40) for row in row_uniforms(seed, drawn(*draws), 5, 7)]
+    distinct = {tuple(sample) for row in rows for sample in row}
+    assert len(distinct) == 5 * len(draws) * 5
+    values = {value for sample in distinct for value in sample}
+    assert len(values) == 5 * len(draws) * 5 * 7  # nor does a row reappear shifted, or another's position
+
+
+def test_uniforms_depend_on_seed_draw_sample_and_position_only():
+    prompts = drawn(5, 2**32 + 5, 17, 3)
+    uniforms_PKT = row_uniforms(3, prompts, 4, 9)
+    order = [2, 0, 3, 1]
+    assert np.array_equal(row_uniforms(3, [prompts[p] for p in order], 4, 9), uniforms_PKT[order])
+    assert np.array_equal(row_uniforms(3, prompts, 2, 5), uniforms_PKT[:, :2, :5])
+    assert np.array_equal(row_uniforms(3, prompts[1:2], 4, 9), uniforms_PKT[1:2])
+    disguised = [Prompt(p.draw, 99, (7,) * 20, {"query": "x"}) for p in prompts]
+    assert np.array_equal(row_uniforms(3, disguised, 4, 9), uniforms_PKT)
+    assert not (uniforms_PKT[0] == uniforms_PKT[1]).any()  # draws that differ above the 32nd bit
+    for seed in (4, 3 + 2**32, 3 + 2**33):
+        assert not (row_uniforms(seed, prompts, 4, 9) == uniforms_PKT).any()
+
+
+# Drawing tokens
+
+
+def slow_softmax(logits: list[float], temperature: float) -> list[float]:
+    top = max(logits)
+    weights = [math.exp((x - top) / temperature) for x in logits]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def slow_draw(logits: list[float], uniform: float, temperature: float) -> tuple[int, float]:
+    """The first token whose cumulative probability exceeds ``uniform``, and its log-probability."""
+    probabilities, total = slow_softmax(logits, temperature), 0.0
+    possible = [v for v, p in enumerate(probabilities) if p > 0]
+    token = possible[-1]
+    for v in possible:
+        total += probabilities[v]
+        if uniform < total:
+            token = v
+            break
+    top = max(logits)
+    log_total = math.log(math.fsum(math.exp((x - top) / temperature) for x in logits))
+    return token, (logits[token] - top) / temperature - log_total
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.5])
+def test_draw_tokens_inverts_the_distribution_function(temperature):
+    torch.manual_seed(0)
+    logits_BV = torch.randn(300, 23) * 2
+    logits_BV[torch.rand(300, 23) < 0.2] = -math.inf
+    logits_BV[:, 11] = 0.5
+    uniforms_B = torch.rand(300, dtype=torch.float64)
+    tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_B, temperature)
+    expected = [slow_draw(row, u, temperature) for row, u in zip(logits_BV.tolist(), uniforms_B.tolist(), strict=True)]
+    assert tokens_B.tolist() == [token for token, _ in expected]
+    assert logprobs_B.tolist() == pytest.approx([logprob for _, logprob in expected], rel=1e-6, abs=2e-6)
+    assert len(set(tokens_B.tolist())) > 10
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.8])
+def test_tokens_come_as_often_as_the_softmax_says(temperature):
+    n, logits = 20_000, [1.0, -1.0, 0.3, 2.0, -math.inf, 0.0, -2.5, 1.5]
+    uniforms_B = torch.from_numpy(row_uniforms(1, drawn(*range(n // 10)), 2, 5).ravel())
+    tokens_B, _ = draw_tokens(torch.tensor(logits).expand(n, -1), uniforms_B, temperature)
+    counts = torch.bincount(tokens_B, minlength=8).tolist()
+    for count, p in zip(counts, slow_softmax(logits, temperature), strict=True):
+        assert abs(count - n * p) <= 4 * math.sqrt(n * p * (1 - p))
+
+
+def test_tokens_without_probability_are_never_drawn():
+    none = -math.inf
+    rows = [
+        [none, none, 1.0, 2.0, none, none],
+        [none, 0.0, none, 0.0, none, none],
+        [none, none, none, none, none, 3.0],
+        [3.0, none, none, none, none, none],
+        [none, -200.0, 0.0, 0.1, none, none],
+        [-5000.0, 0.0, 1.0, 0.0, 0.0, -5000.0],  # exp gives 0 in float64 too
+    ]
+    uniforms = [0.0, 2.0**-53, 2.0**-33, 0.5, 1 - 2.0**-24, 1 - 2.0**-25, 1 - 2.0**-33, 1 - 2.0**-52, BELOW_ONE]
+    for temperature in (0.7, 1.0):
+        for row in rows:
+            tokens_B, logprobs_B = draw_tokens(
+                torch.tensor(row).expand(len(uniforms), -1), torch.tensor(uniforms, dtype=torch.float64), temperature
+            )
+            possible = [v for v, p in enumerate(slow_softmax(row, temperature)) if p > 0]
+            assert set(tokens_B.tolist()) <= set(possible)
+            assert tokens_B[-1] == possible[-1]
+            assert tokens_B.tolist() == sorted(tokens_B.tolist())
+            assert torch.isfinite(logprobs_B).all()
+
+
+def test_draws_at_the_ends_hold_for_large_vocabularies():
+    """Sums over 50,000 tokens round; the last possible token is still the last that may come."""
+    torch.manual_seed(1)
+    logits_BV = torch.randn(40, 50_000)
+    logits_BV[:, :100] = logits_BV[:, -100:] = -math.inf
+    for uniform, bounds in ((0.0, range(100, 200)), (BELOW_ONE, range(49_800, 49_900))):
+        tokens_B, _ = draw_tokens(logits_BV, torch.full((40,), uniform, dtype=torch.float64), 0.9)
+        assert all(token in bounds for token in tokens_B.tolist())
+
+
+# The engine
+
+
+def widened(model, seed: int):
+    """Weights wide enough that samples differ, and that a wrong position or mask shows."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def make_model(kind: str, make_policy, seed: int = 0):
+    tokens = {"vocab_size": 258, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    sizes = tokens | {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 96,
+    }
+    if kind == "gpt_neox":
+        return make_policy(seed).eval()
+    if kind == "gpt2":
+        config = GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=4, n_positions=96)
+        return widened(GPT2LMHeadModel(config), seed)
+    if kind == "llama":
+        return widened(LlamaForCausalLM(LlamaConfig(**sizes)), seed)
+    if kind == "mistral_sliding":
+        return widened(MistralForCausalLM(MistralConfig(**sizes, sliding_window=5)), seed)
+    return widened(MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)), seed)
+
+
+KINDS = ("gpt_neox", "gpt2", "llama", "mistral_sliding", "mixtral")
+
+
+def ragged_prompts(count: int = 5, seed: int = 0) -> list[Prompt]:
+    """Prompts of 1 to 13 tokens; stop and padding tokens are inside, at the start and at the end of some."""
+    rng = random.Random(seed)
+    prompts = []
+    for draw in range(count):
+        tokens = [rng.randrange(256) for _ in range((1, 13, 4, 8, 6)[draw % 5])]
+        if draw % 5 in (1, 3):
+            tokens[0], tokens[3], tokens[-1] = PAD, EOS, (PAD, EOS)[draw % 2]
+        prompts.append(Prompt(draw * 3, draw, tuple(tokens)))
+    return prompts
+
+
+def params(**changes) -> SamplingParams:
+    values = {
+        "samples_per_prompt": 3,
+        "temperature": 0.7,
+        "response_length": 10,
+        "stop_token_ids": STOPS,
+        "seed": 5,
+        "batch_size": 512,
+    }
+    return SamplingParams(**values | changes)
+
+
+@torch.no_grad()
+def slow_generate(model, prompts, sampling: SamplingParams):
+    """One row at a time, a whole forward pass for every token, no cache and no padding."""
+    uniforms = row_uniforms(sampling.seed, prompts, sampling.samples_per_prompt, sampling.response_length)
+    groups = []
+    for p, prompt in enumerate(prompts):
+        group = []
+        for k in range(sampling.samples_per_prompt):
+            tokens, logprobs, finish = [], [], "length"
+            for t in range(sampling.response_length):
+                row = torch.tensor([[*prompt.tokens, *tokens]])
+                logits = model(input_ids=row, use_cache=False).logits[0, -1].tolist()
+                token, logprob = slow_draw(logits, float(uniforms[p, k, t]), sampling.temperature)
+                tokens.append(token)
+                logprobs.append(logprob)
+                if token in sampling.stop_token_ids:
+                    finish = "stop"
+                    break
+            group.append((tuple(tokens), logprobs, finish))
+        groups.append(group)
+    return groups
+
+
+def tokens_of(completions) -> list[list[tuple[int, ...]]]:
+    return [[rollout.tokens for rollout in group] for group in completions]
+
+
+def assert_same_completions(ours, theirs, tolerance: float = 1e-4) -> None:
+    assert tokens_of(ours) == tokens_of(theirs)
+    for our_group, their_group in zip(ours, theirs, strict=True):
+        for our, their in zip(our_group, their_group, strict=True):
+            assert our.logprobs == pytest.approx(their.logprobs, abs=tolerance)
+            assert (our.finish_reason, our.versions) == (their.finish_reason, their.versions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_samples_what_the_loop_without_cache_samples(make_policy, kind):
+    model, prompts, sampling = make_model(kind, make_policy), ragged_prompts(), params()
+    ours = TransformersEngine(model, sampling, version=4).generate(prompts)
+    expected = slow_generate(model, prompts, sampling)
+    reasons, distinct = set(), set()
+    assert [len(group) for group in ours] == [3] * 5
+    for group, expected_group in zip(ours, expected, strict=True):
+        for rollout, (tokens, logprobs, finish) in zip(group, expected_group, strict=True):
+            assert rollout.tokens == tokens
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+            assert rollout.finish_reason == finish
+            assert rollout.versions == (4,) * len(tokens)
+            reasons.add(finish)
+            distinct.add(tokens)
+    assert reasons == {"stop", "length"}
+    assert len(distinct) == 15
+
+
+def test_a_row_ends_with_its_first_stop_token_or_at_the_response_length(make_policy):
+    model, prompts = make_model("gpt_neox", make_policy), ragged_prompts(10)
+    endless = TransformersEngine(model, params(stop_token_ids=())).generate(prompts)
+    assert {len(rollout.tokens) for group in endless for rollout in group} == {10}
+    assert {rollout.finish_reason for group in endless for rollout in group} == {"length"}
+    ours = TransformersEngine(model, params()).generate(prompts)
+    last_is_stop = 0
+    for group, whole_group in zip(ours, endless, strict=True):
+        for rollout, whole in zip(group, whole_group, strict=True):
+            stops = [t for t, token in enumerate(whole.tokens) if token in STOPS]
+            length = stops[0] + 1 if stops else 10
+            assert rollout.tokens == whole.tokens[:length]
+            assert rollout.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+            assert rollout.finish_reason == ("stop" if stops else "length")
+            last_is_stop += length == 10 and bool(stops)
+    # A stop token in the very last place ends the row by itself, too.
+    for group, whole_group in zip(TransformersEngine(model, params(response_length=1)).generate(prompts), endless):
+        for rollout, whole in zip(group, whole_group, strict=True):
+            assert rollout.tokens == whole.tokens[:1]
+            assert rollout.finish_reason == ("stop" if whole.tokens[0] in STOPS else "length")
+            last_is_stop += whole.tokens[0] in STOPS
+    assert last_is_stop > 0
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "mistral_sliding"])
+def test_neither_batch_size_nor_order_of_the_prompts_changes_a_sample(make_policy, kind):
+    model, prompts = make_model(kind, make_policy, seed=2), ragged_prompts(7, seed=1)
+    whole = TransformersEngine(model, params()).generate(prompts)
+    for batch_size in (1, 3, 4, 20):
+        parts = TransformersEngine(model, params(batch_size=batch_size)).generate(prompts)
+        assert_same_completions(parts, whole)
+    order = [4, 6, 0, 2, 5, 1, 3]
+    moved = TransformersEngine(model, params(batch_size=6)).generate([prompts[p] for p in order])
+    assert_same_completions(moved, [whole[p] for p in order])
+    fewer = TransformersEngine(model, params(samples_per_prompt=1)).generate(prompts)
+    assert_same_completions(fewer, [group[:1] for group in whole])
+
+
+def test_seed_temperature_and_draw_decide_the_samples(make_policy):
+    model, prompts = make_model("gpt_neox", make_policy), ragged_prompts()
+    ours = TransformersEngine(model, params()).generate(prompts)
+    assert tokens_of(TransformersEngine(model, params()).generate(prompts)) == tokens_of(ours)
+    for other in (params(seed=6), params(seed=5 + 2**32), params(temperature=1.5)):
+        theirs = TransformersEngine(model, other).generate(prompts)
+        assert all(a != b for a, b in zip(tokens_of(ours), tokens_of(theirs), strict=True))
+    redrawn = [replace(prompt, draw=prompt.draw + 1) for prompt in prompts]
+    theirs = TransformersEngine(model, params()).generate(redrawn)
+    assert all(a != b for a, b in zip(tokens_of(ours), tokens_of(theirs), strict=True))
+
+
+def test_loaded_weights_are_the_ones_sampled_from(make_policy):
+    prompts = ragged_prompts()
+    engine = TransformersEngine(make_policy(0).eval(), params(), version=1)
+    before = engine.generate(prompts)
+    assert {v for group in before for rollout in group for v in rollout.versions} == {engine.version} == {1}
+    engine.load({name: tensor.clone() for name, tensor in make_policy(9).state_dict().items()}, 8)
+    fresh = TransformersEngine(make_policy(9).eval(), params(), version=8)
+    after = engine.generate(prompts)
+    assert_same_completions(after, fresh.generate(prompts), 1e-6)
+    assert {v for group in after for rollout in group for v in rollout.versions} == {engine.version} == {8}
+    assert tokens_of(after) != tokens_of(before)
+
+
+# Log-probabilities for training
+
+
+def right_padded(rows: list[tuple[list[int], int]], filler: int | None, extra: int = 3):
+    """Rows of (tokens, prompt length), padded with one token or, for None, with random ones."""
+    T = max(len(tokens) for tokens, _ in rows) + extra
+    tokens_BT = torch.randint(0, 258, (len(rows), T), generator=torch.Generator().manual_seed(0))
+    if filler is not None:
+        tokens_BT.fill_(filler)
+    mask_BT = torch.zeros(len(rows), T)
+    for i, (tokens, start) in enumerate(rows):
+        tokens_BT[i, : len(tokens)] = torch.tensor(tokens)
+        mask_BT[i, start : len(tokens)] = 1
+    return tokens_BT, mask_BT
+
+
+def random_rows(seed: int = 0) -> list[tuple[list[int], int]]:
+    """Prompts of 1 to 9 tokens with responses of 1 to 11; EOS and PAD are inside some."""
+    rng = random.Random(seed)
+    rows = []
+    for prompt, response in ((1, 11), (9, 1), (4, 6), (6, 3), (2, 2)):
+        tokens = [rng.randrange(256) for _ in range(prompt + response)]
+        tokens[-1] = EOS
+        tokens[len(tokens) // 2] = PAD
+        rows.append((tokens, prompt))
+    return rows
+
+
+def slow_response_logprobs(model, tokens: list[int], start: int, temperature: float):
+    """Lists of log-probabilities and entropies of the tokens from ``start`` on; differentiable, in float64."""
+    logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    assert logits_TV.dtype == torch.float64
+    logprobs, all_entropies = [], []
+    for t in range(start, len(tokens)):
+        scaled_V = logits_TV[t - 1] / temperature
+        logprobs_V = scaled_V - scaled_V.exp().sum().log()
+        logprobs.append(logprobs_V[tokens[t]])
+        all_entropies.append(-(logprobs_V.exp() * logprobs_V).sum())
+    return logprobs, all_entropies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("filler", [PAD, EOS, None])
+def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler):
+    model, rows = make_model(kind, make_policy), random_rows()
+    tokens_BT, mask_BT = right_padded(rows, filler)
+    slow = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for temperature in (0.7, 1.3):
+            logprobs_BT, entropies_BT = response_logprobs(model, tokens_BT, mask_BT, temperature)
+            assert logprobs_BT.shape == entropies_BT.shape == tokens_BT.shape
+            assert logprobs_BT.dtype == torch.float32
+            for i, (tokens, start) in enumerate(rows):
+                slow_logprobs, slow_entropies = slow_response_logprobs(slow, tokens, start, temperature)
+                inside = slice(start, len(tokens))
+                assert logprobs_BT[i, inside].tolist() == pytest.approx([x.item() for x in slow_logprobs], abs=1e-4)
+                assert entropies_BT[i, inside].tolist() == pytest.approx([x.item() for x in slow_entropies], abs=1e-4)
+
+
+def test_gradient_of_response_logprobs_is_that_of_the_rows_alone(make_policy):
+    model, rows = make_model("gpt_neox", make_policy), random_rows(1)
+    tokens_BT, mask_BT = right_padded(rows, None)
+    slow = copy.deepcopy(model).double()
+    logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.7)
+    weights_BT = torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(2)) * mask_BT
+    (logprobs_BT * weights_BT).sum().backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (tokens, start) in enumerate(rows):
+        slow_logprobs, _ = slow_response_logprobs(slow, tokens, start, 0.7)
+        total = total + sum(w * x for w, x in zip(weights_BT[i, start:].tolist(), slow_logprobs, strict=False))
+    total.backward()
+    assert max(p.grad.abs().max().item() for p in slow.parameters()) > 0.1
+    for (name, ours), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_bfloat16_weights_still_give_log_probabilities_in_float32(make_policy):
+    """A log-probability near -80 in bfloat16 resolves to 0.5; reduce in float32 whatever the model's logits are."""
+    model, rows = make_model("llama", make_policy).bfloat16(), random_rows(3)
+    tokens_BT, mask_BT = right_padded(rows, PAD)
+    with torch.no_grad():
+        logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.7)
+        logits_BTV = model(input_ids=tokens_BT, attention_mask=torch.ones_like(tokens_BT)).logits
+    assert logits_BTV.dtype == torch.bfloat16
+    for i, (tokens, start) in enumerate(rows):
+        for t in range(start, len(tokens)):
+            expected = (logits_BTV[i, t - 1].double() / 0.7).log_softmax(0)[tokens[t]].item()
+            assert logprobs_BT[i, t].item() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_and_training_agree_on_log_probabilities(make_policy, kind):
+    model, prompts = make_model(kind, make_policy, seed=3), ragged_prompts(6, seed=3)
+    completions = TransformersEngine(model, params(temperature=0.9)).generate(prompts)
+    pairs = [(p, r) for p, group in zip(prompts, completions, strict=True) for r in group]
+    tokens_BT, mask_BT = right_padded([([*p.tokens, *r.tokens], len(p.tokens)) for p, r in pairs], PAD, extra=0)
+    with torch.no_grad():
+        logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.9)
+    for i, (prompt, rollout) in enumerate(pairs):
+        start, end = len(prompt.tokens), len(prompt.tokens) + len(rollout.tokens)
+        assert logprobs_BT[i, start:end].tolist() == pytest.approx(rollout.logprobs, abs=1e-4)
