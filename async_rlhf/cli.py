@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -95,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(name: str, words: list[str]) -> int:
+    # Idle threads of OpenMP spin by default, and on a machine with anything else to do each small operation then waits
+    # for a time slice: 20 times slower was seen. It is read when torch is loaded, so it has to be set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

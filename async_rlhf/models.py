@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -146,6 +147,9 @@ def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed:
                 num_attention_heads=size.num_heads,
                 intermediate_size=4 * size.hidden_size,
                 max_position_embeddings=size.max_positions,
+                # GPT-NeoX's own 0.02 suits widths in the thousands; 1 / sqrt(width) is what a narrow model needs.
+                initializer_range=size.hidden_size**-0.5,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
                 bos_token_id=tokenizer.eos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
@@ -267,5 +271,8 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
         )
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk comes as this, not as an OSError
+        raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)

@@ -27,7 +27,7 @@ from async_rlhf.files import whole_file
 
 logger = logging.getLogger(__name__)
 
-RESPONSE_LENGTH = 24
+RESPONSE_LENGTH = 32
 MAX_PROMPT_LENGTH = 128
 RUNS = {"synchronous": 0, "asynchronous": 1}
 """Name of each online run, and its staleness."""
@@ -45,9 +45,10 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             eval=str(data / "heldout.jsonl"),
             output_dir=str(out / "sft"),
             new_model=NewModelConfig(),
-            num_epochs=3 * config.scale,
+            num_epochs=4 * config.scale,
             learning_rate=3e-3,
-            max_length=MAX_PROMPT_LENGTH,
+            per_device_train_batch_size=16,
+            max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
             seed=seed,
         ),
         "pairs": PairsConfig(
@@ -55,15 +56,17 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             prompts=str(data / "preference_prompts.jsonl"),
             output=str(pairs),
             reward_funcs=[GOLD_REWARD],
-            samples_per_prompt=4,
+            samples_per_prompt=8,
+            pairs_per_prompt=3,
             **sampling,
         ),
         "reward": RewardConfig(
             model=str(out / "sft"),
             train=str(pairs),
             output_dir=str(out / "reward"),
-            num_epochs=2,
+            num_epochs=1,
             learning_rate=1e-3,
+            max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
             seed=seed,
         ),
     }

@@ -59,7 +59,7 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     _check_environment(parser)
     try:
         values: Namespace = parser.parse_args(list(arguments))
-        text = parser.dump(values, skip_none=False)
+        text = parser.dump(values, skip_unset=False)
         config = kind(**vars(parser.instantiate(values)))
     except ConfigError:
         raise

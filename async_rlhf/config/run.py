@@ -85,9 +85,9 @@ class NewModelConfig(Checked):
         max_positions: longest sequence.
     """
 
-    vocab_size: int = 2048
+    vocab_size: int = 1536
     hidden_size: int = 128
-    num_layers: int = 4
+    num_layers: int = 3
     num_heads: int = 4
     max_positions: int = 256
 
@@ -178,7 +178,9 @@ class PairsConfig(Checked):
         split: the split to take where there are several.
         reward_model: what judges: a reward model,
         reward_funcs: or functions, as in ``train``.
-        samples_per_prompt: completions per prompt; the best and the worst make the pair, ties are dropped.
+        samples_per_prompt: completions per prompt.
+        pairs_per_prompt: the best against the worst, the second best against the second worst, and so on; ties are
+            dropped.
         temperature: of sampling.
         response_length: most new tokens.
         max_prompts: take only so many prompts; null for all.
@@ -196,6 +198,7 @@ class PairsConfig(Checked):
     reward_model: str | None = None
     reward_funcs: list[str] = field(default_factory=list)
     samples_per_prompt: int = 2
+    pairs_per_prompt: int = 1
     temperature: float = 0.7
     response_length: int = 53
     max_prompts: int | None = None
@@ -208,6 +211,12 @@ class PairsConfig(Checked):
     def check(self) -> None:
         _check_functions(self.reward_funcs)
         self.at_least(2, "samples_per_prompt")
+        require(
+            1 <= self.pairs_per_prompt <= self.samples_per_prompt // 2,
+            "pairs_per_prompt",
+            self.pairs_per_prompt,
+            f"must be 1 to {self.samples_per_prompt // 2}: half of samples_per_prompt",
+        )
         self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
         self.above(0, "temperature")
         require(

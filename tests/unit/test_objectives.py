@@ -98,7 +98,7 @@ def test_gradient_of_selected_logprobs_is_one_hot_minus_softmax():
     step = 1e-6
     for n, v in itertools.product(range(6), range(5)):
         row = logits_NV[n].tolist()
-        up, down = (row[:v] + [row[v] + sign * step] + row[v + 1 :] for sign in (1, -1))
+        up, down = ([*row[:v], row[v] + sign * step, *row[v + 1 :]] for sign in (1, -1))
         target = int(targets_N[n])
         by_difference = (slow_log_softmax(up)[target] - slow_log_softmax(down)[target]) / (2 * step)
         by_formula = float(target == v) - math.exp(slow_log_softmax(row)[v])

@@ -1,0 +1,279 @@
+"""Bad input gets an error that names the key, the value and what would be right, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import byte_tokenizer, count_letters
+from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
+
+from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
+from async_rlhf.config import ConfigError, RunConfig
+from async_rlhf.config.parsing import parse
+from async_rlhf.models import save_model
+from async_rlhf.scoring import RewardError
+
+VALID = """
+model: {model}
+reward_funcs: [{reward}:reward]
+data: {{train: {data}}}
+train:
+  output_dir: {out}
+  staleness: 1
+  total_episodes: 32
+  per_device_train_batch_size: 4
+  max_prompt_length: 32
+  generation: {{response_length: 8}}
+"""
+
+
+@pytest.fixture
+def files(tmp_path, tokenizer, make_policy, prompts) -> dict[str, Path]:
+    """A model, data and a reward function on disk, and a configuration that trains with them."""
+    places = {name: tmp_path / name for name in ("model", "data.jsonl", "reward.py", "out", "config.yml")}
+    save_model(make_policy(), tokenizer, places["model"])
+    places["data.jsonl"].write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    places["reward.py"].write_text(
+        "def reward(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+    )
+    places["config.yml"].write_text(
+        VALID.format(
+            model=places["model"], reward=places["reward.py"], data=places["data.jsonl"], out=places["out"]
+        )
+    )
+    return places
+
+
+def run_command(*words: object, **options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "async_rlhf.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def parse_error(*words: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(RunConfig, "train", [str(word) for word in words])
+    return str(caught.value)
+
+
+def test_file_then_environment_then_command_line(files, monkeypatch):
+    def seed(*words: str) -> int:
+        return parse(RunConfig, "train", ["--config", str(files["config.yml"]), *words])[0].train.seed
+
+    files["config.yml"].write_text(files["config.yml"].read_text() + "  seed: 1\n")
+    assert seed() == 1
+    monkeypatch.setenv("ASYNC_RLHF_TRAIN__SEED", "2")
+    assert seed() == 2
+    assert seed("--train.seed", "3") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--train.stalenes", "1"], "train.stalenes"),
+        (["--train.staleness", "often"], "train.staleness.*int.*often"),
+        (["--train.staleness", "-1"], "staleness: got -1; must be at least 0"),
+        (["--train.total_episodes", "30"], "total_episodes: got 30; must be a multiple of the batch of 4 .*such as 32"),
+        (["--train.loss_type", "hinge"], "train.loss_type.*hinge"),
+        (["--train.beta", "0"], "beta: got 0.0; must be above 0"),
+        (["--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
+        (["--train.generation.placement", "inline"], "staleness: got 1; must be 0 with generation.placement"),
+        (["--train.generation.temperature", "0"], "temperature: got 0.0; must be above 0"),
+        (["--reward_funcs", "[no_colon]"], "reward_funcs: got 'no_colon'; must be \"module:function\""),
+        (["--config", "nowhere.yml"], "--config: got 'nowhere.yml'; there is no such file"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(files, words, expected):
+    import re
+
+    assert re.search(expected, parse_error("--config", files["config.yml"], *words), re.DOTALL)
+
+
+def test_an_unknown_key_in_the_file_is_named(files):
+    files["config.yml"].write_text(files["config.yml"].read_text().replace("staleness", "stalenes"))
+    assert "stalenes" in parse_error("--config", files["config.yml"])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"data.jsonl": None}, "data.train: got .*data.jsonl'; there is no such file"),
+        ({"data.jsonl": ""}, "data.train: .*data.jsonl' has no rows"),
+        ({"data.jsonl": '{"query": "a"}\n{"prompt": "b"}\n'}, "data.train: row 2 of .* has no 'query'; it has 'prompt'"),
+        ({"data.jsonl": '{"query": "a"}\n{"query": \n'}, "data.train: line 2 of .* is not JSON"),
+        ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
+        ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),
+        ({"reward.py": None}, "reward_funcs: got .*there is no file"),
+        ({"model": None}, "model: got .*model'; must be a folder with a model, or a hub name"),
+    ],
+)
+def test_bad_files_are_named(files, change, expected):
+    import re
+    import shutil
+
+    from async_rlhf.stages.train import run_train
+
+    for name, content in change.items():
+        if content is not None:
+            files[name].write_text(content)
+        elif files[name].is_dir():
+            shutil.rmtree(files[name])
+        else:
+            files[name].unlink()
+    config, _ = parse(RunConfig, "train", ["--config", str(files["config.yml"])])
+    with pytest.raises(ConfigError) as caught:
+        run_train(config)
+    assert re.search(expected, str(caught.value)), str(caught.value)
+    assert not (files["out"] / "metrics.jsonl").exists()
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(make_policy, tokenizer, prompts, make_args, caplog):
+    rows = [*prompts, {"query": "x" * 33, "name": "long"}]
+    OnlineDPOTrainer(make_policy(), make_args(), rows, reward_funcs=count_letters, processing_class=tokenizer)
+    assert "dropped 1 of 21 prompts: not 1 to 32 tokens" in caplog.text
+
+
+def test_a_tokenizer_needs_an_end_of_sequence_but_no_padding(make_policy, prompts, make_args):
+    bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    options = {"reward_funcs": count_letters, "processing_class": bare}
+    with pytest.raises(ConfigError, match="eos_token: got None; the tokenizer needs one"):
+        OnlineDPOTrainer(make_policy(), make_args(), prompts, **options)
+    bare.eos_token = "<eos>"
+    trainer = OnlineDPOTrainer(make_policy(), make_args(), prompts, **options)
+    assert trainer.processing_class.pad_token_id == 256  # what pads is never looked at, so EOS may serve
+    assert trainer.train().global_step == 6
+
+
+def test_a_reward_model_of_another_vocabulary_is_refused(make_policy, make_reward_model, tokenizer, prompts, make_args):
+    with pytest.raises(ConfigError, match="reward_model: its vocabulary has 300 tokens, the policy's 258"):
+        OnlineDPOTrainer(
+            make_policy(),
+            make_args(),
+            prompts,
+            reward_model=make_reward_model(vocab_size=300),
+            processing_class=tokenizer,
+        )
+
+
+def test_a_saved_reward_model_of_another_tokenizer_is_refused(
+    tmp_path, make_policy, make_reward_model, tokenizer, prompts, make_args
+):
+    other = byte_tokenizer()
+    other.add_tokens(["zebra"])
+    model: GPTNeoXForSequenceClassification = make_reward_model(vocab_size=259)
+    save_model(model, other, tmp_path / "reward")
+    with pytest.raises(ConfigError, match="reward_model: its vocabulary has 259 tokens, the policy's 258"):
+        OnlineDPOTrainer(
+            make_policy(), make_args(), prompts, reward_model=str(tmp_path / "reward"), processing_class=tokenizer
+        )
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (lambda prompts, completions, **columns: [float("nan")] * len(completions), "returned nan; must be a finite"),
+        (lambda prompts, completions, **columns: [1.0], "returned 1 rewards for 16 completions"),
+        (lambda prompts, completions, **columns: ["good"] * len(completions), "returned 'good'; must be a finite"),
+        (lambda prompts, completions, **columns: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_bad_reward_stops_the_run_and_names_the_function(make_policy, tokenizer, prompts, make_args, reward, expected):
+    reward.__name__ = "my_reward"
+    trainer = OnlineDPOTrainer(
+        make_policy(), make_args(), prompts, reward_funcs=reward, processing_class=tokenizer
+    )
+    with pytest.raises(RewardError, match=f"reward function my_reward {expected}"):
+        trainer.train()
+
+
+def test_a_model_too_short_for_prompt_and_response_is_refused(make_policy, tokenizer, prompts, make_args):
+    with pytest.raises(ConfigError, match="max_prompt_length: got 90; .* at most the model's 96 positions, so at most 84"):
+        OnlineDPOTrainer(
+            make_policy(),
+            make_args(max_prompt_length=90),
+            prompts,
+            reward_funcs=count_letters,
+            processing_class=tokenizer,
+        )
+
+
+def test_an_earlier_run_is_not_written_over(make_policy, tokenizer, prompts, make_args):
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    OnlineDPOTrainer(make_policy(), make_args(), prompts, **options).train()
+    log = Path(make_args().output_dir) / "metrics.jsonl"
+    before = log.read_text()
+    with pytest.raises(ConfigError, match=r"output_dir: .* holds an earlier run \(metrics.jsonl\)"):
+        OnlineDPOTrainer(make_policy(), make_args(), prompts, **options)
+    with pytest.raises(ConfigError, match="max_prompt_length"):  # a mistake found before anything is deleted
+        OnlineDPOTrainer(
+            make_policy(), make_args(overwrite_output_dir=True, max_prompt_length=95), prompts, **options
+        )
+    assert log.read_text() == before
+    OnlineDPOTrainer(make_policy(), make_args(overwrite_output_dir=True), prompts, **options).train()
+    assert len(log.read_text().splitlines()) == 6
+
+
+def test_the_command_trains_then_skips_what_is_done(files):
+    first = run_command("train", "--config", files["config.yml"])
+    assert first.returncode == 0, first.stderr
+    log = (files["out"] / "metrics.jsonl").read_text()
+    assert [json.loads(line)["schedule/version"] for line in log.splitlines()] == [0, 0, 1, 2, 3, 4, 5, 6]
+    second = run_command("train", "--config", files["config.yml"])
+    assert second.returncode == 0
+    assert "train: done already" in second.stderr
+    other = run_command("train", "--config", files["config.yml"], "--train.seed", "5")
+    assert other.returncode == 2
+    assert "train" in other.stderr
+    assert "seed" in other.stderr
+    assert (files["out"] / "metrics.jsonl").read_text() == log
+
+
+def test_help_and_dry_run(files):
+    helped = run_command("--help")
+    assert helped.returncode == 0
+    for command in ("quickstart", "data", "sft", "pairs", "reward", "train", "evaluate"):
+        assert f"\n  {command} " in helped.stdout
+    dry = run_command("train", "--config", files["config.yml"], "--dry-run")
+    assert dry.returncode == 0
+    assert "staleness: 1" in dry.stdout
+    assert "# batches: 8" in dry.stdout
+    assert "# optimiser steps: 8" in dry.stdout
+    assert "# lag in batches: 0 at batch 1, rising to 1" in dry.stdout
+    assert not files["out"].exists()
+    assert run_command("trian").returncode == 2
+
+
+def test_a_full_disk_ends_the_run_with_what_was_written_intact(files):
+    """The limit on the size of a file stands for the disk: writing fails with an OSError just so."""
+
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    done = run_command("train", "--config", files["config.yml"], "--train.staleness", "0", preexec_fn=small_files)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (files["out"] / "final").exists()
+    assert not list(files["out"].glob(".*"))  # no half-written folder either
+    lines = (files["out"] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in lines] == list(range(1, 9))
+
+
+def test_an_unwritable_output_dir_is_named(make_policy, tokenizer, prompts, tmp_path):
+    (tmp_path / "file").write_text("")
+    args = OnlineDPOConfig(
+        output_dir=str(tmp_path / "file" / "run"),
+        total_episodes=8,
+        max_prompt_length=32,
+        generation=GenerationConfig(response_length=8),
+    )
+    with pytest.raises(ConfigError, match="output_dir: .*file/run' cannot be made"):
+        OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    assert os.listdir(tmp_path) == ["file"]
