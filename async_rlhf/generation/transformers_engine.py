@@ -138,6 +138,8 @@ class TransformersEngine:
         return output.logits[:, -1]
 
     def _rollouts(self, tokens_RT: Tensor, logprobs_RT: Tensor, lengths_R: Tensor, stopped_R: Tensor) -> Completions:
+        if not torch.isfinite(logprobs_RT).all():
+            raise FloatingPointError(f"the logits of weights version {self.version} are not finite")
         k = self.params.samples_per_prompt
         tokens, logprobs = tokens_RT.tolist(), logprobs_RT.tolist()
         rollouts = [

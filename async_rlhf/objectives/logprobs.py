@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def selected_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """log softmax(logits)[target] of each row, without a second (N, V) tensor for the result.
+    """log softmax(logits)[target] of each row.
 
     Args:
         logits_NV: temperature-scaled logits, float32.
@@ -16,10 +17,10 @@ def selected_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     Returns:
         (N,) float32.
     """
-    chosen_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1)
-    return chosen_N - torch.logsumexp(logits_NV, dim=-1)
+    return -F.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
 def entropies(logits_NV: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits), one per row: logsumexp(x) - sum softmax(x) x."""
-    return torch.logsumexp(logits_NV, dim=-1) - (logits_NV.softmax(dim=-1) * logits_NV).sum(dim=-1)
+    """Entropy in nats of softmax(logits), one per row; words of probability 0 add nothing."""
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    return -(logprobs_NV.exp() * logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)).sum(dim=-1)

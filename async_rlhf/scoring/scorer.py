@@ -52,6 +52,10 @@ class Scorer:
             scores_R += self._model_scores(batch.groups)
         for function in self.reward_funcs:
             scores_R += torch.tensor(self._function_scores(function, batch.groups))
+        if not torch.isfinite(scores_R).all():
+            worst = int((~torch.isfinite(scores_R)).nonzero()[0])
+            text = self.tokenizer.decode(list(rollouts[worst].tokens))
+            raise RewardError(f"the reward of completion {text!r} is {scores_R[worst]}; must be a finite float32")
         ended_R = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
         if self.config.non_eos_penalty:
             scores_R = torch.where(ended_R, scores_R, torch.tensor(float(self.config.penalty_reward_value)))
@@ -68,19 +72,16 @@ class Scorer:
             tokens_BT = pad_rows([rows[i] for i in index.tolist()], torch.long).to(model.device)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=self.config.bf16):
                 scores_R[index] = reward_scores(model, tokens_BT, lengths_R[index].to(model.device)).cpu()
-        if not torch.isfinite(scores_R).all():
-            worst = int((~torch.isfinite(scores_R)).nonzero()[0])
-            raise RewardError(f"the reward model gave {scores_R[worst]} for {self.tokenizer.decode(rows[worst])!r}")
         return scores_R
 
     def _function_scores(self, function: RewardFunction, groups: Sequence[RolloutGroup]) -> list[float]:
         samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        names = [name for name in samples[0][0].columns if name != self.prompt_field]
+        names = {name: None for prompt, _ in samples for name in prompt.columns if name != self.prompt_field}
         return call_reward_function(
             function,
             prompts=[str(prompt.columns[self.prompt_field]) for prompt, _ in samples],
             completions=self.decode([rollout for _, rollout in samples]),
-            columns={name: [prompt.columns[name] for prompt, _ in samples] for name in names},
+            columns={name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
         )
 
     def decode(self, rollouts: Sequence[Rollout]) -> list[str]:
