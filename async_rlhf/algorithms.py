@@ -1,8 +1,8 @@
 """The table of algorithms. Each is a record: how scores become credit, and a pure loss on tensors.
 
 ``credit`` takes the experience of all K samples of each prompt, K neighbouring rows a prompt and one row a unit, and
-returns the rows to train on with what their loss needs. ``loss`` takes the policy's log-probabilities of some of those rows and returns
-sums. Neither knows a model, an optimiser or the schedule.
+returns the rows to train on with what their loss needs. ``loss`` takes the policy's log-probabilities of some of those
+rows and returns sums. Neither knows a model, an optimiser or the schedule.
 """
 
 from __future__ import annotations

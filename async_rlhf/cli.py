@@ -96,9 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(name: str, words: list[str]) -> int:
-    # Idle threads of OpenMP spin by default, and on a machine with anything else to do each small operation then waits
-    # for a time slice: 20 times slower was seen. It is read when torch is loaded, so it has to be set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP's idle threads spin for long by default, and on a machine with anything else to do every small operation
+    # then waits for a time slice: 20 times slower was seen. Spinning a little costs nothing. torch reads this once,
+    # when it is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

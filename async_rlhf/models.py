@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +31,7 @@ from async_rlhf.files import whole_folder
 from async_rlhf.objectives.logprobs import entropies, selected_logprobs
 
 logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def default_device() -> torch.device:
@@ -120,7 +122,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeni
         )
 
 
-def disable_dropout(model: nn.Module) -> nn.Module:
+def disable_dropout(model: Model) -> Model:
     """Set every dropout probability to 0, so that train and eval mode compute the same."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -131,7 +133,7 @@ def disable_dropout(model: nn.Module) -> nn.Module:
             setattr(config, name, 0.0)
     for module in model.modules():
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # noqa: B010: a number here, not a submodule
     return model
 
 

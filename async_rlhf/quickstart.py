@@ -37,7 +37,11 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
     """The configuration of every stage, in the order they run."""
     out, seed = Path(config.out), config.seed
     data, pairs = out / "data", out / "pairs" / "pairs.jsonl"
-    sampling = {"response_length": RESPONSE_LENGTH, "max_prompt_length": MAX_PROMPT_LENGTH, "seed": seed}
+    sampling: dict[str, Any] = {
+        "response_length": RESPONSE_LENGTH,
+        "max_prompt_length": MAX_PROMPT_LENGTH,
+        "seed": seed,
+    }
     stages: dict[str, Any] = {
         "data": DocstringsConfig(out=str(data), source=list(config.source)),
         "sft": SFTConfig(

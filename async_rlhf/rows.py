@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 
     return padded_BT
 
 
-def response_tensors(groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
+def response_tensors(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     """The fields of an Experience that come from sampling: K neighbouring rows for each prompt."""
     pairs = [(group.prompt.tokens, rollout) for group in groups for rollout in group.rollouts]
     tokens_BT = pad_rows([prompt + rollout.tokens for prompt, rollout in pairs], torch.long)

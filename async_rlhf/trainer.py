@@ -14,6 +14,7 @@ from async_rlhf.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.checkpoint import FINAL, save_checkpoint
 from async_rlhf.config import OnlineConfig
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.generation.protocol import Engine
 from async_rlhf.learner import Learner
 from async_rlhf.reports.log import JsonLines
@@ -148,7 +149,7 @@ class TrainingLoop:
             for group, scores in zip(batch.groups, scored.scores_PK.tolist(), strict=True)
             for rollout, score in zip(group.rollouts, scores, strict=True)
         ][: self.config.num_samples_logged]
-        texts = self.scorer.decode([rollout for _, rollout, _ in samples])
+        texts = decode_responses(self.tokenizer, [rollout for _, rollout, _ in samples])
         for (group, rollout, score), text in zip(samples, texts, strict=True):
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": score}
             prompt = self.tokenizer.decode(group.prompt.tokens)

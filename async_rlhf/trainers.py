@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -35,7 +35,7 @@ from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.trainer import TrainingLoop
 
-Model = PreTrainedModel | str
+Model: TypeAlias = PreTrainedModel | str
 
 
 class OnlineTrainer:

@@ -32,7 +32,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 

@@ -147,6 +147,7 @@ class StageConfig(Checked):
     def check(self) -> None:
         self.above(0, "num_epochs", "learning_rate")
         self.at_least(0, "warmup_ratio", "weight_decay", "seed")
+        require(self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "must be below 1, a share of the steps")
         self.at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
         self.at_least(1, "logging_steps")
 

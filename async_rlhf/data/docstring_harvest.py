@@ -25,12 +25,13 @@ import os
 import re
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from async_rlhf.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +134,7 @@ def split(
     to 1 (ValueError).
     """
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
-        raise ValueError(
-            f"fractions must be three numbers >= 0 (train, preference, heldout) with sum 1: {fractions}"
-        )
+        raise ValueError(f"fractions must be three numbers >= 0 (train, preference, heldout) with sum 1: {fractions}")
     parts: dict[str, list[Function]] = {part: [] for part in SPLITS}
     for function in functions:
         group = function.name.lstrip("_").casefold()
@@ -166,7 +165,7 @@ def write_splits(splits: Mapping[str, Sequence[Function]], out_dir: Path) -> dic
     for stem, (part, fields) in layout.items():
         paths[stem] = Path(out_dir) / f"{stem}.jsonl"
         rows = ({field: _FIELDS[field](function) for field in fields} for function in splits[part])
-        _write_whole(paths[stem], (json.dumps(row) for row in rows))
+        _write_lines(paths[stem], (json.dumps(row) for row in rows))
     return paths
 
 
@@ -250,9 +249,7 @@ def _parse_files(files: Sequence[_File], workers: int | None, progress: bool) ->
                 by_query.setdefault(row[4], Function(*row))
             n_unparsed += n_failed
             bar.advance(task, sum(file.size for file in chunk))
-    logger.info(
-        "harvested %d functions from %d files (%d did not parse)", len(by_query), len(files), n_unparsed
-    )
+    logger.info("harvested %d functions from %d files (%d did not parse)", len(by_query), len(files), n_unparsed)
     return list(by_query.values())
 
 
@@ -363,7 +360,7 @@ def _cache_key(files: Iterable[_File]) -> str:
 def _write_cache(path: Path, functions: Sequence[Function]) -> None:
     lines = [json.dumps(asdict(function)) for function in functions]
     header = json.dumps({"functions": len(lines), "sha256": _checksum(lines)})
-    _write_whole(path, [header, *lines])
+    _write_lines(path, [header, *lines])
 
 
 def _read_cache(path: Path) -> list[Function] | None:
@@ -381,17 +378,6 @@ def _checksum(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _write_whole(path: Path, lines: Iterable[str]) -> None:
-    """Write lines to a file that is at every moment either the old one, or missing, or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; the files are for sharing
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    with whole_file(path) as file:
+        file.writelines(f"{line}\n" for line in lines)

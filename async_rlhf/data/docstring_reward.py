@@ -388,8 +388,7 @@ _KNOWN_STEMS = _VERB_STEMS | _FUNCTION_STEMS | frozenset(map(_stem, _WORD_TEXT.s
 _LIGHT = frozenset(_LIGHT_TEXT.split())
 _DULL = frozenset(_DULL_TEXT.split())
 _PARAPHRASES = {
-    (words := line.split())[0]: frozenset(map(_stem, words))
-    for line in re.split(r"[|\n]", _PARAPHRASE_TEXT.strip())
+    (words := line.split())[0]: frozenset(map(_stem, words)) for line in re.split(r"[|\n]", _PARAPHRASE_TEXT.strip())
 }
 _PAIRS = {
     (row, column): int(cell) / 10

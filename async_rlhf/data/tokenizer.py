@@ -6,13 +6,19 @@ a prompt that was encoded alone, so the boundary has to be the same in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from async_rlhf.config import ConfigError
+from async_rlhf.types import Rollout
+
 EOS = "<|endoftext|>"
 PAD = "<|padding|>"
+TEXT = "query_reference_response"
+"""The column with a query and its response in one text."""
 
 # Spaces stand apart from words, and identifiers are cut at underscores and capitals. A word is then the same token in
 # `parse_args`, in `parseArgs` and in "parse the arguments", and even a tiny model learns to copy it from name to text.
@@ -80,3 +86,22 @@ def encode_responses(
 def strip_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text without the end-of-sequence token that it may spell at its end."""
     return text.removesuffix(tokenizer.eos_token)
+
+
+def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """The query ("" without one) and the rest of `query_reference_response`.
+
+    Raises:
+        ConfigError: the query is not the start of the text.
+    """
+    text, query = str(row[TEXT]), str(row.get("query") or "")
+    if not text.startswith(query):
+        raise ConfigError(
+            f"{place}: `{TEXT}` must begin with `query`, {query[:60]!r}; it begins with {text[: len(query)][:60]!r}"
+        )
+    return query, text[len(query) :]
+
+
+def decode_responses(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
+    """Texts without the stop token."""
+    return tokenizer.batch_decode([list(r.tokens[:-1] if r.finish_reason == "stop" else r.tokens) for r in rollouts])

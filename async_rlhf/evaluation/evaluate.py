@@ -13,16 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.data.loading import check_columns, load_rows
-from async_rlhf.data.tokenizer import encode_responses, strip_eos
+from async_rlhf.data.tokenizer import decode_responses, encode_responses, split_text, strip_eos
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
-from async_rlhf.evaluation.sampling import decode, first_prompts, sample
+from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.evaluation.statistics import Interval, mean_interval, win_rate
 from async_rlhf.evaluation.tables import format_table, side_by_side
 from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
-from async_rlhf.stages.sft import split_text
-from async_rlhf.stages.stage import Stage, json_lines
+from async_rlhf.stage import Stage, json_lines
 from async_rlhf.types import Prompt, Rollout
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -133,7 +132,7 @@ def _answer(
     completions = sample(model, tokenizer, prompts, config, 1, f"evaluate: sampling {name}")
     rollouts: list[Rollout] = [group[0] for group in completions]
     answers = _Answers(
-        texts=decode(tokenizer, rollouts),
+        texts=decode_responses(tokenizer, rollouts),
         ended=[rollout.finish_reason == "stop" for rollout in rollouts],
         rows=[EncodedRow(p.tokens + r.tokens, len(p.tokens)) for p, r in zip(prompts, rollouts, strict=True)],
     )

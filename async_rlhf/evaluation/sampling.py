@@ -13,7 +13,7 @@ from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import stop_token_ids
 from async_rlhf.reports.progress import progress_bar
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt
 
 
 def first_prompts(
@@ -44,8 +44,3 @@ def sample(
     )
     with progress_bar(label, len(prompts)) as progress:
         return TransformersEngine(model, params).generate(prompts, progress=progress)
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
-    """Texts without the stop token."""
-    return tokenizer.batch_decode([list(r.tokens[:-1] if r.finish_reason == "stop" else r.tokens) for r in rollouts])

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,7 +104,9 @@ class ProcessGenerator:
 
     def _wait(self, seconds: float) -> bool:
         busy = [worker for worker in self.workers if worker.open]
-        sources = {source: worker for worker in busy for source in (worker.pipe, worker.process.sentinel)}
+        sources: dict[Any, _Worker] = {
+            source: worker for worker in busy for source in (worker.pipe, worker.process.sentinel)
+        }
         ready = wait(list(sources), timeout=max(0.0, seconds))
         if not ready:
             raise GeneratorError(
@@ -183,10 +186,9 @@ class _Worker:
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
-        try:
+        # If it has died, collecting will notice, start it again and send all open requests.
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(request)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it died; collecting will notice, start it again and send all open requests
 
     def close(self) -> None:
         with suppress(OSError):
@@ -217,7 +219,9 @@ def _main_left_alone() -> Iterator[None]:
     Without this, a script that trains at its top level, without ``if __name__ == "__main__"``, could not start workers.
     """
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    hidden: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
     main.__spec__ = None
     try:
         yield

@@ -33,7 +33,7 @@ class Trace:
             self._file.write("[\n")
 
     @contextmanager
-    def span(self, name: str, **details: object) -> Iterator[None]:
+    def span(self, name: str, **details: int) -> Iterator[None]:
         """Record the body as a span of the learner."""
         started = time.monotonic()
         try:
@@ -41,7 +41,7 @@ class Trace:
         finally:
             self.add(name, started, time.monotonic(), **details)
 
-    def add(self, name: str, started: float, ended: float, track: str = LEARNER, **details: object) -> None:
+    def add(self, name: str, started: float, ended: float, track: str = LEARNER, **details: int) -> None:
         """Record a span that has ended, on the monotonic clock."""
         self._seconds[name] += ended - started
         if self._file is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.models import reward_scores
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.scoring.functions import RewardError, RewardFunction, call_reward_function
@@ -80,14 +81,8 @@ class Scorer:
         return call_reward_function(
             function,
             prompts=[str(prompt.columns[self.prompt_field]) for prompt, _ in samples],
-            completions=self.decode([rollout for _, rollout in samples]),
+            completions=decode_responses(self.tokenizer, [rollout for _, rollout in samples]),
             columns={name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
-        )
-
-    def decode(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Texts without the stop token."""
-        return self.tokenizer.batch_decode(
-            [list(r.tokens[:-1] if r.finish_reason == "stop" else r.tokens) for r in rollouts]
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.data.docstring_harvest import harvest, split, write_splits
-from async_rlhf.stages.stage import Stage
+from async_rlhf.stage import Stage
 
 
 def run_data(config: DocstringsConfig) -> dict[str, float]:

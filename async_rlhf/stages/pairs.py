@@ -11,10 +11,11 @@ import torch
 
 from async_rlhf.config import PairsConfig
 from async_rlhf.data.loading import load_rows
+from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.evaluation.judge import Judge
-from async_rlhf.evaluation.sampling import decode, first_prompts, sample
+from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.models import default_device, load_policy, load_tokenizer
-from async_rlhf.stages.stage import Stage, json_lines
+from async_rlhf.stage import Stage, json_lines
 from async_rlhf.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     policy = load_policy(config.model, device)
     completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
     rollouts = [rollout for group in completions for rollout in group]
-    texts = decode(tokenizer, rollouts)
+    texts = decode_responses(tokenizer, rollouts)
     columns = [prompt.columns for prompt in prompts for _ in range(config.samples_per_prompt)]
     scores = judge(columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
     pairs = best_and_worst(prompts, rollouts, texts, scores, config.pairs_per_prompt)

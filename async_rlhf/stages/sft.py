@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, SFTConfig
 from async_rlhf.data.loading import Rows, load_rows
-from async_rlhf.data.tokenizer import encode_prompts, encode_responses, train_tokenizer
+from async_rlhf.data.tokenizer import TEXT, encode_prompts, encode_responses, split_text, train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.models import load_policy, load_tokenizer, new_gpt_neox, response_logits
-from async_rlhf.stages.stage import Stage
+from async_rlhf.stage import Stage
 from async_rlhf.stages.training import StageTrainer, publish_model, require_single_process, train
 
 logger = logging.getLogger(__name__)
-
-_TEXT = "query_reference_response"
 
 
 def run_sft(config: SFTConfig) -> dict[str, float]:
@@ -39,7 +36,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     if (results := stage.done()) is not None:
         return results
     require_single_process("sft")
-    columns = ["query", _TEXT] if config.completion_only else [_TEXT]
+    columns = ["query", TEXT] if config.completion_only else [TEXT]
     rows = load_rows(config.train, config.train_split, columns=columns, key="train")
     heldout = load_rows(config.eval, config.eval_split, columns=columns, key="eval") if config.eval else None
     model, tokenizer = _start(config, rows)
@@ -104,25 +101,11 @@ def encode_rows(
     return kept, dropped
 
 
-def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
-    """The query ("" without one) and the rest of `query_reference_response`.
-
-    Raises:
-        ConfigError: the query is not the start of the text.
-    """
-    text, query = str(row[_TEXT]), str(row.get("query") or "")
-    if not text.startswith(query):
-        raise ConfigError(
-            f"{place}: `{_TEXT}` must begin with `query`, {query[:60]!r}; it begins with {text[: len(query)][:60]!r}"
-        )
-    return query, text[len(query) :]
-
-
 def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if config.model is not None:
         return load_policy(config.model), load_tokenizer(config.model)
     size = config.new_model
-    tokenizer = train_tokenizer((str(row[_TEXT]) for row in rows), size.vocab_size, size.max_positions)
+    tokenizer = train_tokenizer((str(row[TEXT]) for row in rows), size.vocab_size, size.max_positions)
     return new_gpt_neox(size, tokenizer, config.seed), tokenizer
 
 

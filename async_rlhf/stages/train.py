@@ -9,7 +9,7 @@ from typing import Any
 from async_rlhf.config import RunConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.scoring import load_reward_functions
-from async_rlhf.stages.stage import Stage
+from async_rlhf.stage import Stage
 from async_rlhf.trainers import TRAINERS
 
 MARKER = "train"
@@ -48,7 +48,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
 def train_stage(config: RunConfig) -> Stage:
     """The marker of a finished run."""
     # What only shows the run, or says what to do with an earlier one, makes no other run of it.
-    shown = {"overwrite_output_dir": False, "progress": True, "report_to": [], "run_name": None}
+    shown: dict[str, Any] = {"overwrite_output_dir": False, "progress": True, "report_to": [], "run_name": None}
     inputs = {
         "model": config.model,
         "ref_model": config.ref_model,

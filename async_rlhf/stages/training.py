@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from async_rlhf.config import ConfigError
 from async_rlhf.config.run import StageConfig
 from async_rlhf.models import write_model
-from async_rlhf.stages.stage import Stage
+from async_rlhf.stage import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -44,9 +44,7 @@ def files(tmp_path, tokenizer, make_policy, prompts) -> dict[str, Path]:
         "def reward(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
     )
     places["config.yml"].write_text(
-        VALID.format(
-            model=places["model"], reward=places["reward.py"], data=places["data.jsonl"], out=places["out"]
-        )
+        VALID.format(model=places["model"], reward=places["reward.py"], data=places["data.jsonl"], out=places["out"])
     )
     return places
 
@@ -105,7 +103,10 @@ def test_an_unknown_key_in_the_file_is_named(files):
     [
         ({"data.jsonl": None}, "data.train: got .*data.jsonl'; there is no such file"),
         ({"data.jsonl": ""}, "data.train: .*data.jsonl' has no rows"),
-        ({"data.jsonl": '{"query": "a"}\n{"prompt": "b"}\n'}, "data.train: row 2 of .* has no 'query'; it has 'prompt'"),
+        (
+            {"data.jsonl": '{"query": "a"}\n{"prompt": "b"}\n'},
+            "data.train: row 2 of .* has no 'query'; it has 'prompt'",
+        ),
         ({"data.jsonl": '{"query": "a"}\n{"query": \n'}, "data.train: line 2 of .* is not JSON"),
         ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
         ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),
@@ -183,17 +184,19 @@ def test_a_saved_reward_model_of_another_tokenizer_is_refused(
         (lambda prompts, completions, **columns: 1 / 0, "raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_bad_reward_stops_the_run_and_names_the_function(make_policy, tokenizer, prompts, make_args, reward, expected):
+def test_a_bad_reward_stops_the_run_and_names_the_function(
+    make_policy, tokenizer, prompts, make_args, reward, expected
+):
     reward.__name__ = "my_reward"
-    trainer = OnlineDPOTrainer(
-        make_policy(), make_args(), prompts, reward_funcs=reward, processing_class=tokenizer
-    )
+    trainer = OnlineDPOTrainer(make_policy(), make_args(), prompts, reward_funcs=reward, processing_class=tokenizer)
     with pytest.raises(RewardError, match=f"reward function my_reward {expected}"):
         trainer.train()
 
 
 def test_a_model_too_short_for_prompt_and_response_is_refused(make_policy, tokenizer, prompts, make_args):
-    with pytest.raises(ConfigError, match="max_prompt_length: got 90; .* at most the model's 96 positions, so at most 84"):
+    with pytest.raises(
+        ConfigError, match=r"max_prompt_length: got 90; .* at most the model's 96 positions, so at most 84"
+    ):
         OnlineDPOTrainer(
             make_policy(),
             make_args(max_prompt_length=90),
@@ -211,9 +214,7 @@ def test_an_earlier_run_is_not_written_over(make_policy, tokenizer, prompts, mak
     with pytest.raises(ConfigError, match=r"output_dir: .* holds an earlier run \(metrics.jsonl\)"):
         OnlineDPOTrainer(make_policy(), make_args(), prompts, **options)
     with pytest.raises(ConfigError, match="max_prompt_length"):  # a mistake found before anything is deleted
-        OnlineDPOTrainer(
-            make_policy(), make_args(overwrite_output_dir=True, max_prompt_length=95), prompts, **options
-        )
+        OnlineDPOTrainer(make_policy(), make_args(overwrite_output_dir=True, max_prompt_length=95), prompts, **options)
     assert log.read_text() == before
     OnlineDPOTrainer(make_policy(), make_args(overwrite_output_dir=True), prompts, **options).train()
     assert len(log.read_text().splitlines()) == 6
@@ -274,6 +275,6 @@ def test_an_unwritable_output_dir_is_named(make_policy, tokenizer, prompts, tmp_
         max_prompt_length=32,
         generation=GenerationConfig(response_length=8),
     )
-    with pytest.raises(ConfigError, match="output_dir: .*file/run' cannot be made"):
+    with pytest.raises(ConfigError, match=r"output_dir: .*file/run' cannot be made"):
         OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     assert os.listdir(tmp_path) == ["file"]

@@ -150,9 +150,7 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             from async_rlhf.generation.transformers_engine import TransformersEngine
 
             self.model = make_policy()
-            self.inner = InlineGenerator(
-                TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)), Trace()
-            )
+            self.inner = InlineGenerator(TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)), Trace())
 
         def publish(self, policy, version):
             return 0.0 if version else self.inner.publish(policy, version)

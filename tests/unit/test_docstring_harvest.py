@@ -108,17 +108,11 @@ def test_exact_rows_of_a_package(package: Path, tmp_path: Path, caplog: pytest.L
     get_item = "def get_item(self, key: str, default=None) -> int:" + quotes
     fetch = "async def fetch(self, *keys, timeout: float=1.5):" + quotes
     assert functions == [
-        Function(
-            "shop", "shop", "version", "version", f"def version():{quotes}", "Return the version as text."
-        ),
+        Function("shop", "shop", "version", "version", f"def version():{quotes}", "Return the version as text."),
         Function("shop", "shop.store", "Store.get_item", "get_item", get_item, "Return the item of a key."),
         Function("shop", "shop.store", "Store.fetch", "fetch", fetch, "Fetch the items of all keys"),
-        Function(
-            "shop", "shop.store", "Store.size", "size", f"def size(self):{quotes}", "The number of items."
-        ),
-        Function(
-            "shop", "shop.store", "_load", "_load", f"def _load(path):{quotes}", "Load a store from a file."
-        ),
+        Function("shop", "shop.store", "Store.size", "size", f"def size(self):{quotes}", "The number of items."),
+        Function("shop", "shop.store", "_load", "_load", f"def _load(path):{quotes}", "Load a store from a file."),
     ]
     assert "harvested 5 functions from 4 files (1 did not parse)" in caplog.text
 
@@ -139,9 +133,7 @@ def test_real_functions_of_the_standard_library(tmp_path: Path) -> None:
     assert len({function.query for function in functions}) == len(functions)
 
 
-def test_two_workers_give_the_rows_of_one(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_give_the_rows_of_one(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docstring_harvest, "_CHUNK_BYTES", 2_000)  # many tasks: an order to get wrong
     sources = [str(package), "json", "argparse", "email"]
     one = harvest(sources, cache_dir=tmp_path / "one", workers=1, progress=False)
@@ -152,9 +144,7 @@ def test_two_workers_give_the_rows_of_one(
     assert list(dict.fromkeys(function.source for function in one)) == ["shop", "json", "argparse", "email"]
 
 
-def test_second_harvest_parses_nothing(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_harvest_parses_nothing(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
     first = harvest([str(package)], progress=False)
     assert len(list((tmp_path / "cache").iterdir())) == 1  # and no temporary file
@@ -200,9 +190,7 @@ def test_damaged_cache_is_harvested_again(package: Path, tmp_path: Path, damage:
     ],
 )
 def test_unknown_source_is_named_with_what_would_be_right(source: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=problem + '.*must be an installed top-level package, "stdlib", or a path'
-    ):
+    with pytest.raises(ValueError, match=problem + '.*must be an installed top-level package, "stdlib", or a path'):
         harvest([source], cache_dir=tmp_path, progress=False)
 
 
@@ -225,9 +213,7 @@ def functions_named(names: Sequence[str]) -> list[Function]:
 
 
 def test_split_keeps_a_name_in_one_part() -> None:
-    names = [f"{prefix}run_{i}" for i in range(1000) for prefix in ("", "_", "__")] + [
-        f"Run_{i}" for i in range(1000)
-    ]
+    names = [f"{prefix}run_{i}" for i in range(1000) for prefix in ("", "_", "__")] + [f"Run_{i}" for i in range(1000)]
     parts = split(functions_named(names), seed=3)
     groups = {part: {f.name.strip("_").casefold() for f in rows} for part, rows in parts.items()}
     assert not groups["train"] & groups["preference"]
@@ -297,9 +283,7 @@ def test_written_files_have_their_fields(tmp_path: Path) -> None:
             "name": "close",
         }
     ]
-    assert sorted(path.name for path in paths["sft"].parent.iterdir()) == sorted(
-        path.name for path in paths.values()
-    )
+    assert sorted(path.name for path in paths["sft"].parent.iterdir()) == sorted(path.name for path in paths.values())
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

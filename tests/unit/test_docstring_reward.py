@@ -251,9 +251,7 @@ def test_two_lines_for_one_query_rarely_tie(functions: list[Function]) -> None:
     for _ in range(2000):
         query = rng.choice(functions).query
         one, two = rng.sample(functions, 2)
-        ties += one.summary != two.summary and gold_reward(query, one.summary) == gold_reward(
-            query, two.summary
-        )
+        ties += one.summary != two.summary and gold_reward(query, one.summary) == gold_reward(query, two.summary)
     assert ties <= 10
 
 
@@ -294,9 +292,7 @@ def test_any_strings_score_in_the_unit_interval(query: str, completion: str) -> 
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    text=TEXTS, n_tail=st.integers(1, 14), times=st.integers(1, 3), query=st.sampled_from([GET_VALUE, SIZE])
-)
+@given(text=TEXTS, n_tail=st.integers(1, 14), times=st.integers(1, 3), query=st.sampled_from([GET_VALUE, SIZE]))
 def test_repeating_the_end_never_pays(text: str, n_tail: int, times: int, query: str) -> None:
     tail = " ".join(text.split()[-n_tail:])
     assert gold_reward(query, " ".join([text, *[tail] * times])) <= gold_reward(query, text)

@@ -87,7 +87,7 @@ class Stage:
         """
         identity = self._identity
         found = self._read_marker()
-        if found is None or not all(path.is_file() for path in self.outputs):
+        if found is None:
             self._check_place()
             return None
         if self.config.overwrite:
@@ -100,6 +100,8 @@ class Stage:
                 + "\n  ".join(differences)
                 + "\npass --overwrite true to replace it, or choose another output"
             )
+        if not all(path.is_file() for path in self.outputs):
+            return None
         logger.info("%s: done already, in %s", self.name, self.folder)
         return found["results"]
 
