@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -124,16 +124,14 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeni
 
 def disable_dropout(model: Model) -> Model:
     """Set every dropout probability to 0, so that train and eval mode compute the same."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    config = getattr(model, "config", None)
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "dropout"):
-        if isinstance(getattr(config, name, None), float):
-            setattr(config, name, 0.0)
-    for module in model.modules():
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # noqa: B010: a number here, not a submodule
+    names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "dropout")
+    holders: list[Any] = [getattr(model, "config", None), *model.modules()]
+    for holder in holders:
+        if isinstance(holder, nn.Dropout):
+            holder.p = 0.0
+        for name in names:  # attention reads its own copy of the number
+            if isinstance(getattr(holder, name, None), float):
+                setattr(holder, name, 0.0)
     return model
 
 

@@ -32,8 +32,12 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True, slots=True)

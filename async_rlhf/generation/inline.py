@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.reports.trace import Trace
+from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
 
 
@@ -44,7 +44,7 @@ class InlineGenerator:
         started = time.monotonic()
         completions = self.engine.generate(prompts)
         ended = time.monotonic()
-        self.trace.add("generate", started, ended, batch=index, version=version)
+        self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
         groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
         return RolloutBatch(index, version, groups, ended - started)
 

@@ -39,9 +39,9 @@ class Trace:
         try:
             yield
         finally:
-            self.add(name, started, time.monotonic(), **details)
+            self.add(name, started, time.monotonic(), LEARNER, **details)
 
-    def add(self, name: str, started: float, ended: float, track: str = LEARNER, **details: int) -> None:
+    def add(self, name: str, started: float, ended: float, track: str, **details: int) -> None:
         """Record a span that has ended, on the monotonic clock."""
         self._seconds[name] += ended - started
         if self._file is None:
