@@ -18,6 +18,10 @@ from transformers import (
 from async_rlhf.config import GenerationConfig, OnlineDPOConfig
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="store the losses of the golden runs anew")
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Two threads may add in another order than one; bitwise comparisons need the same number everywhere."""

@@ -1,19 +1,28 @@
-"""The supervised stages: what is skipped, what is written, and that the losses are the right numbers."""
+"""Stages that are skipped where they are done, batches of like length, and supervised fine-tuning."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from async_rlhf.config import ConfigError
-from async_rlhf.stage import Stage, fingerprint
+from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
+from async_rlhf.evaluation.likelihood import EncodedRow
+from async_rlhf.models import load_policy, load_tokenizer, save_model
+from async_rlhf.stage import Stage, fingerprint, json_lines
+from async_rlhf.stages.sft import SFTTrainer, encode_rows, run_sft
+from async_rlhf.stages.training import LengthBatches, train
+from async_rlhf.weights import checksum, named_weights
 
 # ---------------------------------------------------------------- stages
 
@@ -98,7 +107,7 @@ def test_a_folder_of_others_is_never_replaced(make_stage, tmp_path):
     assert make_stage().done() is None
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match="output_dir: .* holds other files"):
+        with pytest.raises(ConfigError, match=r"output_dir: .* holds other files"):
             make_stage(overwrite=overwrite).done()
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "rows").write_text("of others")
@@ -122,42 +131,184 @@ def test_a_failure_midway_leaves_the_older_result_whole(make_stage, tmp_path):
     assert make_stage().done() == {"loss": 0.5}
 
 
-@pytest.mark.parametrize("at", ["body", "first file"])
-def test_killed_midway_it_is_not_done(make_stage, tmp_path, at):
-    """A real kill -9: in the body of a folder, and between the files and their marker."""
-    files = at == "first file"
-    script = f"""
-import os, signal
+DIE = """
+import os, signal, sys
+from dataclasses import make_dataclass
 from pathlib import Path
-from tests.unit.test_stages_child import Settings, Stage
-stage = Stage(Path({str(tmp_path / "out")!r}), "cook", Settings(), {{}}, {not files})
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-if {files}:
-    class Files(dict):
-        def items(self):
-            yield stage.folder / "dish", "meal"
-            die()
-    from async_rlhf import stage as module
-    original = module.whole_file
-    calls = []
-    def second_dies(path):
-        calls.append(path)
-        return original(path) if len(calls) == 1 else die()
-    module.whole_file = second_dies
-    stage.publish_files({{stage.folder / "dish": "meal"}}, {{}})
-with stage.publish_folder({{}}) as folder:
+import async_rlhf.stage as module
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+config = make_dataclass("Settings", [("overwrite", bool, False)], frozen=True)()
+stage = module.Stage(Path(sys.argv[1]), "cook", config, {})
+"""
+IN_THE_BODY = """
+with stage.publish_folder({}) as folder:
     (folder / "dish").write_text("half a m")
     die()
-""".replace(
-        "from tests.unit.test_stages_child import Settings, Stage",
-        "from dataclasses import make_dataclass\nfrom async_rlhf.stage import Stage\n"
-        "Settings = make_dataclass('Settings', [('overwrite', bool, False)], frozen=True)",
-    )
-    ended = subprocess.run([sys.executable, "-c", script], check=False)
+"""
+BEFORE_THE_MARKER = """
+whole_file = module.whole_file
+module.whole_file = lambda path: die() if path == stage.marker else whole_file(path)
+stage.publish_files({stage.folder / "dish": "meal"}, {})
+"""
+
+
+@pytest.mark.parametrize(("script", "left"), [(IN_THE_BODY, []), (BEFORE_THE_MARKER, ["dish"])])
+def test_killed_midway_it_is_not_done(make_stage, tmp_path, script, left):
+    ended = subprocess.run([sys.executable, "-c", DIE + script, str(tmp_path / "out")], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert (tmp_path / "out" / "dish").exists() == files
-    assert not (tmp_path / "out" / "cook.json").exists()
-    if not files:  # what is left over is in nobody's way
+    assert [path.name for path in (tmp_path / "out").glob("*")] == left
+    if not left:  # what is left over beside it is in nobody's way
         assert make_stage().done() is None
         finish(make_stage())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_batches_are_a_seeded_partition_of_like_lengths():
+    lengths = [(7 * i * i) % 53 + 1 for i in range(203)]
+    sampler, again = LengthBatches(lengths, 8, seed=3), LengthBatches(lengths, 8, seed=3)
+    first, second = list(sampler), list(sampler)
+    assert [first, second] == [list(again), list(again)]
+    assert first != second
+    assert first != list(LengthBatches(lengths, 8, seed=4))
+    for epoch in (first, second):
+        assert len(epoch) == len(sampler) == 26
+        assert sorted(map(len, epoch)) == [3] + [8] * 25
+        assert sorted(i for batch in epoch for i in batch) == list(range(203))
+        padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in epoch)
+        assert padded < 1.1 * sum(lengths)
+        longest = [max(lengths[i] for i in batch) for batch in epoch]
+        assert longest != sorted(longest)
+        assert longest != sorted(longest, reverse=True)
+
+
+# ---------------------------------------------------------------- SFT
+
+ROWS = [
+    {"query": f"def f{i}(a):", "query_reference_response": f"def f{i}(a): Add {'one ' * (i % 4)}to a."}
+    for i in range(12)
+]
+
+
+def write_rows(path: Path, rows) -> str:
+    path.write_text(json_lines(rows))
+    return str(path)
+
+
+def sft_config(tmp_path, **changes) -> SFTConfig:
+    values = {
+        "train": str(tmp_path / "sft.jsonl"),
+        "output_dir": str(tmp_path / "sft"),
+        "new_model": NewModelConfig(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, max_positions=64),
+        "per_device_train_batch_size": 4,
+        "num_epochs": 2.0,
+    }
+    return SFTConfig(**values | changes)
+
+
+def loss_by_hand(model, rows: list[EncodedRow]) -> float:
+    """Mean over all response tokens, row by row, without padding or mask, in float64."""
+    total, count = 0.0, 0
+    for row in rows:
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([row.tokens])).logits[0].double()
+        for position in range(max(row.start, 1), len(row.tokens)):
+            probabilities = logits_TV[position - 1].exp() / logits_TV[position - 1].exp().sum()
+            total -= math.log(probabilities[row.tokens[position]].item())
+            count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("completion_only", [True, False])
+@pytest.mark.parametrize(("size", "accumulate"), [(12, 1), (5, 3)])
+def test_sft_loss_is_the_mean_over_response_tokens(make_policy, tokenizer, tmp_path, completion_only, size, accumulate):
+    """One optimiser step: its loss is that of the starting weights, however it is split (5 + 5 + 2 rows)."""
+    rows, dropped = encode_rows(ROWS, tokenizer, completion_only, 96, "train")
+    assert dropped == 0
+    model = make_policy()
+    by_hand = loss_by_hand(model, rows)
+    config = sft_config(
+        tmp_path,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulate,
+        num_epochs=1.0,
+        learning_rate=1e-8,
+    )
+    assert train(SFTTrainer(model, rows, [len(row.tokens) for row in rows], config)) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_the_prompt_is_masked_and_the_end_is_not(tokenizer):
+    rows, _ = encode_rows(ROWS[:3], tokenizer, True, 96, "train")
+    batch = SFTTrainer.collate(None, rows)
+    for row, source, labels in zip(rows, ROWS, batch["labels"].tolist(), strict=False):
+        query = tuple(tokenizer.encode(source["query"], add_special_tokens=False))
+        assert row.tokens[: row.start] == query
+        assert labels[: len(query)] == [-100] * len(query)
+        assert tokenizer.decode([label for label in labels if label != -100]) == (
+            source["query_reference_response"].removeprefix(source["query"]) + "<eos>"
+        )
+        assert labels[len(row.tokens) :] == [-100] * (len(labels) - len(row.tokens))
+
+
+def test_rows_that_do_not_fit(tokenizer):
+    kept, dropped = encode_rows(ROWS, tokenizer, True, 30, "train")
+    assert (len(kept), dropped) == (9, 3)
+    assert all(len(row.tokens) <= 30 for row in kept)
+    with pytest.raises(ConfigError, match="max_length: got 5; every row of train is longer"):
+        encode_rows(ROWS, tokenizer, True, 5, "train")
+    with pytest.raises(ConfigError, match=r"train: row 2: .* must begin with `query`"):
+        encode_rows([ROWS[0], {**ROWS[1], "query": "def g"}], tokenizer, True, 30, "train")
+
+
+def test_run_sft(tmp_path, caplog):
+    write_rows(tmp_path / "sft.jsonl", ROWS)
+    write_rows(tmp_path / "held.jsonl", ROWS[:5])
+    config = sft_config(tmp_path, eval=str(tmp_path / "held.jsonl"))
+    results = run_sft(config)
+    model, tokenizer = load_policy(config.output_dir), load_tokenizer(config.output_dir)
+    held, _ = encode_rows(ROWS[:5], tokenizer, True, 64, "eval")
+    assert (results["rows"], results["dropped"]) == (12, 0)
+    assert results["eval_loss"] == pytest.approx(loss_by_hand(model, held), rel=1e-5)
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert results["train_loss"] < math.log(len(tokenizer)) + 0.5
+    assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["held.jsonl", "sft", "sft.jsonl"]
+
+    caplog.set_level(logging.INFO)
+    assert run_sft(config) == results == json.loads((tmp_path / "sft" / "sft.json").read_text())["results"]
+    assert f"sft: done already, in {config.output_dir}" in caplog.messages
+    with pytest.raises(ConfigError, match=r"learning_rate: was 0\.001, is 0\.01"):
+        run_sft(replace(config, learning_rate=0.01))
+
+    twin, other = (
+        load_policy(str(tmp_path / name))
+        for name, seed in (("twin", 0), ("other", 1))
+        if run_sft(replace(config, output_dir=str(tmp_path / name), seed=seed))
+    )
+    assert checksum(named_weights(twin)) == checksum(named_weights(model))
+    assert checksum(named_weights(other)) != checksum(named_weights(model))
+    lower = run_sft(replace(config, learning_rate=0.01, overwrite=True))
+    assert lower["eval_loss"] < results["eval_loss"] - 0.1
+
+
+def test_sft_continues_a_model_and_learns(tmp_path, make_policy, tokenizer):
+    save_model(make_policy(), tokenizer, tmp_path / "base")
+    write_rows(tmp_path / "sft.jsonl", [{"query_reference_response": "same text"}] * 24)
+    config = sft_config(
+        tmp_path, model=str(tmp_path / "base"), completion_only=False, learning_rate=3e-3, num_epochs=8.0
+    )
+    assert run_sft(replace(config, eval=config.train))["eval_perplexity"] < 1.5
+    with pytest.raises(ConfigError, match="'query'"):
+        run_sft(replace(config, completion_only=True, output_dir=str(tmp_path / "none")))
+
+
+def test_the_supervised_stages_refuse_several_processes(tmp_path, monkeypatch):
+    write_rows(tmp_path / "sft.jsonl", ROWS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="sft: started in 2 processes"):
+        run_sft(sft_config(tmp_path))

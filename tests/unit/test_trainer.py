@@ -1,0 +1,188 @@
+"""The trainer around the loop: callbacks, files, schedule of the learning rate, precision, ties."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_letters
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
+
+from async_rlhf import OnlineDPOTrainer, OnlineTrainerState
+
+
+def train(make_policy, tokenizer, prompts, args, reward=count_letters, **options):
+    trainer = OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=reward, processing_class=tokenizer, **options)
+    state = trainer.train()
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return trainer, state, [json.loads(line) for line in lines]
+
+
+class Recorder(TrainerCallback):
+    """Notes every event, and stops the run after a batch if told to."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.stop_after = stop_after
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        assert isinstance(state, OnlineTrainerState)
+        assert args.online_config.num_batches == state.max_steps
+        assert kwargs["model"] is not None
+        self.events.append(("begin", state.episode))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.events.append(("step_begin", state.episode))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.events.append(("step_end", state.episode))
+        control.should_training_stop |= state.global_step == self.stop_after
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        assert logs["episode"] == state.episode
+        self.events.append(("log", state.episode))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        assert metrics["eval_objective/scores"] >= 0
+        self.events.append(("evaluate", state.episode))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.events.append(("save", state.episode))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.events.append(("end", state.episode))
+
+
+def test_callbacks_see_every_event_in_order(make_policy, tokenizer, prompts, make_args):
+    recorder = Recorder()
+    args = make_args(logging_steps=3, save_steps=4, eval_steps=2)
+    train(make_policy, tokenizer, prompts, args, callbacks=[recorder], eval_dataset=prompts[:4])
+    steps = [event for b in range(1, 7) for event in (("step_begin", 8 * b - 8), ("step_end", 8 * b))]
+    assert [e for e in recorder.events if e[0].startswith("step")] == steps
+    assert [e for e in recorder.events if e[0] == "log"] == [("log", 24), ("log", 48)]
+    assert [e for e in recorder.events if e[0] == "evaluate"] == [("evaluate", 16), ("evaluate", 32), ("evaluate", 48)]
+    assert [e for e in recorder.events if e[0] == "save"] == [("save", 32), ("save", 48)]
+    assert (recorder.events[0], recorder.events[-1]) == (("begin", 0), ("end", 48))
+
+
+def test_a_callback_can_stop_an_asynchronous_run(make_policy, tokenizer, prompts, make_args):
+    args = make_args(staleness=2)
+    _, state, metrics = train(make_policy, tokenizer, prompts, args, callbacks=[Recorder(stop_after=3)])
+    assert (state.global_step, state.episode, state.completions) == (3, 24, 48)
+    assert [m["batch"] for m in metrics] == [1, 2, 3]
+    assert (Path(args.output_dir) / "final" / "model.safetensors").exists()
+
+
+def test_checkpoints_load_anywhere_and_generation_from_them_stops(make_policy, tokenizer, prompts, make_args):
+    args = make_args(save_steps=3)
+    trainer, _, _ = train(make_policy, tokenizer, prompts, args)
+    folder = Path(args.output_dir)
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-6"]
+    assert not list(folder.glob(".*"))
+    for name in ("checkpoint-6", "final"):
+        loaded = AutoModelForCausalLM.from_pretrained(folder / name)
+        for key, tensor in trainer.model.state_dict().items():
+            assert torch.equal(tensor, loaded.state_dict()[key]), key
+        assert GenerationConfig.from_pretrained(folder / name).eos_token_id == [256]
+        assert AutoTokenizer.from_pretrained(folder / name).get_vocab() == tokenizer.get_vocab()
+    state = OnlineTrainerState.load_from_json(str(folder / "checkpoint-3" / "trainer_state.json"))
+    assert (state.global_step, state.episode, state.completions) == (3, 24, 48)
+
+
+def test_the_learning_rate_follows_optimiser_steps_and_the_last_step_still_learns(
+    make_policy, tokenizer, prompts, make_args
+):
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer, **kwargs):
+            step = optimizer.step
+
+            def recorded(*a, **k):
+                rates.append(optimizer.param_groups[0]["lr"])
+                return step(*a, **k)
+
+            optimizer.step = recorded
+
+    args = make_args(num_epochs=2, total_episodes=24, num_mini_batches=2, learning_rate=1.0e-3)
+    assert args.num_optimizer_steps == 3 * 2 * 2
+    train(make_policy, tokenizer, prompts, args, callbacks=[Rates()])
+    assert rates == pytest.approx([1e-3 * (12 - step) / 12 for step in range(12)])
+
+
+def test_gradients_are_clipped(make_policy, tokenizer, prompts, make_args):
+    def first_step(**changes):
+        args = make_args(overwrite_output_dir=True, total_episodes=8, num_mini_batches=1, **changes)
+        args = args.__class__(**{**vars(args), "per_device_train_batch_size": 8})
+        trainer, _, metrics = train(make_policy, tokenizer, prompts, args)
+        state = trainer.learner.optimizer.state
+        return metrics[0]["grad_norm"], sum(float(s["exp_avg"].square().sum()) for s in state.values()) ** 0.5
+
+    norm, momentum = first_step(max_grad_norm=0.0)
+    assert momentum == pytest.approx(0.1 * norm, rel=1e-4)  # Adam's first moment after one step, beta1 0.9
+    assert norm > 0.02
+    clipped_norm, clipped_momentum = first_step(max_grad_norm=0.01)
+    assert clipped_norm == pytest.approx(norm)  # what is logged is the norm before clipping
+    assert clipped_momentum == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def test_bf16_keeps_float32_master_weights(make_policy, tokenizer, prompts, make_args):
+    exact = train(make_policy, tokenizer, prompts, make_args("exact", total_episodes=8))
+    mixed = train(make_policy, tokenizer, prompts, make_args("mixed", total_episodes=8, bf16=True))
+    assert {p.dtype for p in mixed[0].model.parameters()} == {torch.float32}
+    assert {t.dtype for s in mixed[0].learner.optimizer.state.values() for t in s.values()} == {torch.float32}
+    assert mixed[2][0]["policy/entropy_avg"] == pytest.approx(exact[2][0]["policy/entropy_avg"], rel=0.05)
+    assert mixed[2][0]["loss/policy_avg"] != exact[2][0]["loss/policy_avg"]
+
+
+def test_ties_are_counted_and_teach_nothing(make_policy, tokenizer, prompts, make_args):
+    def constant(prompts, completions, **columns):
+        return [1.0] * len(completions)
+
+    before = make_policy().state_dict()
+    trainer, _, metrics = train(make_policy, tokenizer, prompts, make_args(samples_per_prompt=3), constant)
+    assert [m["objective/ties"] for m in metrics] == [8] * 6
+    assert [m["optimizer_steps"] for m in metrics] == [0] * 6
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert metrics[-1]["lr"] == 0.0  # the schedule went on
+
+
+def test_the_policy_learns_from_the_best_and_worst_of_four(make_policy, tokenizer, prompts, make_args):
+    args = make_args(samples_per_prompt=4, total_episodes=320, learning_rate=3e-3, beta=0.05, staleness=1)
+    _, _, metrics = train(make_policy, tokenizer, prompts, args)
+    first, last = metrics[:4], metrics[-4:]
+    scores = [sum(m["objective/scores"] for m in part) / 4 for part in (first, last)]
+    assert scores[1] > scores[0] + 1.0
+    assert last[-1]["objective/kl"] > 0.1
+    assert all(m["objective/scores_margin"] > 0 for m in metrics)
+
+
+def test_a_synchronous_run_has_no_lag_and_measures_no_mismatch(make_policy, tokenizer, prompts, make_args):
+    args = make_args(num_mini_batches=1, per_device_train_batch_size=8)
+    _, _, metrics = train(make_policy, tokenizer, prompts, args)
+    assert [m["schedule/lag"] for m in metrics] == [0] * 6
+    assert max(m["policy/logprob_difference"] for m in metrics) < 1e-5
+    assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+    args = make_args("stale", num_mini_batches=1, per_device_train_batch_size=8, staleness=2)
+    _, _, metrics = train(make_policy, tokenizer, prompts, args)
+    assert [m["schedule/lag"] for m in metrics] == [0, 1, 2, 2, 2, 2]
+    assert metrics[0]["policy/logprob_difference"] < 1e-5 < 1e-3 < metrics[-1]["policy/logprob_difference"]
+
+
+def test_the_trace_shows_sampling_and_training_side_by_side(make_policy, tokenizer, prompts, make_args):
+    args = make_args(staleness=1)
+    train(make_policy, tokenizer, prompts, args)
+    events = json.loads((Path(args.output_dir) / "trace.json").read_text())
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert set(tracks.values()) == {"learner", "generator 0"}
+    spans = [(tracks[e["tid"]], e["name"], e["args"].get("batch")) for e in events if e["ph"] == "X"]
+    for name, track in {"wait": "learner", "score": "learner", "train": "learner", "generate": "generator 0"}.items():
+        assert sorted(b for t, n, b in spans if (t, n) == (track, name)) == [1, 2, 3, 4, 5, 6]
+    # Version 5 and 6 sample nothing in a run of six batches with one batch of lag, so they are not published.
+    published = [e["args"]["version"] for e in events if e["name"] == "publish"]
+    assert published == [0, 1, 2, 3, 4]
+    generated = {e["args"]["batch"]: e for e in events if e["name"] == "generate"}
+    trained = {e["args"]["batch"]: e for e in events if e["name"] == "train"}
+    assert all(generated[b]["ts"] < trained[b - 1]["ts"] + trained[b - 1]["dur"] for b in range(3, 7))
