@@ -110,6 +110,8 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
 
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     """Run every stage that is not done yet, and report. Returns what ``summary.json`` holds."""
+    import transformers
+
     from async_rlhf.evaluation.evaluate import run_evaluate
     from async_rlhf.stages.data import run_data
     from async_rlhf.stages.pairs import run_pairs
@@ -117,6 +119,9 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     from async_rlhf.stages.sft import run_sft
     from async_rlhf.stages.train import run_train
 
+    # Loading small models again and again is no news.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     functions: dict[type, Callable[[Any], Any]] = {
         DocstringsConfig: run_data,
         SFTConfig: run_sft,
@@ -137,14 +142,12 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 
 
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    from async_rlhf.evaluation.tables import format_table, side_by_side
+    from async_rlhf.evaluation.tables import format_table
     from async_rlhf.reports.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
     with whole_file(out / "summary.json") as file:
         json.dump(summary, file, indent=2)
-    samples = [json.loads(line) for line in (out / "evaluation" / "samples.jsonl").read_text("utf-8").splitlines()]
-    print(side_by_side(samples, 10))
     print(format_table(summary["results"]["evaluate"]))
     picture = out / "training.png"
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
@@ -55,6 +56,7 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
     config_file, arguments = _take_config_file(arguments)
+    arguments = _plain_lists(arguments, set(_list_keys(kind)))
     parser = make_parser(kind, command, config_file)
     _check_environment(parser)
     try:
@@ -79,6 +81,32 @@ def _take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(word)
     return found, rest
+
+
+def _list_keys(kind: type[Checked], prefix: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        if get_origin(hint) is list:
+            yield f"--{prefix}{name}"
+        elif isinstance(hint, type) and issubclass(hint, Checked):
+            yield from _list_keys(hint, f"{prefix}{name}.")
+
+
+def _plain_lists(arguments: Sequence[str], keys: set[str]) -> list[str]:
+    """``--source a --source b`` means ``--source ["a", "b"]``, and ``--source a`` a list of one."""
+    given: dict[str, list[str]] = {}
+    rest = []
+    words = iter(arguments)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in keys:
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if value.startswith("[") or value == "null":
+            rest += [key, value]
+        else:
+            given.setdefault(key, []).append(value)
+    return rest + [f"{key}={json.dumps(values)}" for key, values in given.items()]
 
 
 def _check_environment(parser: ArgumentParser) -> None:

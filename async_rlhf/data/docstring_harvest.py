@@ -31,6 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from async_rlhf.config import ConfigError
 from async_rlhf.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -109,10 +110,10 @@ def harvest(
     `progress`: show a progress bar on stderr. Order: by source as given, then file, then line; of functions
     with the same query the first is kept. Files that do not parse are skipped, and counted in the log.
 
-    Raises ValueError for a source that is neither, with what would be right.
+    Raises ConfigError for a source that is neither, with what would be right.
     """
     if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, or None for one per core; found {workers}")
+        raise ConfigError(f"workers must be at least 1, or None for one per core; found {workers}")
     names = default_sources() if sources is None else list(sources)
     files = [file for name in names for file in _list_files(name)]
     path = (cache_dir or _default_cache_dir()) / f"docstrings-{_cache_key(files)}.jsonl"
@@ -134,7 +135,7 @@ def split(
     to 1 (ValueError).
     """
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
-        raise ValueError(f"fractions must be three numbers >= 0 (train, preference, heldout) with sum 1: {fractions}")
+        raise ConfigError(f"fractions must be three numbers >= 0 (train, preference, heldout) with sum 1: {fractions}")
     parts: dict[str, list[Function]] = {part: [] for part in SPLITS}
     for function in functions:
         group = function.name.lstrip("_").casefold()
@@ -150,11 +151,11 @@ def write_splits(splits: Mapping[str, Sequence[Function]], out_dir: Path) -> dic
 
     `sft` (train): query, query_reference_response, name. `rl` (train): query, name. `preference_prompts`
     (preference): query, reference_response, name. `heldout`: query, query_reference_response,
-    reference_response, name. No end-of-sequence token is added. Raises ValueError for a missing split.
+    reference_response, name. No end-of-sequence token is added. Raises ConfigError for a missing split.
     """
     missing = [part for part in SPLITS if part not in splits]
     if missing:
-        raise ValueError(f"splits lacks {missing}: it must have {list(SPLITS)}, found {sorted(splits)}")
+        raise ConfigError(f"splits lacks {missing}: it must have {list(SPLITS)}, found {sorted(splits)}")
     layout = {
         "sft": ("train", ("query", "query_reference_response", "name")),
         "rl": ("train", ("query", "name")),
@@ -203,9 +204,9 @@ def _locate(source: str) -> tuple[str, Path, list[str]]:
             return path.name, path, [path.name] if (path / "__init__.py").exists() else []
         if path.is_file() and path.suffix == ".py":
             return path.stem, path, []
-        raise ValueError(f"source {source!r}: no such folder or .py file; {right}")
+        raise ConfigError(f"source {source!r}: no such folder or .py file; {right}")
     if not source.isidentifier():  # a dotted name would make find_spec import its parent
-        raise ValueError(f"source {source!r} is not a top-level name; {right}")
+        raise ConfigError(f"source {source!r} is not a top-level name; {right}")
     loaded = sys.modules.get(source)
     # find_spec raises for a module that was loaded without a spec, such as __main__
     spec = importlib.util.find_spec(source) if loaded is None else loaded.__spec__
@@ -214,7 +215,7 @@ def _locate(source: str) -> tuple[str, Path, list[str]]:
     if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
         return source, Path(spec.origin), []
     problem = "is not installed" if spec is None else "has no Python source"
-    raise ValueError(f"source {source!r} {problem}; {right}")
+    raise ConfigError(f"source {source!r} {problem}; {right}")
 
 
 def _walk(root: Path) -> Iterator[Path]:

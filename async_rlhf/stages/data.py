@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from async_rlhf.config import ConfigError
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.data.docstring_harvest import harvest, split, write_splits
 from async_rlhf.stage import Stage
@@ -20,6 +21,12 @@ def run_data(config: DocstringsConfig) -> dict[str, float]:
         chosen = set(random.Random(config.seed).sample(range(len(functions)), config.max_functions))
         functions = [function for i, function in enumerate(functions) if i in chosen]
     splits = split(functions, seed=config.seed)
+    for name, part in splits.items():
+        if not part:
+            raise ConfigError(
+                f"source: got {config.source}, with {len(functions)} functions that have a one-line summary; must have "
+                f"enough for every split, and {name} has none"
+            )
     write_splits(splits, Path(config.out))
     results = {name: float(len(part)) for name, part in splits.items()}
     stage.publish_files({}, results)

@@ -17,8 +17,10 @@ from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFa
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.config import ConfigError, RunConfig
 from async_rlhf.config.parsing import parse
+from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.models import save_model
 from async_rlhf.scoring import RewardError
+from async_rlhf.stages.data import run_data
 
 VALID = """
 model: {model}
@@ -91,6 +93,26 @@ def test_a_wrong_key_or_value_is_named(files, words, expected):
     import re
 
     assert re.search(expected, parse_error("--config", files["config.yml"], *words), re.DOTALL)
+
+
+def test_lists_are_given_plainly_or_as_yaml(files):
+    def functions(*words: str) -> list[str]:
+        return parse(RunConfig, "train", ["--config", str(files["config.yml"]), *words])[0].reward_funcs
+
+    assert functions("--reward_funcs", "a:b") == ["a:b"]
+    assert functions("--reward_funcs", "a:b", "--reward_funcs=c:d") == ["a:b", "c:d"]
+    assert functions("--reward_funcs", "[a:b, c:d]") == ["a:b", "c:d"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("no_such_package", "source 'no_such_package' is not installed"), ("./tests/golden", "source: got .* functions")],
+)
+def test_a_source_without_functions_is_named(tmp_path, monkeypatch, source, expected):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(ConfigError, match=expected):
+        run_data(DocstringsConfig(out=str(tmp_path / "data"), source=[source]))
+    assert not (tmp_path / "data").exists()
 
 
 def test_an_unknown_key_in_the_file_is_named(files):

@@ -300,7 +300,7 @@ def test_sft_continues_a_model_and_learns(tmp_path, make_policy, tokenizer):
     save_model(make_policy(), tokenizer, tmp_path / "base")
     write_rows(tmp_path / "sft.jsonl", [{"query_reference_response": "same text"}] * 24)
     config = sft_config(
-        tmp_path, model=str(tmp_path / "base"), completion_only=False, learning_rate=3e-3, num_epochs=8.0
+        tmp_path, model=str(tmp_path / "base"), completion_only=False, learning_rate=1e-2, num_epochs=8.0
     )
     assert run_sft(replace(config, eval=config.train))["eval_perplexity"] < 1.5
     with pytest.raises(ConfigError, match="'query'"):

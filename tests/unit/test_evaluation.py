@@ -1,0 +1,297 @@
+"""Intervals, perplexity, KL and win-rates as numbers; the evaluation as a whole; the plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from async_rlhf.config import ConfigError, EvaluateConfig
+from async_rlhf.data.loading import load_rows
+from async_rlhf.evaluation.evaluate import format_table, run_evaluate, side_by_side
+from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
+from async_rlhf.evaluation.sampling import first_prompts, sample
+from async_rlhf.evaluation.statistics import mean_interval, t_quantile, wilson, win_rate
+from async_rlhf.models import save_model
+from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
+from async_rlhf.scoring import RewardError
+from async_rlhf.stage import json_lines
+
+# ---------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("freedom", "tabulated"),
+    [
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (5, 2.571),
+        (10, 2.228),
+        (30, 2.042),
+        (120, 1.980),
+        (9999, 1.960),
+    ],
+)
+def test_students_t(freedom, tabulated):
+    assert t_quantile(freedom) == pytest.approx(tabulated, rel=2e-3)
+
+
+def test_mean_interval_by_hand():
+    mean, low, high = mean_interval([1.0, 2.0, 3.0, 4.0])
+    half = 3.182 * math.sqrt(5 / 3) / 2  # s^2 = 5/3, n = 4
+    assert (mean, low, high) == pytest.approx((2.5, 2.5 - half, 2.5 + half), abs=5e-3)
+    assert mean_interval([0.0, 0.0]) == (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="at least 2 values; got 1"):
+        mean_interval([1.0])
+
+
+def test_wilson_against_published_numbers():
+    assert wilson(8, 10) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.0, 0.2775), abs=1e-4)
+    assert wilson(10, 10) == pytest.approx((1.0, 0.7225, 1.0), abs=1e-4)
+    assert wilson(50, 100) == pytest.approx((0.5, 0.4038, 0.5962), abs=1e-4)
+    for successes, n in ((1, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="0 <= successes <= n"):
+            wilson(successes, n)
+
+
+def test_win_rate_counts_ties_as_half():
+    assert win_rate([1, 2, 3, 4], [0, 2, 4, 3]) == wilson(2.5, 4)
+    assert win_rate([5, 5], [5, 5]).estimate == 0.5
+    ours, theirs = [0.1, 0.7, 0.7, 0.2], [0.3, 0.7, 0.1, 0.9]
+    assert win_rate(ours, theirs).estimate + win_rate(theirs, ours).estimate == 1.0
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        win_rate([1, 2], [1])
+
+
+def test_intervals_cover_the_truth_95_times_in_100():
+    """2000 experiments each; the standard error of a coverage of 0.95 is then 0.005."""
+    random = np.random.default_rng(0)
+    means = [mean_interval(list(random.normal(3.0, 2.0, size=8))) for _ in range(2000)]
+    assert 0.94 < np.mean([low <= 3.0 <= high for _, low, high in means]) < 0.96
+    for rate, n in ((0.5, 40), (0.1, 40), (0.03, 100)):
+        shares = [wilson(int(successes), n) for successes in random.binomial(n, rate, size=2000)]
+        assert 0.93 < np.mean([low <= rate <= high for _, low, high in shares]) < 0.98
+    # 30% wins, 40% ties: the true rate is 0.5, and ties make the interval a cautious one.
+    outcomes = random.choice([1.0, 0.0, -1.0], p=[0.3, 0.4, 0.3], size=(2000, 50))
+    rates = [win_rate(list(row), [0.0] * 50) for row in outcomes]
+    assert np.mean([low <= 0.5 <= high for _, low, high in rates]) > 0.96
+
+
+# ---------------------------------------------------------------- likelihood
+
+ROWS = [
+    EncodedRow((10, 11, 12, 13, 14, 256), 3),
+    EncodedRow((20, 21), 1),
+    EncodedRow((30, 31, 32, 33, 34, 35, 36, 37, 256), 8),
+    EncodedRow((40, 257, 42, 256), 0),
+]
+
+
+def logprob_by_hand(model, row: EncodedRow, temperature: float) -> float:
+    """Token by token, unpadded, in float64."""
+    total = 0.0
+    for position in range(max(row.start, 1), len(row.tokens)):
+        with torch.no_grad():
+            logits_V = model(input_ids=torch.tensor([row.tokens[:position]])).logits[0, -1].double() / temperature
+        total += (logits_V[row.tokens[position]] - logits_V.exp().sum().log()).item()
+    return total
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprob_sums_are_of_the_response_alone(make_policy, batch_size, temperature):
+    model = make_policy()
+    done = []
+    found = response_logprob_sums(model, ROWS, temperature=temperature, batch_size=batch_size, progress=done.append)
+    assert found.tolist() == pytest.approx([logprob_by_hand(model, row, temperature) for row in ROWS], rel=1e-4)
+    assert done[-1] == 4
+
+
+def test_perplexity_divides_by_response_tokens_only(make_policy):
+    model = make_policy()
+    loss, perplexity = loss_and_perplexity(model, ROWS, batch_size=4)
+    tokens = 3 + 1 + 1 + 3  # the prompts have 3 + 1 + 8 more; token 0 of the last row is never predicted
+    by_hand = -sum(logprob_by_hand(model, row, 1.0) for row in ROWS) / tokens
+    assert loss == pytest.approx(by_hand, rel=1e-5)
+    assert perplexity == pytest.approx(math.exp(by_hand), rel=1e-4)
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)  # uniform over the vocabulary
+    assert loss_and_perplexity(model, ROWS, batch_size=4)[1] == pytest.approx(258, rel=1e-5)
+
+
+# ---------------------------------------------------------------- judge
+
+
+def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokenizer):
+    model = make_reward_model()
+    save_model(model, tokenizer, tmp_path / "reward")
+    rows = [{"query": "a"}, {"query": "longer prompt"}, {"query": "a"}, {"query": "a"}]
+    texts, ended = ["x<pad>", "y", "x<pad>", "x<pad>"], [False, True, False, True]
+    scores = Judge(str(tmp_path / "reward"), [], 2, "cpu")(rows, texts, ended)
+    for score, row, text, stop in zip(scores, rows, texts, ended, strict=True):
+        tokens = torch.tensor([tokenizer.encode(row["query"] + text) + [256] * stop])
+        with torch.no_grad():
+            by_hand = model.score(model.base_model(input_ids=tokens).last_hidden_state[0, -1]).item()
+        assert score == pytest.approx(by_hand, abs=1e-4)
+    assert scores[0] == scores[2] != scores[3]
+
+    torch.nn.init.constant_(model.score.weight, math.nan)
+    save_model(model, tokenizer, tmp_path / "broken")
+    with pytest.raises(RewardError, match="the reward model gave nan for 'longer prompty<eos>'"):
+        Judge(str(tmp_path / "broken"), [], 2, "cpu")(rows, texts, ended)
+
+
+# ---------------------------------------------------------------- evaluate
+
+REWARD = """
+def letters(prompts, completions, **columns):
+    return [float(sum(c.isascii() and c.isalpha() for c in text)) for text in completions]
+"""
+
+
+@pytest.fixture
+def config(tmp_path, make_policy, tokenizer):
+    for name, seed in (("sft", 0), ("policy", 1)):
+        save_model(make_policy(seed), tokenizer, tmp_path / name)
+    (tmp_path / "judge.py").write_text(REWARD)
+    rows = [{"query": f"p{i}", "query_reference_response": f"p{i} {'ab' * (i % 3)}<eos>"} for i in range(12)]
+    rows.insert(3, {"query": "z" * 40, "query_reference_response": "z" * 41})
+    (tmp_path / "held.jsonl").write_text(json_lines(rows))
+    return EvaluateConfig(
+        models={"sft": str(tmp_path / "sft"), "policy": str(tmp_path / "policy"), "copy": str(tmp_path / "sft")},
+        data=str(tmp_path / "held.jsonl"),
+        output_dir=str(tmp_path / "evaluation"),
+        reward_funcs=[f"{tmp_path / 'judge.py'}:letters"],
+        response_length=10,
+        max_prompts=11,
+        max_prompt_length=20,
+        batch_size=4,
+        num_samples=2,
+        device="cpu",
+    )
+
+
+def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
+    results = run_evaluate(config)
+    samples = load_rows(str(tmp_path / "evaluation" / "samples.jsonl"))
+    assert (results["reference"], results["prompts"], results["dropped"]) == ("sft", 11, 1)
+    assert [one["query"] for one in samples] == [f"p{i}" for i in range(11)]
+    assert samples[4]["reference_response"] == " ab"
+    sft, policy, copy = (results["models"][name] for name in ("sft", "policy", "copy"))
+
+    scores = {name: [one["models"][name]["score"] for one in samples] for name in results["models"]}
+    human = [one["reference_score"] for one in samples]
+    assert human == [2.0 * (i % 3) for i in range(11)]
+    assert policy["gold_mean"]["estimate"] == pytest.approx(sum(scores["policy"]) / 11)
+    wins = sum((a > b) + (a == b) / 2 for a, b in zip(scores["policy"], human, strict=True)) / 11
+    assert policy["win_rate_vs_reference_response"]["estimate"] == pytest.approx(wins)
+    assert policy["win_rate_vs_sft"] == win_rate(scores["policy"], scores["sft"])._asdict()
+    assert "win_rate_vs_sft" not in sft
+    assert results["reference_response"]["gold_mean"] == mean_interval(human)._asdict()
+
+    # The same weights see the same random numbers.
+    assert scores["copy"] == scores["sft"] != scores["policy"]
+    assert {key: copy[key] for key in sft} == sft
+    assert copy["win_rate_vs_sft"]["estimate"] == 0.5
+    assert sft["kl_to_reference"] == copy["kl_to_reference"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
+    assert policy["kl_to_reference"]["low"] > 0
+
+    models = {"sft": make_policy(0).eval(), "policy": make_policy(1).eval()}
+    references = [
+        EncodedRow((*tokenizer.encode(f"p{i}"), *tokenizer.encode(f" {'ab' * (i % 3)}"), 256), 2 + (i > 9))
+        for i in range(11)
+    ]
+    for name, model in models.items():
+        assert results["models"][name]["perplexity"] == pytest.approx(
+            loss_and_perplexity(model, references, 4)[1], rel=1e-4
+        )
+    prompts, _ = first_prompts(load_rows(config.data), tokenizer, config)
+    by_hand = []
+    for prompt, (rollout,) in zip(
+        prompts, sample(models["policy"], tokenizer, prompts, config, 1, "again"), strict=True
+    ):
+        row = EncodedRow(prompt.tokens + rollout.tokens, len(prompt.tokens))
+        by_hand.append(logprob_by_hand(models["policy"], row, 0.7) - logprob_by_hand(models["sft"], row, 0.7))
+    assert tuple(policy["kl_to_reference"].values()) == pytest.approx(mean_interval(by_hand), rel=1e-4)
+    assert policy["ended_share"] == sum(one["models"]["policy"]["ended"] for one in samples) / 11
+
+    text = (tmp_path / "evaluation" / "evaluation.txt").read_text()
+    assert text == f"{format_table(results)}\n\n{side_by_side(samples, 2)}"
+    assert json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())["results"] == results
+    assert run_evaluate(config) == results
+    with pytest.raises(ConfigError, match="seed: was 0, is 1"):
+        run_evaluate(replace(config, seed=1))
+
+
+def test_without_human_responses_and_with_another_reference(config, tmp_path):
+    (tmp_path / "held.jsonl").write_text(json_lines([{"query": f"p{i}"} for i in range(4)]))
+    results = run_evaluate(replace(config, reference="policy"))
+    assert results["reference_response"] is None
+    assert results["reference"] == "policy"
+    assert results["models"]["policy"].keys() == {"gold_mean", "kl_to_reference", "mean_length", "ended_share"}
+    assert results["models"]["sft"]["win_rate_vs_policy"] == results["models"]["copy"]["win_rate_vs_policy"]
+    assert results["models"]["policy"]["kl_to_reference"]["estimate"] == 0.0
+    with pytest.raises(ConfigError, match="got 1 prompt; must be 2 at least"):
+        run_evaluate(replace(config, max_prompts=1, output_dir=str(tmp_path / "other")))
+
+
+def test_tables_say_the_numbers():
+    def interval(estimate, half):
+        return {"estimate": estimate, "low": estimate - half, "high": estimate + half}
+
+    one = {"gold_mean": interval(0.5, 0.1), "kl_to_reference": interval(0.0, 0.0), "ended_share": 0.875}
+    two = {**one, "win_rate_vs_sft": interval(0.6, 0.05), "perplexity": 12.345}
+    table = format_table(
+        {"reference": "sft", "prompts": 7, "reference_response": None, "models": {"sft": one, "new": two}}
+    )
+    line = next(line for line in table.splitlines() if "new" in line)
+    for cell in ("0.500 [0.400, 0.600]", "60.0% [55.0%, 65.0%]", "12.35", "87.5%"):
+        assert cell in line
+    shown = {
+        "query": "def f():\n",
+        "reference_response": "Human.",
+        "reference_score": 0.25,
+        "models": {"sft": {"completion": " Text\n", "score": -1.0, "ended": True}},
+    }
+    assert side_by_side([shown, shown], 1) == "def f():\n(human)    0.250  'Human.'\nsft       -1.000  ' Text\\n'\n"
+    assert side_by_side([shown], 0) == ""
+
+
+# ---------------------------------------------------------------- plots
+
+
+def test_plot(tmp_path):
+    lines = [{"episode": 8 * i, "objective/scores": i / 9, "objective/kl": i * 0.1} for i in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text(json_lines(lines) + '{"episode": 72, "obj')  # still being written
+    assert read_metrics(tmp_path / "metrics.jsonl") == lines
+    (tmp_path / "bad.jsonl").write_text('{"epi\n{"episode": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .* is not JSON"):
+        read_metrics(tmp_path / "bad.jsonl")
+
+    point = {"estimate": 0.5, "low": 0.4, "high": 0.7}
+    results = {
+        "reference": "sft",
+        "reference_response": {"gold_mean": point},
+        "models": {"sft": {"gold_mean": point, "kl_to_reference": {"estimate": 3.0, "low": 2.0, "high": 4.0}}},
+    }
+    (tmp_path / "evaluation.json").write_text(json.dumps({"results": results}))
+    plot_training({"run": tmp_path / "metrics.jsonl"}, tmp_path / "plot.png", tmp_path / "evaluation.json")
+    assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+    from matplotlib.figure import Figure
+
+    axis = Figure().add_subplot()
+    draw_summary(axis, results)
+    (container,) = axis.containers
+    assert container.lines[0].get_xydata().tolist() == [[3.0, 0.5]]
+    assert [bar.get_segments()[0].round(6).tolist() for bar in container.lines[2]] == [
+        [[2.0, 0.5], [4.0, 0.5]],
+        [[3.0, 0.4], [3.0, 0.7]],
+    ]
