@@ -49,7 +49,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             eval=str(data / "heldout.jsonl"),
             output_dir=str(out / "sft"),
             new_model=NewModelConfig(),
-            num_epochs=4 * config.scale,
+            num_epochs=3 * config.scale,
             learning_rate=3e-3,
             per_device_train_batch_size=16,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
@@ -79,6 +79,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
         models={"sft": str(out / "sft"), **{name: str(out / name / FINAL) for name in RUNS}},
         data=str(data / "heldout.jsonl"),
         output_dir=str(out / "evaluation"),
+        max_prompts=1000,
         reward_funcs=[GOLD_REWARD],
         **sampling,
     )
@@ -95,7 +96,7 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
             output_dir=str(out / name),
             overwrite_output_dir=not (out / name / "train.json").exists(),  # what an interrupted run left is not whole
             staleness=staleness,
-            total_episodes=batch * max(2, round(100 * config.scale)),
+            total_episodes=batch * max(2, round(80 * config.scale)),
             # Small micro-batches, sorted by length, waste less on padding than they lose by being small.
             per_device_train_batch_size=8,
             gradient_accumulation_steps=batch // 8,

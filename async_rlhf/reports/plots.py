@@ -64,13 +64,6 @@ def plot_training(metrics_files: Mapping[str, Path], out: Path, evaluation: Path
     _save(figure, out)
 
 
-def plot_summary(evaluation: Path, out: Path) -> None:
-    """Write a PNG of gold reward against KL, a point with 95% error bars for each model of an evaluation.json."""
-    figure, axes = _new_figure(1)
-    draw_summary(axes[0], json.loads(evaluation.read_text(encoding="utf-8"))["results"])
-    _save(figure, out)
-
-
 def draw_summary(axis: Axes, results: Mapping[str, Any]) -> None:
     """Gold reward against KL on the given axes, and the human responses as a band."""
     for i, (name, one) in enumerate(results["models"].items()):
