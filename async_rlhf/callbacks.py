@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.learner import Learner
 
 
@@ -63,6 +65,13 @@ def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
     return arguments
 
 
+def check_integrations(names: Sequence[str]) -> None:
+    """Require names that transformers knows."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"report_to: got {name!r}; must be one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+
+
 class ProgressCallback(TrainerCallback):
     """A progress bar over batches, with the rate, the time left and the latest score."""
 
@@ -76,6 +85,7 @@ class ProgressCallback(TrainerCallback):
             TimeRemainingColumn(),
             TextColumn("{task.fields[score]}"),
             refresh_per_second=2,
+            console=Console(stderr=True),
         )
         self._task = self._progress.add_task("train", total=None, rate="", score="")
 
@@ -147,6 +157,7 @@ class Callbacks:
         self._handler = CallbackHandler(
             [*own, *callbacks], learner.policy, processing_class, learner.optimizer, learner.scheduler
         )
+        self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
     def begin(self) -> None:
         """Before the first batch."""

@@ -41,7 +41,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

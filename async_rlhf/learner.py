@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, get_scheduler
 
 from async_rlhf.algorithms import Algorithm
 from async_rlhf.config import OnlineConfig
-from async_rlhf.models import disable_dropout, response_logprobs
+from async_rlhf.forward import response_logprobs
+from async_rlhf.models import disable_dropout
 from async_rlhf.objectives.kl import k1
 from async_rlhf.rows import by_length, response_tensors
 from async_rlhf.types import Experience, ScoredBatch
@@ -69,7 +70,7 @@ class Learner:
             for index in by_length(rows["lengths_B"], self.config.annotate_batch_size):
                 longest = int(rows["lengths_B"][index].max())
                 logprobs_BT, _ = self._logprobs(
-                    self.reference, rows["tokens_BT"][index, :longest], mask_BT[index, :longest]
+                    self.reference, rows["tokens_BT"][index, :longest], mask_BT[index, :longest], with_entropies=False
                 )
                 reference_BT[index, :longest] = logprobs_BT.cpu()
         experience = Experience(
@@ -136,11 +137,17 @@ class Learner:
         self.optimizer.zero_grad()
         return norm.item()
 
-    def _logprobs(self, model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor, with_entropies: bool = True
+    ) -> tuple[Tensor, Tensor]:
         device = model.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.config.bf16):
             return response_logprobs(
-                model, tokens_BT.to(device), mask_BT.to(device), self.config.generation.temperature
+                model,
+                tokens_BT.to(device),
+                mask_BT.to(device),
+                self.config.generation.temperature,
+                with_entropies,
             )
 
 

@@ -1,20 +1,15 @@
-"""Loading, making, running and saving models: policy, reference, reward.
-
-Rows are padded on the right, so that under causal attention no real token ever sees padding: no attention mask and
-no position ids are needed, and any causal language model of transformers works.
-"""
+"""Loading, checking, making and saving models: policy, reference, reward."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,7 +23,6 @@ from transformers import (
 
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.files import whole_folder
-from async_rlhf.objectives.logprobs import entropies, selected_logprobs
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,7 +35,7 @@ def default_device() -> torch.device:
 
 def _check_source(name: str, key: str) -> None:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if looks_local and not Path(name).is_dir():
+    if looks_local and not Path(name).expanduser().is_dir():
         raise ConfigError(f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model")
 
 
@@ -53,7 +47,7 @@ def load_tokenizer(name: str, key: str = "model") -> PreTrainedTokenizerBase:
     """
     _check_source(name, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
     return check_tokenizer(tokenizer)
@@ -73,22 +67,36 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 def load_policy(name: str, device: torch.device | str = "cpu", key: str = "model") -> PreTrainedModel:
     """A causal language model in float32 with dropout off."""
-    _check_source(name, key)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no causal language model could be loaded from {name!r}: {error}") from error
-    return disable_dropout(model.to(device))
+    return disable_dropout(_load(AutoModelForCausalLM, name, key).to(device))
 
 
 def load_reward_model(name: str, device: torch.device | str = "cpu", key: str = "reward_model") -> PreTrainedModel:
     """A sequence-classification model with one output, in float32, in evaluation mode."""
+    model = _load(AutoModelForSequenceClassification, name, key, num_labels=1)
+    return check_reward_model(model, key).to(device).eval()
+
+
+def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> PreTrainedModel:
+    """Require the head that scores are read from."""
+    if not isinstance(getattr(model, "score", None), nn.Module):
+        raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; must be a decoder model with one")
+    return model
+
+
+def _load(kind: Any, name: str, key: str, **options: Any) -> PreTrainedModel:
+    """A whole model in float32: weights that the folder lacks would be random, and are an error."""
     _check_source(name, key)
+    what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{key}: no reward model could be loaded from {name!r}: {error}") from error
-    return model.to(device).eval()
+        model, report = kind.from_pretrained(
+            str(Path(name).expanduser()), dtype=torch.float32, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")
+    return model
 
 
 def new_reward_model(name: str, tokenizer: PreTrainedTokenizerBase, seed: int, key: str = "model") -> PreTrainedModel:
@@ -135,6 +143,16 @@ def disable_dropout(model: Model) -> Model:
     return model
 
 
+def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
+    """Require room for the longest prompt with the longest response."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and prompt_length + response_length > limit:
+        raise ConfigError(
+            f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
+            f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions"
+        )
+
+
 def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A GPT-NeoX with random weights that depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
@@ -175,83 +193,6 @@ def stop_token_ids(
             )
         stops.update(ids)
     return tuple(sorted(stops))
-
-
-@contextmanager
-def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[None]:
-    """Within, the model's head sees only the hidden states at ``mask_BT``: logits come out as (N, V).
-
-    The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
-    """
-    head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][mask_BT],))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def response_logits(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Logits that predict the response tokens, in the order of ``tokens_BT[response_mask_BT]``.
-
-    Args:
-        model: any causal language model.
-        tokens_BT: rows of prompt and response, padded on the right.
-        response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
-
-    Returns:
-        (N, V) float32 for the N response tokens.
-    """
-    # The logits that predict token t stand at t - 1.
-    predicts_BT = torch.zeros_like(response_mask_BT, dtype=torch.bool)
-    predicts_BT[:, :-1] = response_mask_BT[:, 1:].bool()
-    with _logits_at(model, predicts_BT):
-        logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
-    return logits_NV.reshape(-1, logits_NV.shape[-1]).float()
-
-
-def response_logprobs(
-    model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each response token, and the entropy of the distribution it was drawn from.
-
-    Args:
-        model: any causal language model.
-        tokens_BT: rows of prompt and response, padded on the right.
-        response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
-        temperature: logits are divided by it.
-
-    Returns:
-        Two (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
-    """
-    logits_NV = response_logits(model, tokens_BT, response_mask_BT) / temperature
-    response_BT = response_mask_BT.bool()
-    shape = response_mask_BT.shape
-    empty_BT = torch.zeros(shape, dtype=torch.float32, device=logits_NV.device)
-    logprobs_BT = empty_BT.masked_scatter(response_BT, selected_logprobs(logits_NV, tokens_BT[response_BT]))
-    with torch.no_grad():
-        entropies_BT = empty_BT.masked_scatter(response_BT, entropies(logits_NV))
-    return logprobs_BT, entropies_BT
-
-
-def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Score of each row, read at its last real token.
-
-    Args:
-        model: a sequence-classification model with a linear head named ``score`` (as all of transformers' decoder
-            models have) and one output.
-        tokens_BT: rows of prompt and response, padded on the right.
-        lengths_B: real tokens of each row.
-
-    Returns:
-        (B,) float32.
-    """
-    head = getattr(model, "score", None)
-    if head is None:
-        raise ConfigError(f"reward_model: {type(model).__name__} has no head named `score`; use a decoder model")
-    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    last_BH = hidden_BTH[torch.arange(len(lengths_B), device=hidden_BTH.device), lengths_B - 1]
-    return head(last_BH).squeeze(-1).float()
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

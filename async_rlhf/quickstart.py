@@ -41,9 +41,10 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
         "response_length": RESPONSE_LENGTH,
         "max_prompt_length": MAX_PROMPT_LENGTH,
         "seed": seed,
+        "overwrite": config.overwrite,
     }
     stages: dict[str, Any] = {
-        "data": DocstringsConfig(out=str(data), source=list(config.source)),
+        "data": DocstringsConfig(out=str(data), source=list(config.source), overwrite=config.overwrite),
         "sft": SFTConfig(
             train=str(data / "sft.jsonl"),
             eval=str(data / "heldout.jsonl"),
@@ -54,6 +55,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             per_device_train_batch_size=16,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
             seed=seed,
+            overwrite=config.overwrite,
         ),
         "pairs": PairsConfig(
             model=str(out / "sft"),
@@ -72,6 +74,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             learning_rate=1e-3,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
             seed=seed,
+            overwrite=config.overwrite,
         ),
     }
     stages |= {name: _online(out, name, staleness, config) for name, staleness in RUNS.items()}
@@ -94,7 +97,8 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
         data=DataConfig(train=str(out / "data" / "rl.jsonl")),
         train=OnlineDPOConfig(
             output_dir=str(out / name),
-            overwrite_output_dir=not (out / name / "train.json").exists(),  # what an interrupted run left is not whole
+            # What an interrupted run left is not whole.
+            overwrite_output_dir=config.overwrite or not (out / name / "train.json").exists(),
             staleness=staleness,
             total_episodes=batch * max(2, round(80 * config.scale)),
             # Small micro-batches, sorted by length, waste less on padding than they lose by being small.

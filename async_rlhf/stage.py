@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 Source = str | Sequence[str] | Mapping[str, str] | None
 """One file, folder or hub name, or several."""
 
-_ELSEWHERE = ("overwrite", "device", "report_to", "logging_steps")  # fields that change no result
+# Fields that change no result. A field of a group counts by its own name.
+_ELSEWHERE = {"overwrite", "overwrite_output_dir", "device", "num_threads", "report_to", "run_name", "logging_steps"}
+_ELSEWHERE |= {"num_samples_logged", "progress", "trace"}
 _PLACES = ("output_dir", "output")  # the marker lies there: a folder that was moved is still done
 _MODEL_FILES = [
     "config.json",
@@ -56,6 +58,7 @@ class Stage:
         inputs: configuration key -> the file, folder or hub name it gives (or several). They are compared by content.
         owns_folder: the stage's output is the whole folder. Then a folder with other things in it is never replaced.
         outputs: else the files it writes. They are never replaced without a marker or ``overwrite``.
+        overwrite_option: what errors tell the user to pass.
         marker_name: of the marker where ``name`` would not tell two outputs in one folder apart.
     """
 
@@ -66,6 +69,7 @@ class Stage:
     owns_folder: bool = False
     outputs: tuple[Path, ...] = ()
     marker_name: str = ""
+    overwrite_option: str = "--overwrite"
 
     @property
     def marker(self) -> Path:
@@ -74,8 +78,8 @@ class Stage:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        values = dataclasses.asdict(self.config)
-        config = {key: value for key, value in values.items() if key not in _ELSEWHERE}
+        values = _dotted(dataclasses.asdict(self.config))
+        config = {key: value for key, value in values.items() if key.rpartition(".")[2] not in _ELSEWHERE}
         # Through JSON and back, so that it equals what a marker says.
         return json.loads(json.dumps({"config": config, "inputs": _fingerprints(self.inputs)}))
 
@@ -98,7 +102,7 @@ class Stage:
             raise ConfigError(
                 f"{self.name}: {str(self.folder)!r} holds the result of another configuration:\n  "
                 + "\n  ".join(differences)
-                + "\npass --overwrite true to replace it, or choose another output"
+                + f"\npass {self.overwrite_option} true to replace it, or choose another output"
             )
         if not all(path.is_file() for path in self.outputs):
             return None
@@ -116,7 +120,7 @@ class Stage:
             if path.exists() and not self.config.overwrite:
                 raise ConfigError(
                     f"{self.name}: {str(path)!r} is there, but nothing says that this stage finished it; pass "
-                    "--overwrite true to replace it, or choose another output"
+                    f"{self.overwrite_option} true to replace it, or choose another output"
                 )
 
     @contextmanager
@@ -149,6 +153,14 @@ class Stage:
         return found
 
 
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"seed": 0}} as {"train.seed": 0}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
     """One line for each key whose value or content is not what it was."""
     old, new = found["inputs"], wanted["inputs"]
@@ -156,10 +168,11 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterabl
         if old.get(key) != new.get(key):
             was, now = found["config"].get(key), wanted["config"].get(key)
             yield f"{key}: was {was!r} ({old.get(key)}), is {now!r} ({new.get(key)})"
-    skipped = {*_PLACES, *old, *new}
+    inputs = tuple(old.keys() | new.keys())
     old, new = found["config"], wanted["config"]
-    for key in sorted((old.keys() | new.keys()) - skipped):
-        if old.get(key) != new.get(key):
+    for key in sorted(old.keys() | new.keys()):
+        place = key.rpartition(".")[2] in _PLACES or any(key == name or key.startswith(f"{name}.") for name in inputs)
+        if not place and old.get(key) != new.get(key):
             yield f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class TrainingLoop:
         self.folder = Path(config.output_dir)
 
     def run(self) -> OnlineTrainerState:
-        """Train on every batch and save the final policy. Ends every process, however it ends."""
+        """Train on every batch and save the final policy."""
         with self._open_logs():
             self.callbacks.begin()
             self.rollouts.publish(self.learner.policy, version=0)
@@ -86,16 +86,12 @@ class TrainingLoop:
 
     @contextmanager
     def _open_logs(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = JsonLines(self.folder / "metrics.jsonl")
-        self._samples = JsonLines(self.folder / "samples.jsonl")
-        try:
+        with (
+            closing(self.callbacks),
+            closing(JsonLines(self.folder / "metrics.jsonl")) as self._metrics,
+            closing(JsonLines(self.folder / "samples.jsonl")) as self._samples,
+        ):
             yield
-        finally:
-            self.rollouts.generator.close()
-            self.callbacks.close()
-            for file in (self._metrics, self._samples, self.trace):
-                file.close()
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. True where the run shall stop."""
@@ -109,10 +105,11 @@ class TrainingLoop:
             self._log_samples(scored)
             self.callbacks.log(logs)
             self.trace.flush()
-        last = state.global_step == state.max_steps
+        last = state.global_step == state.max_steps or control.should_training_stop
         if self.eval_prompts is not None and (control.should_evaluate or last):
             evaluation = self.evaluate()
             self._metrics.write({**counters, **evaluation})
+            self.callbacks.log({**counters, **evaluation})
             self.callbacks.evaluated(evaluation)
         if control.should_save:
             name = f"checkpoint-{state.global_step}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from async_rlhf.algorithms import ALGORITHMS
-from async_rlhf.callbacks import Callbacks, OnlineTrainerState
+from async_rlhf.callbacks import Callbacks, OnlineTrainerState, check_integrations
 from async_rlhf.checkpoint import check_output_dir, delete_earlier_run
 from async_rlhf.config import ConfigError, OnlineConfig, OnlineDPOConfig
 from async_rlhf.data.loading import Rows
@@ -21,6 +23,8 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner import Learner
 from async_rlhf.models import (
+    check_positions,
+    check_reward_model,
     check_tokenizer,
     check_vocabulary,
     default_device,
@@ -34,6 +38,8 @@ from async_rlhf.rollouts import Rollouts
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.trainer import TrainingLoop
+
+logger = logging.getLogger(__name__)
 
 Model: TypeAlias = PreTrainedModel | str
 
@@ -78,35 +84,49 @@ class OnlineTrainer:
         reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
         if reward_model is None and not reward_funcs:
             raise ConfigError("reward_model: got None; give a reward_model, reward_funcs, or both")
+        if ref_model is not None and ref_model is model and not isinstance(model, str):
+            raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
+        if args.eval_steps and eval_dataset is None:
+            raise ConfigError(f"eval_steps: got {args.eval_steps}; must be 0 without eval_dataset")
+        check_integrations(args.report_to)
         check_output_dir(Path(args.output_dir), args.overwrite_output_dir)
         self.processing_class = _tokenizer(model, processing_class)
         # Data before models: its mistakes are found within seconds.
-        stream = self._stream(train_dataset, prompt_field, shuffle=True)
-        eval_stream = None if eval_dataset is None else self._stream(eval_dataset, prompt_field, shuffle=False)
+        self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")
+        self._eval_stream = None if eval_dataset is None else self._prompts(eval_dataset, prompt_field, "eval_dataset")
 
         device = torch.device(args.device) if args.device else default_device()
-        self.model = load_policy(model, device) if isinstance(model, str) else model.to(device)
-        self._check_lengths()
-        scorer = Scorer(
-            self.processing_class, args, self._reward_model(reward_model, device), reward_funcs, prompt_field
-        )
+        self.model = load_policy(model, device) if isinstance(model, str) else _in_float32(model.to(device))
+        check_positions(self.model, args.max_prompt_length, args.generation.response_length)
+        self._params = self._sampling()
+        # The saved policy then stops where this one did.
+        self.model.generation_config.eos_token_id = list(self._params.stop_token_ids)
+        scoring_model = self._reward_model(reward_model, device)
+        self._scorer = Scorer(self.processing_class, args, scoring_model, reward_funcs, prompt_field)
         reference = load_policy(ref_model, device, "ref_model") if isinstance(ref_model, str) else ref_model
         if reference is not None:
-            reference.to(device)
+            self._check_embeddings(reference.to(device), "ref_model")
         self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args)
         self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
-        self._parts = (stream, scorer, eval_stream)
+        self._started = False
 
     def train(self) -> OnlineTrainerState:
-        """Run the whole training. Returns the final state; the policy lies in ``<output_dir>/final``."""
-        stream, scorer, eval_stream = self._parts
-        delete_earlier_run(Path(self.args.output_dir))
-        trace = Trace(Path(self.args.output_dir) / "trace.json" if self.args.trace else None)
-        with shared_cores(self.args, self.model.device) as generator_threads:
-            generator = make_generator(self.args, self.model, self._sampling(), trace, generator_threads)
+        """Run the whole training, once. Returns the final state; the policy lies in ``<output_dir>/final``."""
+        if self._started:
+            raise RuntimeError("this trainer has trained already; make a new one to train again")
+        self._started = True
+        folder = Path(self.args.output_dir)
+        with ExitStack() as stack:
+            threads = stack.enter_context(shared_cores(self.args, self.model.device))
+            trace = stack.enter_context(closing(Trace()))
+            generator = make_generator(self.args, self.model, self._params, trace, threads)
+            stack.enter_context(closing(generator))
+            delete_earlier_run(folder)
+            if self.args.trace:
+                trace.write_to(folder / "trace.json")
             rollouts = Rollouts(
                 generator,
-                stream,
+                self._stream,
                 batch_size=self.args.batch_size,
                 num_batches=self.args.num_batches,
                 staleness=self.args.staleness,
@@ -115,12 +135,12 @@ class OnlineTrainer:
             loop = TrainingLoop(
                 self.args,
                 rollouts,
-                scorer,
+                self._scorer,
                 self.learner,
                 self.processing_class,
                 self.callbacks,
                 trace,
-                None if eval_stream is None else (eval_stream, self._eval_engine()),
+                None if self._eval_stream is None else (self._eval_stream, self._eval_engine()),
             )
             return loop.run()
 
@@ -137,37 +157,34 @@ class OnlineTrainer:
 
     def _eval_engine(self) -> TransformersEngine:
         autocast = torch.bfloat16 if self.args.bf16 else None
-        return TransformersEngine(self.model, replace(self._sampling(), samples_per_prompt=1), autocast=autocast)
+        return TransformersEngine(self.model, replace(self._params, samples_per_prompt=1), autocast=autocast)
 
-    def _stream(self, rows: Rows, prompt_field: str, shuffle: bool) -> PromptStream:
+    def _prompts(self, rows: Rows, prompt_field: str, key: str) -> PromptStream:
         return PromptStream(
             rows,
             self.processing_class,
             prompt_field=prompt_field,
             max_length=self.args.max_prompt_length,
             seed=self.args.seed,
-            shuffle=shuffle,
+            shuffle=key == "train_dataset",
+            key=key,
         )
 
     def _reward_model(self, reward_model: Model | None, device: torch.device) -> PreTrainedModel | None:
         if isinstance(reward_model, str):
             check_vocabulary(self.processing_class, load_tokenizer(reward_model, "reward_model"), "reward_model")
-            return load_reward_model(reward_model, device)
-        if reward_model is not None and reward_model.config.vocab_size != self.model.config.vocab_size:
-            raise ConfigError(
-                f"reward_model: its vocabulary has {reward_model.config.vocab_size} tokens, the policy's "
-                f"{self.model.config.vocab_size}; must be a model with the policy's tokenizer"
-            )
-        return None if reward_model is None else reward_model.to(device).eval()
+            reward_model = load_reward_model(reward_model, device)
+        if reward_model is None:
+            return None
+        self._check_embeddings(reward_model, "reward_model")
+        return check_reward_model(reward_model).to(device).eval()
 
-    def _check_lengths(self) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        total = self.args.max_prompt_length + self.args.generation.response_length
-        if limit is not None and total > limit:
+    def _check_embeddings(self, model: PreTrainedModel, key: str) -> None:
+        rows, tokens = model.get_input_embeddings().weight.shape[0], len(self.processing_class)
+        if rows < tokens:
             raise ConfigError(
-                f"max_prompt_length: got {self.args.max_prompt_length}; with generation.response_length "
-                f"{self.args.generation.response_length} it must be at most the model's {limit} positions, so at most "
-                f"{limit - self.args.generation.response_length}"
+                f"{key}: it has embeddings for {rows} tokens, the policy's tokenizer has {tokens}; must be a model "
+                "with the policy's tokenizer"
             )
 
 
@@ -175,9 +192,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     """Online DPO or IPO on the best and the worst of K samples; see :class:`OnlineTrainer` and OnlineDPOConfig."""
 
     algorithm = "online_dpo"
-
-    def __init__(self, model: Model, args: OnlineDPOConfig, train_dataset: Rows, **options: Any) -> None:
-        super().__init__(model, args, train_dataset, **options)
+    args: OnlineDPOConfig
 
 
 TRAINERS: dict[str, type[OnlineTrainer]] = {"online_dpo": OnlineDPOTrainer}
@@ -190,3 +205,11 @@ def _tokenizer(model: Model, tokenizer: PreTrainedTokenizerBase | None) -> PreTr
     if not name:
         raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
     return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model")
+
+
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """AdamW in bfloat16 moves few weights at the rates of RLHF: the masters are float32, whatever was loaded."""
+    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        return model
+    logger.warning("model: its weights are converted to float32; set bf16 to compute in bfloat16")
+    return model.float()

@@ -23,8 +23,10 @@ _ALIGNMENT = 64
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name, in the model's order; tied ones once."""
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    """What decides a model's output: parameters, tied ones once, and the buffers that are saved with it."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: parameter.data for name, parameter in model.named_parameters()} | buffers
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -46,6 +48,7 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     offset: int
 
 
@@ -56,15 +59,12 @@ class SnapshotRing:
 
     Args:
         specs: the tensors of one snapshot.
-        dtype: of every tensor in it.
         slots: S + 1.
         fd: the memory, when it was made by another process.
     """
 
-    def __init__(
-        self, specs: tuple[TensorSpec, ...], slot_bytes: int, dtype: torch.dtype, slots: int, fd: int | None = None
-    ) -> None:
-        self.specs, self.slot_bytes, self.dtype, self.slots = specs, slot_bytes, dtype, slots
+    def __init__(self, specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: int | None = None) -> None:
+        self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
         self.fd = _nameless_file(slot_bytes * slots) if fd is None else fd
         self._memory = mmap.mmap(self.fd, slot_bytes * slots)
         # Every page is touched now: the first publications would otherwise wait for the kernel to find them.
@@ -75,17 +75,19 @@ class SnapshotRing:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Sent to a child process, the ring arrives as the same memory, not as a copy."""
-        return _attach, (self.specs, self.slot_bytes, self.dtype, self.slots, DupFd(self.fd))
+        return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd))
 
     @classmethod
     def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int) -> SnapshotRing:
-        """A ring that fits the model's weights."""
+        """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, offset = [], 0
+        parameters = dict(model.named_parameters())
         for name, tensor in named_weights(model).items():
-            specs.append(TensorSpec(name, tuple(tensor.shape), offset))
-            size = tensor.numel() * dtype.itemsize
+            kept = dtype if name in parameters and tensor.is_floating_point() else tensor.dtype
+            specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
+            size = tensor.numel() * kept.itemsize
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(specs), offset, dtype, slots)
+        return cls(tuple(specs), offset, slots)
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
@@ -94,8 +96,8 @@ class SnapshotRing:
         for spec in self.specs:
             count = int(torch.Size(spec.shape).numel())
             begin = start + spec.offset
-            flat = self._bytes[begin : begin + count * self.dtype.itemsize]
-            views[spec.name] = flat.view(self.dtype).view(spec.shape)
+            flat = self._bytes[begin : begin + count * spec.dtype.itemsize]
+            views[spec.name] = flat.view(spec.dtype).view(spec.shape)
         return views
 
     def publish(self, model: nn.Module, version: int) -> str:
@@ -116,8 +118,8 @@ class SnapshotRing:
         self.published.clear()
 
 
-def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, dtype: torch.dtype, slots: int, fd: Any) -> SnapshotRing:
-    return SnapshotRing(specs, slot_bytes, dtype, slots, fd.detach())
+def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
+    return SnapshotRing(specs, slot_bytes, slots, fd.detach())
 
 
 def _nameless_file(size: int) -> int:

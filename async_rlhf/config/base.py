@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -73,6 +74,12 @@ class Checked:
         for key in keys:
             value = getattr(self, key)
             require(value is None or value >= minimum, key, value, f"must be at least {minimum}")
+
+    def is_device(self, key: str) -> None:
+        """The field is None or the name of a device."""
+        value = getattr(self, key)
+        right = 'must be "cpu", "cuda", "cuda:1" or the like, "mps" or "xpu"'
+        require(value is None or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", value) is not None, key, value, right)
 
     def above(self, bound: float, *keys: str) -> None:
         """Every given field is None or above ``bound``."""

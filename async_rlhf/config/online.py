@@ -22,8 +22,8 @@ class GenerationConfig(Checked):
         response_length: most new tokens of a completion, the stop token included.
         stop_tokens: texts of single tokens that end a completion, beside the model's end-of-sequence tokens.
         batch_size: most completions decoded together.
-        device: where generator processes run, e.g. "cuda:1"; null takes the last GPU, or the CPU. Worker i of
-            several on "cuda" takes the i-th GPU from there.
+        device: where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the
+            last first, or shares its only one; the workers of a learner on the CPU run there too.
         dtype: of the generator's weights, and so of the published snapshots. Inline, the learner's own are used.
         num_threads: CPU threads of each generator process; null shares the cores evenly with the learner.
         max_restarts: how often dead generator processes are started again before the run stops.
@@ -46,6 +46,7 @@ class GenerationConfig(Checked):
         self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
         self.at_least(0, "max_restarts")
         self.above(0, "temperature", "timeout")
+        self.is_device("device")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class OnlineConfig(Checked):
         num_mini_batches: N, optimiser steps per epoch over a batch.
         num_epochs: T, epochs over each batch.
         learning_rate: peak rate of AdamW.
-        lr_scheduler_type: any of transformers' schedules, stepped once after every optimiser step.
+        lr_scheduler_type: transformers' schedule of that name, stepped once after every optimiser step.
         warmup_steps: optimiser steps of linear warm-up.
         weight_decay: of AdamW.
         adam_beta1: of AdamW.
@@ -104,7 +105,9 @@ class OnlineConfig(Checked):
     num_mini_batches: int = 1
     num_epochs: int = 1
     learning_rate: float = 3e-6
-    lr_scheduler_type: str = "linear"
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
+        "linear"
+    )
     warmup_steps: int = 0
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -137,6 +140,7 @@ class OnlineConfig(Checked):
         self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
         self.at_least(1, "logging_steps", "num_threads", "total_episodes")
         self.above(0, "learning_rate", "adam_epsilon")
+        self.is_device("device")
         for key in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
         require(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -40,7 +41,7 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
         epilog=f"Every option can also be set by a YAML file (--config) or an environment variable: "
         f"{ENVIRONMENT_PREFIX}_TRAIN__SEED sets --train.seed. The command line wins over the environment, the "
         "environment over the file.",
-        default_config_files=[config_file] if config_file else [],
+        default_config_files=[glob.escape(config_file)] if config_file else [],
         default_env=True,
         env_prefix=ENVIRONMENT_PREFIX,
         allow_abbrev=False,

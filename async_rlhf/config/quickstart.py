@@ -44,12 +44,14 @@ class QuickstartConfig(Checked):
         source: packages or paths to harvest; none takes the standard library and the installed dependencies.
         seed: of everything.
         scale: multiplies the amount of work; below 1 for a quick look, above for better models.
+        overwrite: do every stage again.
     """
 
     out: str = "runs/quickstart"
     source: list[str] = field(default_factory=list)
     seed: int = 0
     scale: float = 1.0
+    overwrite: bool = False
 
     def check(self) -> None:
         self.at_least(0, "seed")

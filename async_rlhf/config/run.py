@@ -11,9 +11,9 @@ from async_rlhf.config.online import OnlineDPOConfig
 GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
 
 
-def _check_functions(functions: list[str]) -> None:
+def _check_functions(functions: list[str], key: str = "reward_funcs") -> None:
     for name in functions:
-        require(":" in name, "reward_funcs", name, 'must be "module:function" or "path/to/file.py:function"')
+        require(":" in name, key, name, 'must be "module:function" or "path/to/file.py:function"')
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class RunConfig(Checked):
         reward_funcs: instead of or beside it, Python functions as "module:function" or "file.py:function",
             called as f(prompts=..., completions=..., **columns) and returning one number per completion.
         ref_model: the reference policy; null takes the policy's starting weights.
+        tokenizer: a folder or a name on the hub; null takes the policy's.
+        callbacks: transformers' callbacks as "module:Class" or "file.py:Class".
         train: everything about the training itself.
         algorithm: the objective.
     """
@@ -55,6 +57,8 @@ class RunConfig(Checked):
     reward_model: str | None = None
     reward_funcs: list[str] = field(default_factory=list)
     ref_model: str | None = None
+    tokenizer: str | None = None
+    callbacks: list[str] = field(default_factory=list)
     train: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
     algorithm: Literal["online_dpo"] = "online_dpo"
 
@@ -65,6 +69,13 @@ class RunConfig(Checked):
 
     def check(self) -> None:
         _check_functions(self.reward_funcs)
+        _check_functions(self.callbacks, "callbacks")
+        require(
+            self.train.eval_steps == 0 or self.data.eval is not None,
+            "train.eval_steps",
+            self.train.eval_steps,
+            "must be 0 without data.eval",
+        )
         require(
             self.reward_model is not None or len(self.reward_funcs) > 0,
             "reward_model",
@@ -219,6 +230,7 @@ class PairsConfig(Checked):
             f"must be 1 to {self.samples_per_prompt // 2}: half of samples_per_prompt",
         )
         self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
+        self.is_device("device")
         self.above(0, "temperature")
         require(
             (self.reward_model is not None) != (len(self.reward_funcs) > 0),
@@ -291,6 +303,7 @@ class EvaluateConfig(Checked):
         _check_functions(self.reward_funcs)
         require(len(self.models) > 0, "models", self.models, "give at least one, as name: folder")
         self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
+        self.is_device("device")
         self.at_least(0, "num_samples")
         self.above(0, "temperature")
         require(

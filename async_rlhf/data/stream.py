@@ -7,7 +7,7 @@ So the state of the stream is one integer, and any process can say what batch b 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,7 @@ class PromptStream:
         max_length: prompts with more tokens are dropped, and counted in ``dropped``.
         seed: of the order.
         shuffle: False keeps the order of the rows.
+        key: what errors call the data set.
 
     Raises:
         ConfigError: a row has no prompt, or none is left.
@@ -45,14 +46,23 @@ class PromptStream:
         max_length: int = 512,
         seed: int = 0,
         shuffle: bool = True,
+        key: str = "train_dataset",
     ) -> None:
+        if not hasattr(rows, "__len__") or isinstance(rows, Mapping):
+            raise ConfigError(f"{key}: got a {type(rows).__name__}; must be a list of rows, or one split of a data set")
         if len(rows) == 0:
-            raise ConfigError("train_dataset: got 0 rows; must have at least one")
-        check_columns(rows, [prompt_field], "train_dataset")
+            raise ConfigError(f"{key}: got 0 rows; must have at least one")
+        check_columns(rows, [prompt_field], key)
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row[prompt_field], str):
+                raise ConfigError(
+                    f"{key}: {prompt_field!r} of row {number} is a {type(row[prompt_field]).__name__}; must be text "
+                    "(apply a chat template first)"
+                )
         self.rows = rows
         self.seed = seed
         self.shuffle = shuffle
-        encoded = tokenizer([str(row[prompt_field]) for row in rows], add_special_tokens=False)["input_ids"]
+        encoded = tokenizer([row[prompt_field] for row in rows], add_special_tokens=False)["input_ids"]
         self._tokens = {i: tuple(ids) for i, ids in enumerate(encoded) if 0 < len(ids) <= max_length}
         self._kept = np.fromiter(self._tokens, dtype=np.int64)
         self.dropped = len(rows) - len(self._kept)

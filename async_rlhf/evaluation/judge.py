@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from async_rlhf.data.tokenizer import encode_prompts, encode_responses
-from async_rlhf.models import load_reward_model, load_tokenizer, reward_scores
-from async_rlhf.rows import by_length, pad_rows
+from async_rlhf.forward import score_rows
+from async_rlhf.models import load_reward_model, load_tokenizer
 from async_rlhf.scoring.functions import RewardError, call_reward_function, load_reward_functions
 
 
@@ -59,31 +59,23 @@ class Judge:
         scores = [0.0] * len(rows)
         if self.model is not None:
             scores = self._model_scores(prompts, completions, ended)
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name != self.prompt_field}
+        names = dict.fromkeys(name for row in rows for name in row if name != self.prompt_field)
+        columns = {name: [row.get(name) for row in rows] for name in names}
         for function in self.functions:
             rewards = call_reward_function(function, prompts, completions, columns)
             scores = [a + b for a, b in zip(scores, rewards, strict=True)]
         return scores
 
-    @torch.no_grad()
     def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
         assert self.model is not None
-        device = self.model.device
         encoded = zip(
             encode_prompts(self.tokenizer, prompts),
             encode_responses(self.tokenizer, completions, ended),
             strict=True,
         )
         rows = [prompt + completion for prompt, completion in encoded]
-        # Equal rows are scored once: rounding depends on the padding, and equal texts must tie.
-        unique = list(dict.fromkeys(rows))
-        lengths_B = torch.tensor([len(row) for row in unique])
-        found: dict[tuple[int, ...], float] = {}
-        for index in by_length(lengths_B, self.batch_size):
-            tokens_BT = pad_rows([unique[i] for i in index.tolist()], torch.long).to(device)
-            scores = reward_scores(self.model, tokens_BT, lengths_B[index].to(device)).tolist()
-            found.update(zip((unique[i] for i in index.tolist()), scores, strict=True))
-        for row, score in found.items():
+        scores = score_rows(self.model, rows, self.batch_size).tolist()
+        for row, score in zip(rows, scores, strict=True):
             if not math.isfinite(score):
                 raise RewardError(f"the reward model gave {score} for {self.tokenizer.decode(row)!r}")
-        return [found[row] for row in rows]
+        return scores

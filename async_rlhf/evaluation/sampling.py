@@ -11,7 +11,7 @@ from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import stop_token_ids
+from async_rlhf.models import check_positions, stop_token_ids
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.types import Prompt
 
@@ -34,6 +34,7 @@ def sample(
     label: str,
 ) -> Completions:
     """Completions of each prompt, with a progress bar. The seed gives every model the same random numbers."""
+    check_positions(model, max(len(prompt.tokens) for prompt in prompts), config.response_length)
     params = SamplingParams(
         samples_per_prompt=samples_per_prompt,
         temperature=config.temperature,

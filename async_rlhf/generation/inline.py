@@ -25,12 +25,11 @@ class InlineGenerator:
         self.trace = trace
         self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
 
-    def publish(self, policy: nn.Module, version: int) -> float:
+    def publish(self, policy: nn.Module, version: int) -> None:
         """Only the number changes hands."""
         if policy is not self.engine.model:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
         self.engine.version = version
-        return 0.0
 
     def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
         """Note what to sample; :meth:`collect` does it."""

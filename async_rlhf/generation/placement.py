@@ -43,8 +43,8 @@ def make_generator(
     config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, trace: Trace, threads: int | None
 ) -> Generator:
     """The generator that the configuration asks for."""
+    autocast = torch.bfloat16 if config.bf16 else None
     if config.placement == "inline":
-        autocast = torch.bfloat16 if config.bf16 else None
         return InlineGenerator(TransformersEngine(policy, params, autocast=autocast), trace)
     generation = replace(config.generation, num_threads=threads)
-    return ProcessGenerator(policy, params, generation, config.staleness, trace)
+    return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from async_rlhf.config import GenerationConfig
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.worker import Failure, ModelSpec, Reply, Request, run_worker
 from async_rlhf.reports.trace import Trace
@@ -43,29 +43,40 @@ class ProcessGenerator:
         config: how many processes, and where.
         staleness: S; S + 1 snapshots are kept.
         trace: where generation is recorded.
+        autocast: see TransformersEngine.
     """
 
     def __init__(
-        self, policy: PreTrainedModel, params: SamplingParams, config: GenerationConfig, staleness: int, trace: Trace
+        self,
+        policy: PreTrainedModel,
+        params: SamplingParams,
+        config: GenerationConfig,
+        staleness: int,
+        trace: Trace,
+        autocast: torch.dtype | None = None,
     ) -> None:
         dtype = getattr(torch, config.dtype)
         self.config = config
         self.trace = trace
         self.ring = SnapshotRing.for_model(policy, dtype, staleness + 1)
-        spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads)
+        if type(policy).__module__ == "__main__":
+            raise ConfigError(
+                f"model: {type(policy).__name__} is defined in the script itself, where generator processes cannot "
+                "find it; must be in a module of its own, or use staleness 0"
+            )
+        spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads, autocast)
+        devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
         self.workers = [
-            _Worker(number, replace(spec, device=worker_device(config.device, number)), params, self.ring)
+            _Worker(number, replace(spec, device=devices[number]), params, self.ring)
             for number in range(config.workers)
         ]
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._replies: dict[int, dict[int, Reply]] = {}
         self._restarts = 0
 
-    def publish(self, policy: nn.Module, version: int) -> float:
+    def publish(self, policy: nn.Module, version: int) -> None:
         """Copy the weights into shared memory."""
-        started = time.monotonic()
         self.ring.publish(policy, version)
-        return time.monotonic() - started
 
     def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
         """Give each worker its share of the batch."""
@@ -121,7 +132,7 @@ class ProcessGenerator:
             if not worker.pipe.poll():  # only its sentinel woke us
                 raise EOFError
             reply = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it died, perhaps in the middle of a message
             self._restart(worker)
             return False
         if isinstance(reply, Failure):
@@ -159,7 +170,8 @@ class ProcessGenerator:
         )
         worker.start()
         for request in worker.open:
-            worker.pipe.send(request)
+            with suppress(OSError):  # dead again already: the next wait sees it, and counts it
+                worker.pipe.send(request)
 
 
 class _Worker:
@@ -187,7 +199,7 @@ class _Worker:
     def submit(self, request: Request) -> None:
         self.open.append(request)
         # If it has died, collecting will notice, start it again and send all open requests.
-        with suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(OSError):
             self.pipe.send(request)
 
     def close(self) -> None:
@@ -202,14 +214,17 @@ class _Worker:
         self.pipe.close()
 
 
-def worker_device(device: str | None, number: int) -> str:
-    """The device of a worker: the last GPUs by default, so that the learner keeps the first."""
-    if device is None:
-        count = torch.cuda.device_count()
-        return f"cuda:{max(0, count - 1 - number)}" if count else "cpu"
-    if device == "cuda":
-        return f"cuda:{number % max(1, torch.cuda.device_count())}"
-    return device
+def worker_device(device: str | None, number: int, learner: torch.device) -> str:
+    """The device of a worker. By default the GPUs that the learner does not use, the last first; a CPU learner's
+    workers run on the CPU, and a single GPU is shared.
+    """
+    if device is not None and device != "cuda":
+        return device
+    if device is None and learner.type != "cuda":
+        return learner.type
+    count = torch.cuda.device_count()
+    others = [gpu for gpu in reversed(range(count)) if gpu != (learner.index or 0) or learner.type != "cuda"]
+    return f"cuda:{others[number % len(others)] if others else 0}"
 
 
 @contextmanager

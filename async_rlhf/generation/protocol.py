@@ -43,8 +43,8 @@ class Engine(Protocol):
 class Generator(Protocol):
     """Engines and their weights, wherever they run."""
 
-    def publish(self, policy: nn.Module, version: int) -> float:
-        """Make the policy's weights available under a number. Returns the seconds that the learner waited."""
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Make the policy's weights available under a number. They may change again as soon as this returns."""
 
     def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
         """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""

@@ -41,7 +41,9 @@ class TransformersEngine:
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> str:
-        """Copy new weights into the model; the checksum is of what the model holds afterwards."""
+        """Copy new weights into the model. The checksum is of what the model holds afterwards, in the precision that it
+        was given: a parameter that the model keeps in a wider type holds the same numbers.
+        """
         held = named_weights(self.model)
         if held.keys() != tensors.keys():
             differing = ", ".join(sorted(held.keys() ^ tensors.keys())[:5])
@@ -50,7 +52,7 @@ class TransformersEngine:
             for name, tensor in held.items():
                 tensor.copy_(tensors[name])
         self.version = version
-        return checksum(held)
+        return checksum({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()})
 
     def close(self) -> None:
         """Nothing to free: the model belongs to the caller."""

@@ -35,6 +35,7 @@ class ModelSpec:
     device: str
     num_threads: int | None
     """CPU threads; None leaves torch's choice."""
+    autocast: torch.dtype | None = None
 
     def build(self) -> PreTrainedModel:
         """The model on its device, with weights still to be loaded."""
@@ -87,7 +88,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     try:
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
-        engine = TransformersEngine(spec.build(), params, version=-1)
+        engine = TransformersEngine(spec.build(), params, version=-1, autocast=spec.autocast)
         held = ""
         while (request := requests.get()) is not None:
             started = time.monotonic()

@@ -18,19 +18,17 @@ LEARNER = "learner"
 
 
 class Trace:
-    """Spans, written as they end, and their sums since the last :meth:`take_seconds`.
+    """Sums of spans since the last :meth:`take_seconds`; and a file of all of them, after :meth:`write_to`."""
 
-    Args:
-        path: the file to write; None only sums.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self) -> None:
         self._file: TextIO | None = None
         self._tracks: dict[str, int] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        if path is not None:
-            self._file = path.open("w", encoding="utf-8")
-            self._file.write("[\n")
+
+    def write_to(self, path: Path) -> None:
+        """Write every span from now on to a new file."""
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write("[\n")
 
     @contextmanager
     def span(self, name: str, **details: int) -> Iterator[None]:

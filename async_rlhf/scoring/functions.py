@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -26,20 +27,23 @@ def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
     Raises:
         ConfigError: there is no such module, file or function.
     """
-    return [_load(name) for name in names]
+    return [load_object(name, "reward_funcs") for name in names]
 
 
-def _load(name: str) -> RewardFunction:
+def load_object(name: str, key: str) -> Any:
+    """Something callable by name, for the given configuration key."""
     place, _, attribute = name.rpartition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # an installed command does not look into the current folder; python -m does
     try:
         module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, FileNotFoundError, ValueError) as error:
+    except (ImportError, FileNotFoundError, ValueError, SyntaxError) as error:
         raise ConfigError(
-            f'reward_funcs: got {name!r}: {error}; must be "module:function" or "path/to/file.py:function"'
+            f'{key}: got {name!r}: {error}; must be "module:function" or "path/to/file.py:function"'
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ConfigError(f"reward_funcs: got {name!r}; {place} has no function {attribute!r}")
+        raise ConfigError(f"{key}: got {name!r}; {place} has no function {attribute!r}")
     return function
 
 
@@ -50,6 +54,7 @@ def _module_from_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.data.tokenizer import decode_responses
-from async_rlhf.models import reward_scores
-from async_rlhf.rows import by_length, pad_rows
+from async_rlhf.forward import score_rows
 from async_rlhf.scoring.functions import RewardError, RewardFunction, call_reward_function
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
 
@@ -62,18 +61,10 @@ class Scorer:
             scores_R = torch.where(ended_R, scores_R, torch.tensor(float(self.config.penalty_reward_value)))
         return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), _metrics(scores_R, ended_R, rollouts))
 
-    @torch.no_grad()
     def _model_scores(self, groups: Sequence[RolloutGroup]) -> Tensor:
-        model = self.reward_model
-        assert model is not None
+        assert self.reward_model is not None
         rows = [group.prompt.tokens + rollout.tokens for group in groups for rollout in group.rollouts]
-        lengths_R = torch.tensor([len(row) for row in rows])
-        scores_R = torch.zeros(len(rows))
-        for index in by_length(lengths_R, self.config.annotate_batch_size):
-            tokens_BT = pad_rows([rows[i] for i in index.tolist()], torch.long).to(model.device)
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=self.config.bf16):
-                scores_R[index] = reward_scores(model, tokens_BT, lengths_R[index].to(model.device)).cpu()
-        return scores_R
+        return score_rows(self.reward_model, rows, self.config.annotate_batch_size, self.config.bf16)
 
     def _function_scores(self, function: RewardFunction, groups: Sequence[RolloutGroup]) -> list[float]:
         samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]

@@ -19,7 +19,8 @@ from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.tokenizer import encode_prompts, encode_responses
 from async_rlhf.evaluation.statistics import wilson
-from async_rlhf.models import load_tokenizer, new_reward_model, reward_scores
+from async_rlhf.forward import reward_scores
+from async_rlhf.models import load_tokenizer, new_reward_model
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.stage import Stage
 from async_rlhf.stages.training import StageTrainer, publish_model, require_single_process, train

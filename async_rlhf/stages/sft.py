@@ -14,7 +14,8 @@ from async_rlhf.config import ConfigError, SFTConfig
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.tokenizer import TEXT, encode_prompts, encode_responses, split_text, train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
-from async_rlhf.models import load_policy, load_tokenizer, new_gpt_neox, response_logits
+from async_rlhf.forward import response_logits
+from async_rlhf.models import load_policy, load_tokenizer, new_gpt_neox
 from async_rlhf.stage import Stage
 from async_rlhf.stages.training import StageTrainer, publish_model, require_single_process, train
 

@@ -18,7 +18,7 @@ from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.config import ConfigError, RunConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
-from async_rlhf.models import save_model
+from async_rlhf.models import load_policy, load_reward_model, save_model
 from async_rlhf.scoring import RewardError
 from async_rlhf.stages.data import run_data
 
@@ -86,6 +86,9 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
         (["--train.generation.placement", "inline"], "staleness: got 1; must be 0 with generation.placement"),
         (["--train.generation.temperature", "0"], "temperature: got 0.0; must be above 0"),
         (["--reward_funcs", "[no_colon]"], "reward_funcs: got 'no_colon'; must be \"module:function\""),
+        (["--train.lr_scheduler_type", "lineer"], "train.lr_scheduler_type.*lineer"),
+        (["--train.device", "gpu"], 'device: got \'gpu\'; must be "cpu", "cuda"'),
+        (["--train.eval_steps", "5"], "train.eval_steps: got 5; must be 0 without data.eval"),
         (["--config", "nowhere.yml"], "--config: got 'nowhere.yml'; there is no such file"),
     ],
 )
@@ -174,12 +177,12 @@ def test_a_tokenizer_needs_an_end_of_sequence_but_no_padding(make_policy, prompt
 
 
 def test_a_reward_model_of_another_vocabulary_is_refused(make_policy, make_reward_model, tokenizer, prompts, make_args):
-    with pytest.raises(ConfigError, match="reward_model: its vocabulary has 300 tokens, the policy's 258"):
+    with pytest.raises(ConfigError, match="reward_model: it has embeddings for 200 tokens, the policy's tokenizer"):
         OnlineDPOTrainer(
             make_policy(),
             make_args(),
             prompts,
-            reward_model=make_reward_model(vocab_size=300),
+            reward_model=make_reward_model(vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0),
             processing_class=tokenizer,
         )
 
@@ -216,9 +219,7 @@ def test_a_bad_reward_stops_the_run_and_names_the_function(
 
 
 def test_a_model_too_short_for_prompt_and_response_is_refused(make_policy, tokenizer, prompts, make_args):
-    with pytest.raises(
-        ConfigError, match=r"max_prompt_length: got 90; .* at most the model's 96 positions, so at most 84"
-    ):
+    with pytest.raises(ConfigError, match=r"max_prompt_length: prompts of 90 tokens .* response_length 12 it must be at most 84"):
         OnlineDPOTrainer(
             make_policy(),
             make_args(max_prompt_length=90),
@@ -226,6 +227,58 @@ def test_a_model_too_short_for_prompt_and_response_is_refused(make_policy, token
             reward_funcs=count_letters,
             processing_class=tokenizer,
         )
+
+
+def test_a_checkpoint_of_the_wrong_kind_is_refused(files, make_reward_model, tokenizer):
+    """transformers would load it with a random head, and train against noise."""
+    with pytest.raises(ConfigError, match=r"reward_model: .*model' holds no reward model: it lacks the weights score"):
+        load_reward_model(str(files["model"]))
+    save_model(make_reward_model(), tokenizer, files["model"])
+    with pytest.raises(ConfigError, match=r"model: .*model' holds no causal language model: it lacks the weights"):
+        load_policy(str(files["model"]))
+
+
+def test_the_reference_must_be_another_model(make_policy, tokenizer, prompts, make_args):
+    policy = make_policy()
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    with pytest.raises(ConfigError, match="ref_model: got the policy itself"):
+        OnlineDPOTrainer(policy, make_args(), prompts, ref_model=policy, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"report_to": ["wandbb"]}, "report_to: got 'wandbb'; must be one of"),
+        ({"eval_steps": 2}, "eval_steps: got 2; must be 0 without eval_dataset"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(make_policy, tokenizer, prompts, make_args, changes, expected):
+    with pytest.raises(ConfigError, match=expected):
+        OnlineDPOTrainer(
+            make_policy(), make_args(**changes), prompts, reward_funcs=count_letters, processing_class=tokenizer
+        )
+
+
+def test_rows_that_are_no_text_are_named(make_policy, tokenizer, prompts, make_args):
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    chat = [{"query": [{"role": "user", "content": "hello"}]}]
+    with pytest.raises(ConfigError, match=r"train_dataset: 'query' of row 1 is a list; must be text"):
+        OnlineDPOTrainer(make_policy(), make_args(), chat, **options)
+    with pytest.raises(ConfigError, match="eval_dataset: got 0 rows"):
+        OnlineDPOTrainer(make_policy(), make_args(), prompts, eval_dataset=[], **options)
+    with pytest.raises(ConfigError, match="train_dataset: got a dict; must be a list of rows, or one split"):
+        OnlineDPOTrainer(make_policy(), make_args(), {"train": prompts}, **options)
+
+
+def test_a_trainer_trains_once(make_policy, tokenizer, prompts, make_args):
+    trainer = OnlineDPOTrainer(
+        make_policy(), make_args(), prompts, reward_funcs=count_letters, processing_class=tokenizer
+    )
+    trainer.train()
+    log = (Path(trainer.args.output_dir) / "metrics.jsonl").read_text()
+    with pytest.raises(RuntimeError, match="has trained already"):
+        trainer.train()
+    assert (Path(trainer.args.output_dir) / "metrics.jsonl").read_text() == log
 
 
 def test_an_earlier_run_is_not_written_over(make_policy, tokenizer, prompts, make_args):
@@ -250,10 +303,12 @@ def test_the_command_trains_then_skips_what_is_done(files):
     second = run_command("train", "--config", files["config.yml"])
     assert second.returncode == 0
     assert "train: done already" in second.stderr
+    relative = os.path.relpath(files["out"])
+    moved = run_command("train", "--config", files["config.yml"], "--train.output_dir", relative)
+    assert "train: done already" in moved.stderr
     other = run_command("train", "--config", files["config.yml"], "--train.seed", "5")
     assert other.returncode == 2
-    assert "train" in other.stderr
-    assert "seed" in other.stderr
+    assert "train.seed: was 0, is 5\npass --train.overwrite_output_dir true" in other.stderr
     assert (files["out"] / "metrics.jsonl").read_text() == log
 
 

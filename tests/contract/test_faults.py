@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from conftest import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer
+from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.process import GeneratorError, ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
@@ -68,6 +70,25 @@ def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy,
     for name, tensor in undisturbed.model.state_dict().items():
         assert torch.equal(tensor, killed.model.state_dict()[name]), name
     assert generator_pids() == set()
+
+
+def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, prompts, make_args):
+    """An answer larger than the pipe lies half-sent until the learner reads: the usual state while it trains."""
+    args = make_args(generation={"placement": "process"})
+    policy, params = make_policy(), SamplingParams(400, 0.7, 48, (256,), 0)
+    generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
+    stream = PromptStream(prompts, tokenizer)
+    try:
+        generator.publish(policy, 0)
+        generator.submit(1, 0, stream.batch(1, 16))
+        assert wait([generator.workers[0].pipe], timeout=60)  # it has begun to send
+        time.sleep(0.5)
+        os.kill(generator.workers[0].process.pid, signal.SIGKILL)
+        batch = generator.collect(1)
+    finally:
+        generator.close()
+    assert [len(group.rollouts) for group in batch.groups] == [400] * 16
+    assert generator._restarts == 1
 
 
 def test_too_many_deaths_end_the_run(make_policy, tokenizer, prompts, make_args):
@@ -129,8 +150,6 @@ def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, token
     try:
         generator.publish(policy, 0)
         next(iter(generator.ring.views(0).values()))[0] += 1
-        from async_rlhf.data.stream import PromptStream
-
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2))
         with pytest.raises(GeneratorError, match="batch 1 needs version 0, checksum"):
             generator.collect(1)
@@ -153,7 +172,7 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             self.inner = InlineGenerator(TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)), Trace())
 
         def publish(self, policy, version):
-            return 0.0 if version else self.inner.publish(policy, version)
+            return None if version else self.inner.publish(policy, version)
 
         def submit(self, index, version, prompts):
             self.inner.submit(index, 0, prompts)
@@ -162,8 +181,6 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             batch = self.inner.collect(index)
             groups = tuple(RolloutGroup(g.prompt, tuple(replace(r) for r in g.rollouts)) for g in batch.groups)
             return RolloutBatch(index, 0, groups, 0.0)
-
-    from async_rlhf.data.stream import PromptStream
 
     generator = Stale()
     rollouts = Rollouts(

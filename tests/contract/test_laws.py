@@ -82,6 +82,12 @@ def test_synchronous_in_a_process_equals_inline_bitwise(make_policy, tokenizer, 
     assert_same_run(process, inline)
 
 
+def test_synchronous_in_a_process_equals_inline_under_bf16(make_policy, tokenizer, prompts, make_args):
+    inline = run_trainer(make_policy, tokenizer, prompts, make_args("inline", bf16=True))
+    args = make_args("process", {"placement": "process"}, bf16=True)
+    assert_same_run(run_trainer(make_policy, tokenizer, prompts, args), inline)
+
+
 def test_two_workers_draw_the_same_random_numbers_as_one(make_policy, tokenizer, prompts, make_args):
     """Another batch composition may round differently, so rewards agree closely, not bitwise."""
     one = run_trainer(make_policy, tokenizer, prompts, make_args("one", staleness=1))[1]

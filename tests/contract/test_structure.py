@@ -20,7 +20,7 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 LAYERS = [
     {"files", "config", "types"},
     {"objectives", "rows", "weights"},
-    {"algorithms", "models", "reports"},
+    {"algorithms", "forward", "models", "reports"},
     {"data", "scoring", "generation"},
     {"checkpoint", "learner", "rollouts", "stage"},
     {"callbacks"},

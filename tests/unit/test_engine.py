@@ -21,10 +21,10 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from async_rlhf.forward import response_logprobs
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import response_logprobs
 from async_rlhf.types import Prompt
 
 EOS, PAD = 256, 257

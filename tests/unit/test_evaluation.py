@@ -144,7 +144,7 @@ def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokeni
 
     torch.nn.init.constant_(model.score.weight, math.nan)
     save_model(model, tokenizer, tmp_path / "broken")
-    with pytest.raises(RewardError, match="the reward model gave nan for 'longer prompty<eos>'"):
+    with pytest.raises(RewardError, match="the reward model gave nan for 'ax<pad>'"):
         Judge(str(tmp_path / "broken"), [], 2, "cpu")(rows, texts, ended)
 
 

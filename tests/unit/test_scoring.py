@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from async_rlhf.config import OnlineDPOConfig
-from async_rlhf.models import reward_scores
+from async_rlhf.forward import reward_scores
 from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 

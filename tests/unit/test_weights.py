@@ -1,0 +1,92 @@
+"""Snapshots: what is in them, and that a ring of S + 1 slots keeps what can still be asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from async_rlhf.generation.process import worker_device
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.weights import SnapshotRing, checksum, named_weights
+
+
+def change(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_last_versions_are_there_unharmed(make_policy, staleness):
+    policy = make_policy()
+    ring = SnapshotRing.for_model(policy, torch.float32, staleness + 1)
+    published = {}
+    for version in range(8):
+        ring.publish(policy, version)
+        published[version] = {name: tensor.clone() for name, tensor in named_weights(policy).items()}
+        for kept in range(max(0, version - staleness), version + 1):
+            for name, tensor in ring.views(kept).items():
+                assert torch.equal(tensor, published[kept][name]), (kept, name)
+            assert ring.published[kept] == checksum(published[kept])
+        assert sorted(ring.published) == list(range(max(0, version - staleness), version + 1))
+        change(policy, 0.5)
+    ring.close()
+
+
+def test_buffers_that_decide_the_output_are_in_the_snapshot(make_policy):
+    policy, copy = make_policy(), make_policy()
+    for model in (policy, copy):
+        model.register_buffer("bias", torch.zeros(3, dtype=torch.float64))
+        model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    policy.bias += 7
+    ring = SnapshotRing.for_model(policy, torch.bfloat16, 1)
+    ring.publish(policy, 0)
+    engine = TransformersEngine(copy, SamplingParams(1, 1.0, 1, (0,), 0))
+    assert engine.load(ring.views(0), 0) == ring.published[0]
+    assert torch.equal(copy.bias, policy.bias)
+    assert "scratch" not in ring.views(0)
+    ring.close()
+
+
+def test_the_checksum_sees_every_kind_of_difference(make_policy):
+    weights = {name: tensor.clone() for name, tensor in named_weights(make_policy()).items()}
+    square = next(name for name, t in weights.items() if t.dim() == 2 and t.shape[0] == t.shape[1])
+    names = list(weights)
+    base = checksum(weights)
+    assert checksum({name: tensor.clone() for name, tensor in weights.items()}) == base
+    assert checksum({**weights, square: weights[square].T}) != base
+    assert checksum({**weights, square: weights[square] + 1e-6}) != base
+    assert checksum({name: weights[name] for name in names[:-1]}) != base
+    assert checksum({name: weights[name] for name in reversed(names)}) != base
+    assert checksum({**weights, square: weights[square].view(-1)}) != base
+
+
+def test_weights_that_do_not_fit_are_named(make_policy):
+    engine = TransformersEngine(make_policy(), SamplingParams(1, 1.0, 1, (0,), 0))
+    tensors = dict(named_weights(make_policy(1)))
+    name, missing = tensors.popitem()
+    with pytest.raises(ValueError, match=r"weights of version 3 do not fit the model; differing tensors: " + name):
+        engine.load(tensors, 3)
+    assert engine.version == 0
+    assert engine.load({**tensors, name: missing}, 3)
+    assert engine.version == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "learner", "gpus", "expected"),
+    [
+        (None, "cpu", 0, ["cpu", "cpu"]),
+        (None, "cpu", 4, ["cpu", "cpu"]),
+        (None, "cuda:0", 1, ["cuda:0", "cuda:0"]),
+        (None, "cuda:0", 2, ["cuda:1", "cuda:1"]),
+        (None, "cuda:3", 4, ["cuda:2", "cuda:1"]),
+        ("cuda", "cpu", 2, ["cuda:1", "cuda:0"]),
+        ("cuda:1", "cuda:0", 4, ["cuda:1", "cuda:1"]),
+        ("cpu", "cuda:0", 4, ["cpu", "cpu"]),
+    ],
+)
+def test_workers_take_the_gpus_that_the_learner_leaves(monkeypatch, device, learner, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert [worker_device(device, number, torch.device(learner)) for number in range(2)] == expected
