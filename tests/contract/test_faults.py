@@ -218,27 +218,37 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
     """A script without a __main__ guard, interrupted as by Ctrl-C, and killed."""
     script, out = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), out=str(out)))
-    learner = subprocess.Popen([sys.executable, script], start_new_session=True, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
-        assert learner.poll() is None, learner.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    processes = descendants(learner.pid)
-    assert len(processes) >= 2  # the fork server, and the generator
-    shared_memory = set(os.listdir("/dev/shm"))
-    if sent == signal.SIGINT:
-        os.killpg(learner.pid, sent)
-    else:
-        learner.send_signal(sent)
-    assert learner.wait(timeout=20) in code
-    deadline = time.monotonic() + 5
-    while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [pid for pid in processes if _alive(pid)] == []
-    assert set(os.listdir("/dev/shm")) <= shared_memory
-    complete = (out / "metrics.jsonl").read_text().splitlines()[:-1]
-    assert [json.loads(line)["batch"] for line in complete] == list(range(1, len(complete) + 1))
+    learner = subprocess.Popen(
+        [sys.executable, script],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Started in the background by a shell, the tests ignore Ctrl-C, and what they start would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
+            assert learner.poll() is None, learner.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        processes = descendants(learner.pid)
+        assert len(processes) >= 2  # the fork server, and the generator
+        shared_memory = set(os.listdir("/dev/shm"))
+        if sent == signal.SIGINT:
+            os.killpg(learner.pid, sent)
+        else:
+            learner.send_signal(sent)
+        assert learner.wait(timeout=20) in code
+        deadline = time.monotonic() + 5
+        while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [pid for pid in processes if _alive(pid)] == []
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+        complete = (out / "metrics.jsonl").read_text().splitlines()[:-1]
+        assert [json.loads(line)["batch"] for line in complete] == list(range(1, len(complete) + 1))
+    finally:
+        learner.kill()
 
 
 def _alive(pid: int) -> bool:
