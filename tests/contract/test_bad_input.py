@@ -53,7 +53,7 @@ def files(tmp_path, tokenizer, make_policy, prompts) -> dict[str, Path]:
 
 def run_command(*words: object, **options: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "async_rlhf.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
 def parse_error(*words: object) -> str:
