@@ -118,6 +118,17 @@ def test_a_source_without_functions_is_named(tmp_path, monkeypatch, source, expe
     assert not (tmp_path / "data").exists()
 
 
+def test_data_that_was_moved_is_still_done(tmp_path, caplog):
+    source = ["logging", "asyncio", "email"]
+    made = run_data(DocstringsConfig(out=str(tmp_path / "data"), source=source))
+    (tmp_path / "data").rename(tmp_path / "moved")
+    caplog.set_level("INFO")
+    assert run_data(DocstringsConfig(out=str(tmp_path / "moved"), source=source)) == made
+    assert "data: done already" in caplog.text
+    with pytest.raises(ConfigError, match="seed: was 0, is 1"):
+        run_data(DocstringsConfig(out=str(tmp_path / "moved"), source=source, seed=1))
+
+
 def test_an_unknown_key_in_the_file_is_named(files):
     files["config.yml"].write_text(files["config.yml"].read_text().replace("staleness", "stalenes"))
     assert "stalenes" in parse_error("--config", files["config.yml"])
