@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from async_rlhf.config import ConfigError, NewModelConfig
-from async_rlhf.files import whole_folder
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -193,12 +192,6 @@ def stop_token_ids(
             )
         stops.update(ids)
     return tuple(sorted(stops))
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer in the standard format, whole or not at all."""
-    with whole_folder(folder) as temporary:
-        write_model(model, tokenizer, temporary)
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

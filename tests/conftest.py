@@ -17,6 +17,16 @@ from transformers import (
 
 from async_rlhf.config import GenerationConfig, OnlineDPOConfig
 
+LLAMA_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+"""A tiny model of the Llama family, as its configuration spells it."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="store the losses of the golden runs anew")

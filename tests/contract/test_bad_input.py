@@ -18,7 +18,7 @@ from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.config import ConfigError, RunConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
-from async_rlhf.models import load_policy, load_reward_model, save_model
+from async_rlhf.models import load_policy, load_reward_model, write_model
 from async_rlhf.scoring import RewardError
 from async_rlhf.stages.data import run_data
 
@@ -40,7 +40,7 @@ train:
 def files(tmp_path, tokenizer, make_policy, prompts) -> dict[str, Path]:
     """A model, data and a reward function on disk, and a configuration that trains with them."""
     places = {name: tmp_path / name for name in ("model", "data.jsonl", "reward.py", "out", "config.yml")}
-    save_model(make_policy(), tokenizer, places["model"])
+    write_model(make_policy(), tokenizer, places["model"])
     places["data.jsonl"].write_text("".join(json.dumps(row) + "\n" for row in prompts))
     places["reward.py"].write_text(
         "def reward(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
@@ -204,7 +204,7 @@ def test_a_saved_reward_model_of_another_tokenizer_is_refused(
     other = byte_tokenizer()
     other.add_tokens(["zebra"])
     model: GPTNeoXForSequenceClassification = make_reward_model(vocab_size=259)
-    save_model(model, other, tmp_path / "reward")
+    write_model(model, other, tmp_path / "reward")
     with pytest.raises(ConfigError, match="reward_model: its vocabulary has 259 tokens, the policy's 258"):
         OnlineDPOTrainer(
             make_policy(), make_args(), prompts, reward_model=str(tmp_path / "reward"), processing_class=tokenizer
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_the_wrong_kind_is_refused(files, make_reward_model, tok
     """transformers would load it with a random head, and train against noise."""
     with pytest.raises(ConfigError, match=r"reward_model: .*model' holds no reward model: it lacks the weights score"):
         load_reward_model(str(files["model"]))
-    save_model(make_reward_model(), tokenizer, files["model"])
+    write_model(make_reward_model(), tokenizer, files["model"])
     with pytest.raises(ConfigError, match=r"model: .*model' holds no causal language model: it lacks the weights"):
         load_policy(str(files["model"]))
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import LLAMA_SIZES
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -229,14 +230,7 @@ def widened(model, seed: int):
 
 def make_model(kind: str, make_policy, seed: int = 0):
     tokens = {"vocab_size": 258, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    sizes = tokens | {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 96,
-    }
+    sizes = tokens | LLAMA_SIZES
     if kind == "gpt_neox":
         return make_policy(seed).eval()
     if kind == "gpt2":

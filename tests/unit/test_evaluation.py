@@ -17,7 +17,7 @@ from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.evaluation.statistics import mean_interval, t_quantile, wilson, win_rate
-from async_rlhf.models import save_model
+from async_rlhf.models import write_model
 from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
 from async_rlhf.stage import json_lines
@@ -131,7 +131,7 @@ def test_perplexity_divides_by_response_tokens_only(make_policy):
 
 def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokenizer):
     model = make_reward_model()
-    save_model(model, tokenizer, tmp_path / "reward")
+    write_model(model, tokenizer, tmp_path / "reward")
     rows = [{"query": "a"}, {"query": "longer prompt"}, {"query": "a"}, {"query": "a"}]
     texts, ended = ["x<pad>", "y", "x<pad>", "x<pad>"], [False, True, False, True]
     scores = Judge(str(tmp_path / "reward"), [], 2, "cpu")(rows, texts, ended)
@@ -143,7 +143,7 @@ def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokeni
     assert scores[0] == scores[2] != scores[3]
 
     torch.nn.init.constant_(model.score.weight, math.nan)
-    save_model(model, tokenizer, tmp_path / "broken")
+    write_model(model, tokenizer, tmp_path / "broken")
     with pytest.raises(RewardError, match="the reward model gave nan for 'ax<pad>'"):
         Judge(str(tmp_path / "broken"), [], 2, "cpu")(rows, texts, ended)
 
@@ -159,7 +159,7 @@ def letters(prompts, completions, **columns):
 @pytest.fixture
 def config(tmp_path, make_policy, tokenizer):
     for name, seed in (("sft", 0), ("policy", 1)):
-        save_model(make_policy(seed), tokenizer, tmp_path / name)
+        write_model(make_policy(seed), tokenizer, tmp_path / name)
     (tmp_path / "judge.py").write_text(REWARD)
     rows = [{"query": f"p{i}", "query_reference_response": f"p{i} {'ab' * (i % 3)}<eos>"} for i in range(12)]
     rows.insert(3, {"query": "z" * 40, "query_reference_response": "z" * 41})

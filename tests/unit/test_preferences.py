@@ -11,7 +11,7 @@ import torch
 
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.models import load_reward_model, save_model
+from async_rlhf.models import load_reward_model, write_model
 from async_rlhf.stage import json_lines
 from async_rlhf.stages.pairs import best_and_worst, run_pairs
 from async_rlhf.stages.reward import (
@@ -74,7 +74,7 @@ def letters(prompts, completions, name, **columns):
 
 
 def test_run_pairs(tmp_path, make_policy, tokenizer):
-    save_model(make_policy(), tokenizer, tmp_path / "base")
+    write_model(make_policy(), tokenizer, tmp_path / "base")
     (tmp_path / "judge.py").write_text(REWARD)
     rows = [{"query": f"p{'y' * (i % 5)} n{i}", "name": f"n{i}"} for i in range(30)] + [
         {"query": "z" * 50, "name": "z"}
@@ -112,9 +112,9 @@ def test_run_pairs(tmp_path, make_policy, tokenizer):
 
 
 def test_pairs_by_a_reward_model(tmp_path, make_policy, make_reward_model, tokenizer):
-    save_model(make_policy(), tokenizer, tmp_path / "base")
+    write_model(make_policy(), tokenizer, tmp_path / "base")
     reward_model = make_reward_model()
-    save_model(reward_model, tokenizer, tmp_path / "reward")
+    write_model(reward_model, tokenizer, tmp_path / "reward")
     config = PairsConfig(
         model=str(tmp_path / "base"),
         prompts=write_rows(tmp_path / "prompts.jsonl", [{"query": f"p{i}"} for i in range(8)]),
@@ -216,7 +216,7 @@ def test_pairs_of_a_prompt_stay_together(tokenizer):
 
 
 def test_run_reward_learns_a_preference(tmp_path, make_policy, tokenizer):
-    save_model(make_policy(), tokenizer, tmp_path / "base")
+    write_model(make_policy(), tokenizer, tmp_path / "base")
     config = RewardConfig(
         train=write_rows(tmp_path / "pairs.jsonl", PAIRS),
         output_dir=str(tmp_path / "reward"),

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from conftest import LLAMA_SIZES
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -30,14 +31,7 @@ EOS, PAD = 256, 257
 
 def make_scoring_model(kind: str, make_reward_model, pad: int | None):
     tokens = {"vocab_size": 258, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": pad, "num_labels": 1}
-    sizes = tokens | {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 96,
-    }
+    sizes = tokens | LLAMA_SIZES
     if kind == "gpt_neox":
         return make_reward_model(pad_token_id=pad)
     torch.manual_seed(0)

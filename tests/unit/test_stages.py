@@ -18,7 +18,7 @@ import torch
 
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.evaluation.likelihood import EncodedRow
-from async_rlhf.models import load_policy, load_tokenizer, save_model
+from async_rlhf.models import load_policy, load_tokenizer, write_model
 from async_rlhf.stage import Stage, fingerprint, json_lines
 from async_rlhf.stages.sft import SFTTrainer, encode_rows, run_sft
 from async_rlhf.stages.training import LengthBatches, train
@@ -297,7 +297,7 @@ def test_run_sft(tmp_path, caplog):
 
 
 def test_sft_continues_a_model_and_learns(tmp_path, make_policy, tokenizer):
-    save_model(make_policy(), tokenizer, tmp_path / "base")
+    write_model(make_policy(), tokenizer, tmp_path / "base")
     write_rows(tmp_path / "sft.jsonl", [{"query_reference_response": "same text"}] * 24)
     config = sft_config(
         tmp_path, model=str(tmp_path / "base"), completion_only=False, learning_rate=1e-2, num_epochs=8.0
