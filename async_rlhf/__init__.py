@@ -10,11 +10,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "GRPOConfig": "async_rlhf.config",
+    "GRPOTrainer": "async_rlhf.trainers",
     "GenerationConfig": "async_rlhf.config",
+    "KLConfig": "async_rlhf.config",
+    "LoRAConfig": "async_rlhf.config",
+    "OffPolicyConfig": "async_rlhf.config",
+    "OnlineBoKConfig": "async_rlhf.config",
+    "OnlineBoKTrainer": "async_rlhf.trainers",
     "OnlineConfig": "async_rlhf.config",
     "OnlineDPOConfig": "async_rlhf.config",
     "OnlineDPOTrainer": "async_rlhf.trainers",
     "OnlineTrainerState": "async_rlhf.callbacks",
+    "PPOConfig": "async_rlhf.config",
+    "PPOTrainer": "async_rlhf.trainers",
+    "PolicyAndValueWrapper": "async_rlhf.forward",
+    "RLOOConfig": "async_rlhf.config",
+    "RLOOTrainer": "async_rlhf.trainers",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

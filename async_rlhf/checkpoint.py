@@ -5,22 +5,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from async_rlhf.config import ConfigError
 from async_rlhf.files import whole_folder
-from async_rlhf.models import write_model
+from async_rlhf.learner import Learner
 
 FINAL = "final"
 """The folder of the policy after the last batch."""
 
 
-def save_checkpoint(
-    folder: Path, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: TrainerState
-) -> None:
+def save_checkpoint(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, state: TrainerState) -> None:
     """Write a folder that ``from_pretrained`` loads, with ``trainer_state.json`` beside the weights."""
     with whole_folder(folder) as temporary:
-        write_model(policy, tokenizer, temporary)
+        learner.save(temporary, tokenizer)
         state.save_to_json(str(temporary / "trainer_state.json"))
 
 

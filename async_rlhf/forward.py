@@ -1,4 +1,4 @@
-"""Forward passes on rows: log-probabilities of responses, scores of a reward model.
+"""Forward passes on rows: log-probabilities of responses, scores of a reward model, values.
 
 Rows are padded on the right, so that under causal attention no real token ever sees padding: no attention mask and
 no position ids are needed, and any causal language model of transformers works.
@@ -8,27 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.objectives.logprobs import entropies, selected_logprobs
 from async_rlhf.rows import by_length, pad_rows
+from async_rlhf.types import PolicyOutput
 
 
 @contextmanager
-def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[None]:
+def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]]:
     """Within, the model's head sees only the hidden states at ``mask_BT``: logits come out as (N, V).
 
     The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
+
+    Yields:
+        A list that each forward pass adds those hidden states to, (N, H).
     """
-    head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][mask_BT],))
+    seen: list[Tensor] = []
+
+    def keep_and_pass_on(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(inputs[0][mask_BT])
+        return (seen[-1],)
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on)
     try:
-        yield
+        yield seen
     finally:
         handle.remove()
+
+
+def _predicting(response_mask_BT: Tensor) -> Tensor:
+    """Where the states lie that predict the response tokens: what predicts token t stands at t - 1."""
+    predicts_BT = torch.zeros_like(response_mask_BT, dtype=torch.bool)
+    predicts_BT[:, :-1] = response_mask_BT[:, 1:].bool()
+    return predicts_BT
 
 
 def response_logits(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
@@ -42,12 +59,13 @@ def response_logits(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT:
     Returns:
         (N, V) float32 for the N response tokens.
     """
-    # The logits that predict token t stand at t - 1.
-    predicts_BT = torch.zeros_like(response_mask_BT, dtype=torch.bool)
-    predicts_BT[:, :-1] = response_mask_BT[:, 1:].bool()
-    with _logits_at(model, predicts_BT):
+    return _logits_and_states(model, tokens_BT, response_mask_BT)[0]
+
+
+def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    with _logits_at(model, _predicting(response_mask_BT)) as seen:
         logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
-    return logits_NV.reshape(-1, logits_NV.shape[-1]).float()
+    return logits_NV.reshape(-1, logits_NV.shape[-1]).float(), seen[-1]
 
 
 def response_logprobs(
@@ -56,7 +74,8 @@ def response_logprobs(
     response_mask_BT: Tensor,
     temperature: float,
     with_entropies: bool = True,
-) -> tuple[Tensor, Tensor]:
+    value_head: nn.Linear | None = None,
+) -> PolicyOutput:
     """Log-probability of each response token, and the entropy of the distribution it was drawn from.
 
     Args:
@@ -65,20 +84,79 @@ def response_logprobs(
         response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
         temperature: logits are divided by it.
         with_entropies: False saves their computation and returns zeros in their place.
+        value_head: gives values from the states that the model's own head sees.
 
     Returns:
-        Two (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
+        (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
-    logits_NV = response_logits(model, tokens_BT, response_mask_BT) / temperature
+    logits_NV, states_NH = _logits_and_states(model, tokens_BT, response_mask_BT)
+    logits_NV = logits_NV / temperature
     response_BT = response_mask_BT.bool()
-    shape = response_mask_BT.shape
-    empty_BT = torch.zeros(shape, dtype=torch.float32, device=logits_NV.device)
+    empty_BT = torch.zeros(response_mask_BT.shape, dtype=torch.float32, device=logits_NV.device)
     logprobs_BT = empty_BT.masked_scatter(response_BT, selected_logprobs(logits_NV, tokens_BT[response_BT]))
-    if not with_entropies:
-        return logprobs_BT, empty_BT
-    with torch.no_grad():
-        entropies_BT = empty_BT.masked_scatter(response_BT, entropies(logits_NV))
-    return logprobs_BT, entropies_BT
+    entropies_BT, values_BT = empty_BT, None
+    if with_entropies:
+        with torch.no_grad():
+            entropies_BT = empty_BT.masked_scatter(response_BT, entropies(logits_NV))
+    if value_head is not None:
+        values_BT = empty_BT.masked_scatter(response_BT, _scalars(value_head, states_NH))
+    return PolicyOutput(logprobs_BT, entropies_BT, values_BT)
+
+
+def response_values(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
+    """Value of the text before each response token.
+
+    Args:
+        model: a sequence-classification model, as for :func:`reward_scores`.
+        tokens_BT: rows of prompt and response, padded on the right.
+        response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
+
+    Returns:
+        (B, T) float32, 0 outside the response.
+    """
+    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    values_N = _scalars(model.score, hidden_BTH[_predicting(response_mask_BT)])
+    empty_BT = torch.zeros(response_mask_BT.shape, dtype=torch.float32, device=values_N.device)
+    return empty_BT.masked_scatter(response_mask_BT.bool(), values_N)
+
+
+def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
+    """The head's only output, (N,) float32.
+
+    In bfloat16 a score near 4 has a step of 0.03: real preferences would become ties.
+    """
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return head(hidden_NH.to(head.weight.dtype)).squeeze(-1).float()
+
+
+class PolicyAndValueWrapper(nn.Module):
+    """Everything that is trained, in one module with one forward pass: the policy, and PPO's values if there are any.
+
+    Args:
+        policy: any causal language model.
+        value: a value model of its own, or a head on the policy's states, or None.
+    """
+
+    def __init__(self, policy: PreTrainedModel, value: PreTrainedModel | nn.Linear | None = None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value = value
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The value head, where values share the policy's trunk."""
+        return self.value if isinstance(self.value, nn.Linear) else None
+
+    def forward(
+        self, tokens_BT: Tensor, response_mask_BT: Tensor, temperature: float, with_entropies: bool = True
+    ) -> PolicyOutput:
+        """See :func:`response_logprobs` and :func:`response_values`."""
+        output = response_logprobs(
+            self.policy, tokens_BT, response_mask_BT, temperature, with_entropies, value_head=self.head
+        )
+        if isinstance(self.value, PreTrainedModel):
+            return replace(output, values_BT=response_values(self.value, tokens_BT, response_mask_BT))
+        return output
 
 
 def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
@@ -93,12 +171,9 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     Returns:
         (B,) float32.
     """
-    head = model.score
     hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
     last_BH = hidden_BTH[torch.arange(len(lengths_B), device=hidden_BTH.device), lengths_B - 1]
-    # In bfloat16 a score near 4 has a step of 0.03: real preferences would become ties.
-    with torch.autocast(hidden_BTH.device.type, enabled=False):
-        return head(last_BH.to(head.weight.dtype)).squeeze(-1).float()
+    return _scalars(model.score, last_BH)
 
 
 @torch.no_grad()

@@ -1,108 +1,183 @@
-"""The learner: policy, reference policy and optimiser. Annotates what was sampled, and updates on it."""
+"""The learner: policy, reference, value model and optimiser. Annotates what was sampled, and updates on it."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, get_scheduler
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from async_rlhf.algorithms import Algorithm
-from async_rlhf.config import OnlineConfig
-from async_rlhf.forward import response_logprobs
-from async_rlhf.models import disable_dropout
-from async_rlhf.objectives.kl import k1
+from async_rlhf.algorithms import Algorithm, kl_penalties
+from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
+from async_rlhf.forward import PolicyAndValueWrapper, response_logprobs, response_values
+from async_rlhf.lora import adapters_off, has_adapters
+from async_rlhf.models import disable_dropout, write_model, write_value_head
+from async_rlhf.objectives.kl import adapted_coefficient, k1
+from async_rlhf.objectives.ratios import ratio_statistics
 from async_rlhf.rows import by_length, response_tensors
-from async_rlhf.types import Experience, ScoredBatch
+from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 
 
 class Learner:
     """Trains one policy with one algorithm.
 
     Args:
-        policy: trained in place, with float32 weights.
-        reference: stays as it is; None takes a copy of the policy as it is now.
+        policy: trained in place, with float32 weights; of a policy with adapters only those are trained.
+        reference: stays as it is; None takes the policy as it is now: a copy, or its weights without adapters.
         algorithm: an entry of :data:`~async_rlhf.algorithms.ALGORITHMS`.
         config: of that algorithm.
+        value: PPO's value model, or a value head on the policy's states.
     """
 
     def __init__(
-        self, policy: PreTrainedModel, reference: PreTrainedModel | None, algorithm: Algorithm, config: OnlineConfig
+        self,
+        policy: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        algorithm: Algorithm,
+        config: OnlineConfig,
+        value: PreTrainedModel | nn.Linear | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.config = config
         self.policy = disable_dropout(policy)
-        self.reference = copy.deepcopy(policy) if reference is None else disable_dropout(reference)
-        self.reference.requires_grad_(False).eval()
-        if config.gradient_checkpointing:
-            policy.gradient_checkpointing_enable()
-        self.optimizer = torch.optim.AdamW(
-            policy.parameters(),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.reference = self._frozen_reference(reference)
+        self.value = None if value is None else disable_dropout(value)
+        self.model = PolicyAndValueWrapper(policy, self.value)
+        for model in (policy, value):
+            if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
+                model.gradient_checkpointing_enable()
+                model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
+        self.optimizer = self._optimizer()
         self.scheduler = get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=config.num_optimizer_steps,
         )
-        policy.train()
+        self.kl_coef = config.kl.coef if isinstance(config, KLPenaltyConfig) else 0.0
+        self.model.train()
+
+    def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
+        """A model of its own, or None where there is no need of one: no KL, or adapters that can be switched off."""
+        if not self.config.uses_reference or (reference is None and has_adapters(self.policy)):
+            return None
+        own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
+        return own.requires_grad_(False).eval()
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        config = self.config
+        groups = [{"params": _trainable(self.policy), "lr": config.learning_rate}]
+        if self.value is not None:
+            assert isinstance(config, PPOConfig)
+            rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
+            groups.append({"params": _trainable(self.value), "lr": rate})
+        return torch.optim.AdamW(
+            groups,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
 
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
-        """Add the reference's log-probabilities, then let the algorithm assign credit.
+        """Add what reference, policy and value model say before the update, then let the algorithm assign credit.
+
+        A prompt with a completion that has no reward is left out.
 
         Returns:
             What to train on, and metrics over all samples of the batch, trained on or not.
         """
-        rows = response_tensors(scored.batch.groups)
-        mask_BT = rows["response_mask_BT"]
-        reference_BT = torch.zeros_like(mask_BT)
-        with torch.no_grad():
-            for index in by_length(rows["lengths_B"], self.config.annotate_batch_size):
-                longest = int(rows["lengths_B"][index].max())
-                logprobs_BT, _ = self._logprobs(
-                    self.reference, rows["tokens_BT"][index, :longest], mask_BT[index, :longest], with_entropies=False
-                )
-                reference_BT[index, :longest] = logprobs_BT.cpu()
+        rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
+        groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
+        rows = response_tensors(groups)
         experience = Experience(
-            **rows,
-            reference_logprobs_BT=reference_BT,
-            scores_B=scored.scores_PK.flatten(),
-            weights_U=torch.ones(len(mask_BT)),
+            **rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=torch.ones(len(rows["tokens_BT"]))
         )
-        credited = self.algorithm.credit(experience, self.config)
-        metrics = _objective_metrics(experience)
-        metrics["objective/ties"] = float((credited.weights_U == 0).sum())
+        if self.config.uses_reference:
+            experience = self._add(experience, self._by_reference)
+        if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
+            experience = self._add(experience, self._before_update)
+        config = self._adapted_config()
+        metrics = _objective_metrics(experience, config)
+        if self.config.samples_per_prompt > 1:
+            scores_PK = scored.scores_PK[rewarded_P]
+            metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
+        credited = self.algorithm.credit(experience, config)
+        if isinstance(config, KLPenaltyConfig) and config.kl.target is not None and "objective/kl" in metrics:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef, metrics["objective/kl"], config.kl.target, len(experience), config.kl.horizon
+            )
         return credited, metrics
+
+    def _adapted_config(self) -> OnlineConfig:
+        """The configuration with the KL coefficient as it is now."""
+        config = self.config
+        if not isinstance(config, KLPenaltyConfig) or config.kl.target is None:
+            return config
+        return replace(config, kl=replace(config.kl, coef=self.kl_coef))
+
+    def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
+        """The rows with more fields, computed without gradient in batches of like length."""
+        fields: dict[str, Any] = {}
+        with torch.no_grad():
+            for index in by_length(rows.lengths_B, self.config.annotate_batch_size):
+                part = rows.select(index)
+                found = compute(part.tokens_BT.to(self.policy.device), part.response_mask_BT.to(self.policy.device))
+                for name, values_BT in found.items():
+                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
+                    whole_BT[index, : values_BT.shape[1]] = values_BT.cpu()
+        return replace(rows, **fields)
+
+    def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        temperature = self.config.generation.temperature
+        model = self.policy if self.reference is None else self.reference
+        with adapters_off(model) if self.reference is None else nullcontext(), self._autocast():
+            output = response_logprobs(model, tokens_BT, mask_BT, temperature, with_entropies=False)
+        return {"reference_logprobs_BT": output.logprobs_BT}
+
+    def _before_update(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        """Log-probabilities where the objective needs them from before the update, and values."""
+        found = {}
+        assert isinstance(self.config, RatioConfig)
+        with self._autocast():
+            if self.config.needs_proximal_pass or self.model.head is not None:
+                temperature = self.config.generation.temperature
+                output = response_logprobs(self.policy, tokens_BT, mask_BT, temperature, False, self.model.head)
+                if self.config.needs_proximal_pass:
+                    found["old_logprobs_BT"] = output.logprobs_BT
+                if output.values_BT is not None:
+                    found["values_BT"] = output.values_BT
+            if isinstance(self.value, PreTrainedModel):
+                found["values_BT"] = response_values(self.value, tokens_BT, mask_BT)
+        return found
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""
         loss_sums: defaultdict[str, float] = defaultdict(float)
-        row_sums: defaultdict[str, float] = defaultdict(float)
-        total_weight, rows, steps, gradient_norms = 0.0, 0, 0, 0.0
+        watch = _Watch()
+        total_weight, steps = 0.0, 0
+        norms = [0.0] * len(self.optimizer.param_groups)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
             weight = float(mini_batch.weights_U.sum())
             if weight > 0:  # a mini-batch of ties only would move the weights by the optimiser's momentum alone
-                self._backward(mini_batch, weight, loss_sums, row_sums)
-                gradient_norms += self._step()
+                self._backward(mini_batch, weight, loss_sums, watch)
+                norms = [total + norm for total, norm in zip(norms, self._step(), strict=True)]
                 total_weight += weight
-                rows += len(mini_batch)
                 steps += 1
             self.scheduler.step()
-        metrics = {name: value / total_weight for name, value in loss_sums.items()}
-        metrics.update({name: value / rows for name, value in row_sums.items()})
+        metrics = {name: value / total_weight for name, value in loss_sums.items()} | watch.metrics()
         metrics["optimizer_steps"] = float(steps)
-        metrics["grad_norm"] = gradient_norms / max(steps, 1)
+        names = ("grad_norm", "value_grad_norm")
+        metrics |= {name: norm / max(steps, 1) for name, norm in zip(names, norms, strict=False)}
         metrics["lr"] = self.scheduler.get_last_lr()[0]
         return metrics
 
@@ -111,80 +186,98 @@ class Learner:
         for epoch in range(self.config.num_epochs):
             key = [self.config.seed, batch << 16 | epoch]
             order_U = np.random.Generator(np.random.Philox(key=key)).permutation(units)
-            yield from torch.from_numpy(order_U).chunk(self.config.num_mini_batches)
+            yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
 
-    def _backward(
-        self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], row_sums: dict[str, float]
-    ) -> None:
+    def _backward(self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], watch: _Watch) -> None:
         """Accumulate the gradient of (sum of losses) / weight over micro-batches of like length, and the metrics."""
+        config, device = self._adapted_config(), self.policy.device
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
         for units_U in by_length(longest_U, self.config.per_device_train_batch_size):
-            micro_batch = _to(mini_batch.select(units_U), self.policy.device)
-            logprobs_BT, entropies_BT = self._logprobs(self.policy, micro_batch.tokens_BT, micro_batch.response_mask_BT)
-            output = self.algorithm.loss(logprobs_BT, micro_batch, self.config)
-            (output.loss_sum / weight).backward()
-            for name, value in output.metrics.items():
+            micro_batch = mini_batch.select(units_U).map(lambda _, x: x.to(device, non_blocking=True))
+            with self._autocast():
+                output = self.model(micro_batch.tokens_BT, micro_batch.response_mask_BT, config.generation.temperature)
+            loss = self.algorithm.loss(output, micro_batch, config)
+            (loss.loss_sum / weight).backward()
+            for name, value in loss.metrics.items():
                 loss_sums[name] += float(value)
-            for name, value in _policy_metrics(logprobs_BT.detach(), entropies_BT, micro_batch).items():
-                row_sums[name] += float(value)
+            watch.add(output, micro_batch)
 
-    def _step(self) -> float:
+    def _step(self) -> list[float]:
+        """One step of the optimiser. Returns the norm of each group's gradient: the policy's, the value model's.
+
+        They are clipped apart: else the large errors of a new value model would hold the policy back.
+        """
         limit = self.config.max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), limit)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"the gradient's norm is {norm.item()}; the weights were not touched")
+        norms = [torch.nn.utils.clip_grad_norm_(group["params"], limit) for group in self.optimizer.param_groups]
+        for norm in norms:
+            if not torch.isfinite(norm):
+                raise FloatingPointError(f"the gradient's norm is {norm.item()}; the weights were not touched")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm.item()
+        return [norm.item() for norm in norms]
 
-    def _logprobs(
-        self, model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor, with_entropies: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        device = model.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.bf16):
-            return response_logprobs(
-                model,
-                tokens_BT.to(device),
-                mask_BT.to(device),
-                self.config.generation.temperature,
-                with_entropies,
-            )
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.config.bf16)
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the policy in the standard format, and the value model or head into ``value_model``."""
+        write_model(self.policy, tokenizer, folder)
+        if isinstance(self.value, PreTrainedModel):
+            write_model(self.value, tokenizer, folder / "value_model")
+        elif self.value is not None:
+            write_value_head(self.value, folder / "value_model")
 
 
-def _to(experience: Experience, device: torch.device) -> Experience:
-    if device.type == "cpu":
-        return experience
-    tensors = {
-        name: getattr(experience, name).to(device, non_blocking=True)
-        for name in experience.__slots__
-        if name != "rows_per_unit"
-    }
-    return replace(experience, **tensors)
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _objective_metrics(experience: Experience) -> dict[str, float]:
+def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
     """Over all samples, by the log-probabilities of the weights that sampled them: unbiased for those weights."""
+    if len(experience) == 0:
+        return {}
     mask_BT = experience.response_mask_BT
     behaviour_BT = experience.behaviour_logprobs_BT
+    metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
+    if experience.reference_logprobs_BT is None:
+        return metrics
     kl_B = (k1(behaviour_BT, experience.reference_logprobs_BT) * mask_BT).sum(dim=1)
-    return {
-        "objective/kl": kl_B.mean().item(),
-        "objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item(),
-    }
+    metrics["objective/kl"] = kl_B.mean().item()
+    if isinstance(config, KLPenaltyConfig):
+        metrics["objective/kl_coef"] = config.kl.coef
+    if isinstance(config, KLPenaltyConfig) and config.kl.where == "reward":
+        penalty = kl_penalties(experience, config).sum(dim=1).mean().item()
+        metrics["objective/non_score_reward"] = -penalty
+        metrics["objective/rlhf_reward"] = experience.scores_B.mean().item() - penalty
+    return metrics
 
 
-def _policy_metrics(logprobs_BT: Tensor, entropies_BT: Tensor, rows: Experience) -> dict[str, Tensor]:
-    """Sums over rows of per-token means.
+class _Watch:
+    """How far the policy being trained is from the one that sampled: policy lag plus engine noise."""
 
-    ``policy/behaviour_kl`` compares the weights being trained with those that sampled: policy lag plus engine noise.
-    """
-    mask_BT = rows.response_mask_BT
-    tokens_B = mask_BT.sum(dim=1)
-    difference_BT = (rows.behaviour_logprobs_BT - logprobs_BT) * mask_BT
-    per_row = {
-        "policy/entropy_avg": (entropies_BT * mask_BT).sum(dim=1) / tokens_B,
-        "policy/behaviour_kl": difference_BT.sum(dim=1) / tokens_B,
-        "policy/logprob_difference": difference_BT.abs().sum(dim=1) / tokens_B,
-        "val/ratio": (torch.exp(-difference_BT) * mask_BT).sum(dim=1) / tokens_B,
-    }
-    return {name: values_B.sum() for name, values_B in per_row.items()}
+    def __init__(self) -> None:
+        self._row_means: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._token_log_ratios: list[Tensor] = []
+        self._row_log_ratios: list[Tensor] = []
+
+    def add(self, output: PolicyOutput, rows: Experience) -> None:
+        """Note the rows of one micro-batch."""
+        mask_BT = rows.response_mask_BT
+        tokens_B = mask_BT.sum(dim=1).clamp(min=1)
+        log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * mask_BT
+        for name, values_BT in {
+            "policy/entropy_avg": output.entropies_BT,
+            "policy/behaviour_kl": -log_ratios_BT,
+            "policy/logprob_difference": log_ratios_BT.abs(),
+            "val/ratio": log_ratios_BT.exp(),
+        }.items():
+            self._row_means[name].append((values_BT * mask_BT).sum(dim=1) / tokens_B)
+        self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()])
+        self._row_log_ratios.append(log_ratios_BT.sum(dim=1))
+
+    def metrics(self) -> dict[str, float]:
+        """Means over rows of means over tokens, and statistics of the ratios of tokens and of whole completions."""
+        if not self._row_log_ratios:
+            return {}
+        means = {name: torch.cat(parts).mean().item() for name, parts in self._row_means.items()}
+        return means | ratio_statistics(torch.cat(self._token_log_ratios), torch.cat(self._row_log_ratios))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,9 +24,12 @@ from transformers import (
 )
 
 from async_rlhf.config import ConfigError, NewModelConfig
+from async_rlhf.lora import has_adapters, save_adapters
+from async_rlhf.weights import named_weights
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
+VALUE_HEAD = "value_head.safetensors"
 
 
 def default_device() -> torch.device:
@@ -118,6 +123,37 @@ def new_reward_model(name: str, tokenizer: PreTrainedTokenizerBase, seed: int, k
     return disable_dropout(model)
 
 
+def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
+    """A value model on a copy of the policy's body, that says 0 before it has learnt anything."""
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    try:
+        model = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
+    check_reward_model(model, "value_model")
+    model.base_model.load_state_dict(policy.base_model.state_dict(), strict=False)
+    nn.init.zeros_(model.score.weight)
+    return disable_dropout(model).to(policy.device)
+
+
+def load_value_head(folder: Path, head: nn.Linear) -> None:
+    """Read a value head that :func:`write_value_head` wrote."""
+    file = folder / VALUE_HEAD
+    if not file.is_file():
+        raise ConfigError(f"value_model: got {str(folder)!r}; with shared_trunk it must be a folder with {VALUE_HEAD}")
+    try:
+        head.load_state_dict(load_file(file))
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"value_model: {str(file)!r} holds no head for this policy: {error}") from error
+
+
+def write_value_head(head: nn.Linear, folder: Path) -> None:
+    """Write a value head into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.cpu() for name, tensor in head.state_dict().items()}, folder / VALUE_HEAD)
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str) -> None:
     """Require two tokenizers to read the same token ids alike."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
@@ -195,10 +231,14 @@ def stop_token_ids(
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer into a folder.
+    """Write model and tokenizer into a folder; adapters are merged, and written beside it as well.
 
     The generation config states the end-of-sequence token, so that generation from the saved model stops.
     """
+    merged = None
+    if has_adapters(model):
+        save_adapters(model, folder / "adapter")
+        merged = named_weights(model)
     if model.can_generate():
         model.generation_config = GenerationConfig(
             eos_token_id=list(stop_token_ids(model, tokenizer)),
@@ -206,7 +246,7 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
             bos_token_id=tokenizer.bos_token_id,
         )
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=merged)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)

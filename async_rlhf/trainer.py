@@ -80,7 +80,7 @@ class TrainingLoop:
                 started = time.monotonic()
                 if self._after_batch(scored, metrics):
                     break
-            save_checkpoint(self.folder / FINAL, self.learner.policy, self.tokenizer, self.callbacks.state)
+            save_checkpoint(self.folder / FINAL, self.learner, self.tokenizer, self.callbacks.state)
             self.callbacks.end()
         return self.callbacks.state
 
@@ -113,7 +113,7 @@ class TrainingLoop:
             self.callbacks.evaluated(evaluation)
         if control.should_save:
             name = f"checkpoint-{state.global_step}"
-            save_checkpoint(self.folder / name, self.learner.policy, self.tokenizer, state)
+            save_checkpoint(self.folder / name, self.learner, self.tokenizer, state)
             self.callbacks.saved()
         return control.should_training_stop
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -10,18 +11,28 @@ from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState, check_integrations
 from async_rlhf.checkpoint import check_output_dir, delete_earlier_run
-from async_rlhf.config import ConfigError, OnlineConfig, OnlineDPOConfig
+from async_rlhf.config import (
+    ConfigError,
+    GRPOConfig,
+    OnlineBoKConfig,
+    OnlineConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RLOOConfig,
+)
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.placement import make_generator, shared_cores
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner import Learner
+from async_rlhf.lora import add_adapters, has_adapters, unwrap
 from async_rlhf.models import (
     check_positions,
     check_reward_model,
@@ -31,6 +42,8 @@ from async_rlhf.models import (
     load_policy,
     load_reward_model,
     load_tokenizer,
+    load_value_head,
+    new_value_model,
     stop_token_ids,
 )
 from async_rlhf.reports.trace import Trace
@@ -55,6 +68,8 @@ class OnlineTrainer:
         reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
             is the reward.
         ref_model: the reference policy; None takes the policy's starting weights.
+        value_model: for PPO, the value model to start from: a model, or the value_model folder of an earlier run's
+            checkpoint; None takes the reward model, or without one the policy's body.
         processing_class: the tokenizer; None loads the policy's.
         eval_dataset: held-out rows.
         callbacks: transformers' callbacks.
@@ -75,6 +90,7 @@ class OnlineTrainer:
         reward_model: Model | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
         ref_model: Model | None = None,
+        value_model: Model | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         eval_dataset: Rows | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
@@ -96,7 +112,7 @@ class OnlineTrainer:
         self._eval_stream = None if eval_dataset is None else self._prompts(eval_dataset, prompt_field, "eval_dataset")
 
         device = torch.device(args.device) if args.device else default_device()
-        self.model = load_policy(model, device) if isinstance(model, str) else _in_float32(model.to(device))
+        self.model = load_policy(model, device) if isinstance(model, str) else _in_float32(unwrap(model).to(device))
         check_positions(self.model, args.max_prompt_length, args.generation.response_length)
         self._params = self._sampling()
         # The saved policy then stops where this one did.
@@ -106,7 +122,10 @@ class OnlineTrainer:
         reference = load_policy(ref_model, device, "ref_model") if isinstance(ref_model, str) else ref_model
         if reference is not None:
             self._check_embeddings(reference.to(device), "ref_model")
-        self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args)
+        value = self._value(value_model, scoring_model, device)
+        if args.lora.rank > 0 and not has_adapters(self.model):
+            add_adapters(self.model, args.lora, args.seed)
+        self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value)
         self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
         self._started = False
 
@@ -179,6 +198,14 @@ class OnlineTrainer:
         self._check_embeddings(reward_model, "reward_model")
         return check_reward_model(reward_model).to(device).eval()
 
+    def _value(
+        self, value_model: Model | None, reward_model: PreTrainedModel | None, device: torch.device
+    ) -> PreTrainedModel | nn.Linear | None:
+        """Nothing to estimate values with, but for PPO."""
+        if value_model is not None:
+            raise ConfigError(f"value_model: got {value_model!r}; must be None: {self.algorithm} has no value model")
+        return None
+
     def _check_embeddings(self, model: PreTrainedModel, key: str) -> None:
         rows, tokens = model.get_input_embeddings().weight.shape[0], len(self.processing_class)
         if rows < tokens:
@@ -195,7 +222,65 @@ class OnlineDPOTrainer(OnlineTrainer):
     args: OnlineDPOConfig
 
 
-TRAINERS: dict[str, type[OnlineTrainer]] = {"online_dpo": OnlineDPOTrainer}
+class OnlineBoKTrainer(OnlineTrainer):
+    """Supervised learning on the best of K samples; see :class:`OnlineTrainer` and OnlineBoKConfig."""
+
+    algorithm = "best_of_k"
+    args: OnlineBoKConfig
+
+
+class RLOOTrainer(OnlineTrainer):
+    """REINFORCE leave-one-out; see :class:`OnlineTrainer` and RLOOConfig."""
+
+    algorithm = "rloo"
+    args: RLOOConfig
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Group relative policy optimisation; see :class:`OnlineTrainer` and GRPOConfig."""
+
+    algorithm = "grpo"
+    args: GRPOConfig
+
+
+class PPOTrainer(OnlineTrainer):
+    """PPO with a learned value function; see :class:`OnlineTrainer` and PPOConfig."""
+
+    algorithm = "ppo"
+    args: PPOConfig
+
+    def _value(
+        self, value_model: Model | None, reward_model: PreTrainedModel | None, device: torch.device
+    ) -> PreTrainedModel | nn.Linear:
+        """The value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
+        if self.args.shared_trunk:
+            return self._value_head(value_model, device)
+        if isinstance(value_model, str):
+            value = load_reward_model(value_model, device, "value_model")
+        elif value_model is not None:
+            value = check_reward_model(value_model, "value_model").to(device)
+        else:
+            value = new_value_model(self.model) if reward_model is None else copy.deepcopy(reward_model)
+        self._check_embeddings(value, "value_model")
+        value = _in_float32(value).requires_grad_(True)
+        if self.args.lora.rank > 0:
+            add_adapters(value, self.args.lora, self.args.seed, "SEQ_CLS").score.requires_grad_(True)
+        return value
+
+    def _value_head(self, folder: Model | None, device: torch.device) -> nn.Linear:
+        if not (folder is None or isinstance(folder, str)):
+            raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
+        head = nn.Linear(self.model.get_output_embeddings().in_features, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        if folder is not None:
+            load_value_head(Path(folder), head)
+        return head.to(device)
+
+
+TRAINERS: dict[str, type[OnlineTrainer]] = {
+    trainer.algorithm: trainer for trainer in (OnlineDPOTrainer, OnlineBoKTrainer, RLOOTrainer, PPOTrainer, GRPOTrainer)
+}
 
 
 def _tokenizer(model: Model, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

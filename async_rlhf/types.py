@@ -12,8 +12,8 @@ itself: ``logprobs_BT[i, t]`` is the log-probability of token ``t`` given the to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -72,7 +72,7 @@ class ScoredBatch:
 
     batch: RolloutBatch
     scores_PK: Tensor
-    """float32, on the CPU. Penalties are in it."""
+    """float32, on the CPU. Penalties are in it. NaN where ``reward_errors`` left a completion without one."""
     metrics: dict[str, float]
 
 
@@ -90,13 +90,26 @@ class Experience:
     response_mask_BT: Tensor
     """1.0 at response tokens (the stop token too), 0.0 at the prompt and at padding."""
     behaviour_logprobs_BT: Tensor
-    reference_logprobs_BT: Tensor
+    """By the weights that sampled, from the generator."""
     versions_BT: Tensor
     """Version of the weights that produced each response token; -1 elsewhere."""
     scores_B: Tensor
     weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
     rows_per_unit: int = 1
+
+    reference_logprobs_BT: Tensor | None = None
+    """By the reference policy, where the objective needs one."""
+    old_logprobs_BT: Tensor | None = None
+    """By the policy before the update, where a pass was made for them."""
+    values_BT: Tensor | None = None
+    """The value model's, of the text before each response token, before the update (PPO)."""
+    advantages_BT: Tensor | None = None
+    """One for each token (PPO)."""
+    returns_BT: Tensor | None = None
+    """What the value model learns to predict (PPO)."""
+    advantages_B: Tensor | None = None
+    """One for each completion (RLOO, GRPO)."""
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -109,18 +122,31 @@ class Experience:
         """The given units, in the given order, trimmed to the longest of their rows."""
         units_U = torch.as_tensor(units, dtype=torch.long)
         rows_B = (units_U[:, None] * self.rows_per_unit + torch.arange(self.rows_per_unit)).flatten()
-        lengths_B = self.lengths_B[rows_B]
-        longest = int(lengths_B.max()) if len(rows_B) else 0
-        padded = {
-            item.name: getattr(self, item.name)[rows_B, :longest] for item in fields(self) if item.name.endswith("_BT")
-        }
-        return Experience(
-            **padded,
-            lengths_B=lengths_B,
-            scores_B=self.scores_B[rows_B],
-            weights_U=self.weights_U[units_U],
-            rows_per_unit=self.rows_per_unit,
-        )
+        longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            if name.endswith("_U"):
+                return tensor[units_U]
+            return tensor[rows_B, :longest] if name.endswith("_BT") else tensor[rows_B]
+
+        return self.map(part)
+
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
+        """The same with every tensor replaced by ``function(name, tensor)``."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        mapped: dict[str, Any] = {n: function(n, x) for n, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **mapped)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutput:
+    """What one forward pass of the model being trained gives, 0 outside the response."""
+
+    logprobs_BT: Tensor
+    entropies_BT: Tensor
+    """In nats; carries no gradient."""
+    values_BT: Tensor | None = None
+    """Where there is a value model or head: the value of the text before each response token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -19,14 +19,27 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from async_rlhf.lora import has_adapters, merged_parameters
+
 _ALIGNMENT = 64
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What decides a model's output: parameters, tied ones once, and the buffers that are saved with it."""
+    """What decides a model's output: parameters, tied ones once, and the buffers that are saved with it.
+
+    Adapters are merged: the names are those of the model without them.
+    """
+    return dict(iterate_weights(model))
+
+
+def iterate_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same one after the other, so that merged weights need not all be in memory together."""
+    if has_adapters(model):
+        yield from merged_parameters(model)
+    else:
+        yield from ((name, parameter.data) for name, parameter in model.named_parameters())
     saved = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {name: parameter.data for name, parameter in model.named_parameters()} | buffers
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -81,9 +94,9 @@ class SnapshotRing:
     def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, offset = [], 0
-        parameters = dict(model.named_parameters())
-        for name, tensor in named_weights(model).items():
-            kept = dtype if name in parameters and tensor.is_floating_point() else tensor.dtype
+        buffers = dict(model.named_buffers())
+        for name, tensor in iterate_weights(model):
+            kept = dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
             specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
             size = tensor.numel() * kept.itemsize
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -104,7 +117,7 @@ class SnapshotRing:
         """Copy the weights into the version's slot and return their checksum."""
         views = self.views(version)
         with torch.no_grad():
-            for name, tensor in named_weights(model).items():
+            for name, tensor in iterate_weights(model):
                 views[name].copy_(tensor)
         self.published.pop(version - self.slots, None)
         self.published[version] = checksum(views)

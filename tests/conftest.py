@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from async_rlhf.config import GenerationConfig, OnlineDPOConfig
+from async_rlhf.config import ALGORITHM_CONFIGS, GenerationConfig, OnlineConfig
 
 LLAMA_SIZES = {
     "hidden_size": 32,
@@ -114,10 +114,15 @@ def prompts() -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def make_args(tmp_path: Path) -> Callable[..., OnlineDPOConfig]:
+def make_args(tmp_path: Path) -> Callable[..., OnlineConfig]:
     """A configuration of a run of six small batches; keyword arguments change it."""
 
-    def make(name: str = "run", generation: dict[str, object] | None = None, **changes: object) -> OnlineDPOConfig:
+    def make(
+        name: str = "run",
+        generation: dict[str, object] | None = None,
+        algorithm: str = "online_dpo",
+        **changes: object,
+    ) -> OnlineConfig:
         values: dict[str, object] = {
             "output_dir": str(tmp_path / name),
             "staleness": 0,
@@ -131,6 +136,6 @@ def make_args(tmp_path: Path) -> Callable[..., OnlineDPOConfig]:
             "num_threads": 1,
             "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
         }
-        return OnlineDPOConfig(**values | changes)
+        return ALGORITHM_CONFIGS[algorithm](**values | changes)
 
     return make

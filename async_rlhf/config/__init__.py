@@ -1,7 +1,19 @@
 """Configuration: frozen dataclasses, checked when they are made. Imports neither torch nor transformers."""
 
+from async_rlhf.config.algorithms import (
+    ALGORITHM_CONFIGS,
+    GRPOConfig,
+    KLConfig,
+    KLPenaltyConfig,
+    OffPolicyConfig,
+    OnlineBoKConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RatioConfig,
+    RLOOConfig,
+)
 from async_rlhf.config.base import ConfigError
-from async_rlhf.config.online import GenerationConfig, OnlineConfig, OnlineDPOConfig
+from async_rlhf.config.online import GenerationConfig, LoRAConfig, OnlineConfig
 from async_rlhf.config.run import (
     DataConfig,
     EvaluateConfig,
@@ -13,14 +25,24 @@ from async_rlhf.config.run import (
 )
 
 __all__ = [
+    "ALGORITHM_CONFIGS",
     "ConfigError",
     "DataConfig",
     "EvaluateConfig",
+    "GRPOConfig",
     "GenerationConfig",
+    "KLConfig",
+    "KLPenaltyConfig",
+    "LoRAConfig",
     "NewModelConfig",
+    "OffPolicyConfig",
+    "OnlineBoKConfig",
     "OnlineConfig",
     "OnlineDPOConfig",
+    "PPOConfig",
     "PairsConfig",
+    "RLOOConfig",
+    "RatioConfig",
     "RewardConfig",
     "RunConfig",
     "SFTConfig",

@@ -1,4 +1,4 @@
-"""Configuration of online training: the schedule, the sampling and the optimisation."""
+"""Configuration that every online algorithm shares: the schedule, the sampling, the rewards, the optimisation."""
 
 from __future__ import annotations
 
@@ -50,6 +50,27 @@ class GenerationConfig(Checked):
 
 
 @dataclass(frozen=True)
+class LoRAConfig(Checked):
+    """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight.
+
+    The reference policy is then the policy with its adapters off. Generators get merged weights. Dropout stays off.
+
+    Args:
+        rank: of the adapters; 0 trains every weight.
+        alpha: the adapters' output is scaled by alpha / rank.
+        target_modules: names of the modules to adapt; empty takes every linear layer but the head.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    target_modules: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        self.at_least(0, "rank")
+        self.above(0, "alpha")
+
+
+@dataclass(frozen=True)
 class OnlineConfig(Checked):
     """What every online algorithm shares.
 
@@ -63,7 +84,8 @@ class OnlineConfig(Checked):
         staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous.
         total_episodes: prompts to train on in all; a multiple of the batch.
         samples_per_prompt: K, completions per prompt.
-        per_device_train_batch_size: prompts of one forward and backward pass.
+        per_device_train_batch_size: what one forward and backward pass holds: pairs of completions for DPO, else
+            completions.
         gradient_accumulation_steps: such passes per optimiser step.
         num_mini_batches: N, optimiser steps per epoch over a batch.
         num_epochs: T, epochs over each batch.
@@ -81,6 +103,12 @@ class OnlineConfig(Checked):
         max_prompt_length: prompts with more tokens are dropped, and counted.
         non_eos_penalty: a completion that did not end by itself scores penalty_reward_value instead.
         penalty_reward_value: that score.
+        length_penalty: subtracted from the score for each token of a completion.
+        reward_weights: what each of the reward functions is multiplied by; empty for 1 each.
+        reward_model_weight: what the reward model's score is multiplied by.
+        reward_errors: what a reward function that raises, or is too slow, or returns something that is no finite
+            number does: "error" stops the run, "skip" leaves the prompts concerned out of the batch and counts them.
+        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit.
         logging_steps: batches between two lines in the log.
         save_steps: batches between two checkpoints; 0 saves the final model only.
         eval_steps: batches between two evaluations on eval_dataset; 0 evaluates at the end only.
@@ -92,6 +120,7 @@ class OnlineConfig(Checked):
         seed: decides prompts, samples and mini-batches.
         device: of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU.
         num_threads: CPU threads of the learner; null leaves torch's choice, less the generators' share.
+        lora: train low-rank adapters instead of every weight.
         generation: how completions are sampled.
     """
 
@@ -120,6 +149,11 @@ class OnlineConfig(Checked):
     max_prompt_length: int = 512
     non_eos_penalty: bool = True
     penalty_reward_value: float = -1.0
+    length_penalty: float = 0.0
+    reward_weights: list[float] = field(default_factory=list)
+    reward_model_weight: float = 1.0
+    reward_errors: Literal["error", "skip"] = "error"
+    reward_timeout: float | None = None
     logging_steps: int = 1
     save_steps: int = 0
     eval_steps: int = 0
@@ -131,6 +165,7 @@ class OnlineConfig(Checked):
     seed: int = 0
     device: str | None = None
     num_threads: int | None = None
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def check(self) -> None:
@@ -139,7 +174,7 @@ class OnlineConfig(Checked):
         self.at_least(1, "samples_per_prompt", "per_device_train_batch_size", "gradient_accumulation_steps")
         self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
         self.at_least(1, "logging_steps", "num_threads", "total_episodes")
-        self.above(0, "learning_rate", "adam_epsilon")
+        self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
         self.is_device("device")
         for key in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
@@ -182,6 +217,11 @@ class OnlineConfig(Checked):
         return self.num_batches * self.num_mini_batches * self.num_epochs
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether the objective needs a reference policy."""
+        return True
+
+    @property
     def placement(self) -> Literal["inline", "process"]:
         """Where completions are sampled, "auto" resolved."""
         if self.generation.placement == "auto":
@@ -198,21 +238,3 @@ class OnlineConfig(Checked):
             "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
             "generation": self.placement,
         }
-
-
-@dataclass(frozen=True)
-class OnlineDPOConfig(OnlineConfig):
-    """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples.
-
-    Args:
-        beta: strength of the implicit KL penalty.
-        loss_type: "sigmoid" (DPO) or "ipo".
-    """
-
-    beta: float = 0.1
-    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-
-    def check(self) -> None:
-        super().check()
-        self.above(0, "beta")
-        self.at_least(2, "samples_per_prompt")

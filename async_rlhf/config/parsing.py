@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
 import sys
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from async_rlhf.config.base import Checked, ConfigError
+from async_rlhf.config.algorithms import ALGORITHM_CONFIGS
+from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.run import RunConfig
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
@@ -57,6 +62,8 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
     config_file, arguments = _take_config_file(arguments)
+    if kind is RunConfig:
+        kind = typing.cast(type[Config], RunConfig.of(_algorithm(arguments, config_file)))
     arguments = _plain_lists(arguments, set(_list_keys(kind)))
     parser = make_parser(kind, command, config_file)
     _check_environment(parser)
@@ -82,6 +89,23 @@ def _take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(word)
     return found, rest
+
+
+def _algorithm(arguments: Sequence[str], config_file: str | None) -> str:
+    """The algorithm that a run asks for: which keys there are depends on it."""
+    chosen: Any = RunConfig.algorithm  # the default
+    if config_file is not None:
+        try:
+            values = yaml.safe_load(Path(config_file).read_text("utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            values = None  # the parser's own message says more
+        chosen = values.get("algorithm", chosen) if isinstance(values, dict) else chosen
+    chosen = os.environ.get(f"{ENVIRONMENT_PREFIX}_ALGORITHM", chosen)
+    for word, after in itertools.pairwise([*arguments, ""]):
+        if word == "--algorithm" or word.startswith("--algorithm="):
+            chosen = word.partition("=")[2] or after
+    require(chosen in ALGORITHM_CONFIGS, "algorithm", chosen, f"must be one of {', '.join(ALGORITHM_CONFIGS)}")
+    return chosen
 
 
 def _list_keys(kind: type[Checked], prefix: str = "") -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, make_dataclass
+from typing import Literal, get_type_hints
 
+from async_rlhf.config.algorithms import ALGORITHM_CONFIGS, OnlineDPOConfig
 from async_rlhf.config.base import Checked, require
-from async_rlhf.config.online import OnlineDPOConfig
+from async_rlhf.config.online import OnlineConfig
 
 GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
 
@@ -44,11 +45,14 @@ class RunConfig(Checked):
         data: where prompts come from.
         reward_model: a sequence-classification model with one output, a folder or a name on the hub.
         reward_funcs: instead of or beside it, Python functions as "module:function" or "file.py:function",
-            called as f(prompts=..., completions=..., **columns) and returning one number per completion.
+            called as f(prompts=..., completions=..., **columns) and returning one number per completion. They may be
+            async; all are called at the same time.
         ref_model: the reference policy; null takes the policy's starting weights.
+        value_model: the value model that PPO starts from, such as the value_model folder of an earlier run's
+            checkpoint; null takes the reward model.
         tokenizer: a folder or a name on the hub; null takes the policy's.
         callbacks: transformers' callbacks as "module:Class" or "file.py:Class".
-        train: everything about the training itself.
+        train: everything about the training itself; the keys depend on the algorithm.
         algorithm: the objective.
     """
 
@@ -57,10 +61,19 @@ class RunConfig(Checked):
     reward_model: str | None = None
     reward_funcs: list[str] = field(default_factory=list)
     ref_model: str | None = None
+    value_model: str | None = None
     tokenizer: str | None = None
     callbacks: list[str] = field(default_factory=list)
-    train: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
-    algorithm: Literal["online_dpo"] = "online_dpo"
+    train: OnlineConfig = field(default_factory=OnlineDPOConfig)
+    algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo", "grpo"] = "online_dpo"
+
+    @staticmethod
+    def of(algorithm: str) -> type[RunConfig]:
+        """This class with the ``train`` keys of one algorithm, for parsing."""
+        kind, hint = ALGORITHM_CONFIGS[algorithm], get_type_hints(RunConfig)["algorithm"]
+        fields = [("train", kind, field(default_factory=kind)), ("algorithm", hint, field(default=algorithm))]
+        namespace = {"__doc__": RunConfig.__doc__}
+        return make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, namespace=namespace)
 
     @property
     def overwrite(self) -> bool:
@@ -68,6 +81,11 @@ class RunConfig(Checked):
         return self.train.overwrite_output_dir
 
     def check(self) -> None:
+        kind = ALGORITHM_CONFIGS[self.algorithm]
+        right = f"must be a {kind.__name__} with algorithm {self.algorithm!r}"
+        require(isinstance(self.train, kind), "train", type(self.train).__name__, right)
+        right = 'must be null: only "ppo" has a value model'
+        require(self.value_model is None or self.algorithm == "ppo", "value_model", self.value_model, right)
         _check_functions(self.reward_funcs)
         _check_functions(self.callbacks, "callbacks")
         require(

@@ -20,3 +20,22 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased, low variance, never negative."""
     d = logprobs - reference_logprobs
     return torch.expm1(-d) + d
+
+
+def adapted_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """The penalty's coefficient after a batch: Ziegler et al., arXiv 1909.08593, section 2.2.
+
+    coefficient x (1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon).
+
+    Args:
+        coefficient: before the batch.
+        kl: of the batch's completions, on average.
+        target: what it should be.
+        samples: completions of the batch.
+        horizon: completions over which the coefficient changes by at most 20%.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * samples / horizon)
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

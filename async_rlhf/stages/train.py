@@ -38,6 +38,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         reward_model=config.reward_model,
         reward_funcs=reward_funcs,
         ref_model=config.ref_model,
+        value_model=config.value_model,
         eval_dataset=eval_rows,
         processing_class=None if config.tokenizer is None else load_tokenizer(config.tokenizer, "tokenizer"),
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
@@ -55,6 +56,7 @@ def train_stage(config: RunConfig) -> Stage:
     inputs = {
         "model": config.model,
         "ref_model": config.ref_model,
+        "value_model": config.value_model,
         "reward_model": config.reward_model,
         "reward_funcs": config.reward_funcs,
         "data.train": config.data.train,

@@ -11,42 +11,48 @@ import pytest
 import torch
 from conftest import count_letters
 
-from async_rlhf import OnlineDPOConfig, OnlineDPOTrainer
+from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner import Learner
+from async_rlhf.models import new_value_model
 from async_rlhf.rollouts import batches_for, version_for
 from async_rlhf.scoring import Scorer
+from async_rlhf.trainers import TRAINERS
 from async_rlhf.types import RolloutBatch, RolloutGroup
 
-LOSSES = ("loss/policy_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")
+LOSSES = ("loss/policy_avg", "loss/value_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")
+SAMPLES = {"best_of_k": 3, "rloo": 2, "ppo": 1, "grpo": 4}
 
 
-def run_trainer(make_policy, tokenizer, prompts, args: OnlineDPOConfig):
+def run_trainer(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo"):
     policy = make_policy()
-    trainer = OnlineDPOTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer = TRAINERS[algorithm](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     trainer.train()
     return policy.state_dict(), metrics_of(args)
 
 
-def metrics_of(args: OnlineDPOConfig) -> list[dict[str, float]]:
+def metrics_of(args: OnlineConfig) -> list[dict[str, float]]:
     lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def assert_same_run(ours, theirs) -> None:
     (our_weights, our_metrics), (their_weights, their_metrics) = ours, theirs
-    assert [[m[name] for name in LOSSES] for m in our_metrics] == [[m[name] for name in LOSSES] for m in their_metrics]
+    assert [[m.get(name) for name in LOSSES] for m in our_metrics] == [
+        [m.get(name) for name in LOSSES] for m in their_metrics
+    ]
     for name, tensor in our_weights.items():
         assert torch.equal(tensor, their_weights[name]), name
 
 
-def sequential_oracle(make_policy, tokenizer, prompts, args: OnlineDPOConfig):
+def sequential_oracle(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo"):
     """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back."""
     policy = make_policy()
-    learner = Learner(policy, None, ALGORITHMS["online_dpo"], args)
+    value = new_value_model(policy) if algorithm == "ppo" else None
+    learner = Learner(policy, None, ALGORITHMS[algorithm], args, value)
     scorer = Scorer(tokenizer, args, None, [count_letters])
     stream = PromptStream(prompts, tokenizer, max_length=args.max_prompt_length, seed=args.seed)
     params = SamplingParams(
@@ -74,6 +80,16 @@ def test_asynchronous_equals_its_sequential_oracle_bitwise(make_policy, tokenize
     assert_same_run(ours, oracle)
     other_lag = sequential_oracle(make_policy, tokenizer, prompts, replace(args, staleness=staleness + 1))
     assert any(not torch.equal(tensor, other_lag[0][name]) for name, tensor in ours[0].items())
+
+
+@pytest.mark.parametrize("algorithm", SAMPLES)
+def test_every_algorithm_is_as_exact(make_policy, tokenizer, prompts, make_args, algorithm):
+    args = make_args(
+        algorithm=algorithm, staleness=1, samples_per_prompt=SAMPLES[algorithm], total_episodes=24, num_epochs=2
+    )
+    ours = run_trainer(make_policy, tokenizer, prompts, args, algorithm)
+    assert_same_run(ours, sequential_oracle(make_policy, tokenizer, prompts, args, algorithm))
+    assert ours[1][-1]["grad_norm"] > 0
 
 
 def test_synchronous_in_a_process_equals_inline_bitwise(make_policy, tokenizer, prompts, make_args):
@@ -118,34 +134,68 @@ def test_the_schedule_is_its_own_inverse_and_bounds_the_pipeline():
             assert handed_out - trained <= staleness + 1
 
 
+def accumulated_gradients(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str):
+    """Of one optimiser step on eight prompts, one of them with equal scores."""
+    value = new_value_model(make_policy(3)) if algorithm == "ppo" else None
+    if value is not None:
+        torch.nn.init.normal_(value.score.weight, generator=torch.Generator().manual_seed(0))
+    learner = Learner(make_policy(), make_policy(7), ALGORITHMS[algorithm], args, value)
+    sampling = SamplingParams(args.samples_per_prompt, 0.7, 12, (256,), 0)
+    drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
+    completions = TransformersEngine(make_policy(5), sampling).generate(drawn)
+    groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, completions, strict=True))
+    scored = Scorer(tokenizer, args, None, [count_letters])(RolloutBatch(1, 0, groups, 0.0))
+    scored.scores_PK[3] = 1.0  # a tie, whose pair must not count
+    experience, _ = learner.annotate(scored)
+    captured = {}
+
+    def capture() -> list[float]:
+        captured.update({n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None})
+        return [0.0] * len(learner.optimizer.param_groups)
+
+    learner._step = capture
+    learner.update(experience, 1)
+    return captured
+
+
 @pytest.mark.parametrize(("per_device", "accumulation"), [(2, 4), (1, 8), (3, 3)])
-def test_micro_batching_changes_no_gradient(make_policy, tokenizer, prompts, make_args, per_device, accumulation):
+@pytest.mark.parametrize("algorithm", ["online_dpo", *SAMPLES])
+def test_micro_batching_changes_no_gradient(
+    make_policy, tokenizer, prompts, make_args, algorithm, per_device, accumulation
+):
     def gradients(per_device: int, accumulation: int) -> dict[str, torch.Tensor]:
         args = make_args(
+            algorithm=algorithm,
+            samples_per_prompt=SAMPLES.get(algorithm, 2),
             per_device_train_batch_size=per_device,
             gradient_accumulation_steps=accumulation,
             num_mini_batches=1,
             total_episodes=per_device * accumulation,
+            max_grad_norm=0.0,
         )
-        learner = Learner(make_policy(), make_policy(7), ALGORITHMS["online_dpo"], args)
-        sampling = SamplingParams(2, 0.7, 12, (256,), 0)
-        drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
-        completions = TransformersEngine(learner.policy, sampling).generate(drawn)
-        groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, completions, strict=True))
-        scored = Scorer(tokenizer, args, None, [count_letters])(RolloutBatch(1, 0, groups, 0.0))
-        scored.scores_PK[3] = 1.0  # a tie, whose pair must not count
-        experience, _ = learner.annotate(scored)
-        captured = {}
-
-        def capture() -> float:
-            captured.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
-            return 0.0
-
-        learner._step = capture
-        learner.update(experience, 1)
-        return captured
+        return accumulated_gradients(make_policy, tokenizer, prompts, args, algorithm)
 
     whole, split = gradients(8, 1), gradients(per_device, accumulation)
     assert max(g.abs().max() for g in whole.values()) > 1e-3
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_micro_batching_changes_no_gradient_of_grpo(make_policy, tokenizer, prompts, make_args, normalization):
+    found = []
+    for per_device in (8, 3):
+        args = make_args(
+            algorithm="grpo",
+            samples_per_prompt=2,
+            per_device_train_batch_size=per_device,
+            num_mini_batches=1,
+            total_episodes=per_device,
+            normalization=normalization,
+            kl=KLConfig(coef=0.3, where="loss", estimator="k2"),
+            off_policy=OffPolicyConfig(importance="masked", level="sequence", cap=1.5),
+        )
+        assert isinstance(args, GRPOConfig)
+        found.append(accumulated_gradients(make_policy, tokenizer, prompts, args, "grpo"))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=2e-6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import async_rlhf
-from async_rlhf.config import base, online, quickstart, run
+from async_rlhf.config import algorithms, base, online, quickstart, run
 
 PACKAGE = Path(async_rlhf.__file__).parent
 FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -19,11 +19,12 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
     {"files", "config", "types"},
-    {"objectives", "rows", "weights"},
+    {"lora", "objectives", "rows"},
+    {"weights"},
     {"algorithms", "forward", "models", "reports"},
     {"data", "scoring", "generation"},
-    {"checkpoint", "learner", "rollouts", "stage"},
-    {"callbacks"},
+    {"learner", "rollouts", "stage"},
+    {"callbacks", "checkpoint"},
     {"trainer"},
     {"trainers"},
     {"evaluation"},
@@ -93,7 +94,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 CONFIGS = [
     kind
-    for module in (online, run, quickstart)
+    for module in (online, algorithms, run, quickstart)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, base.Checked) and kind.__module__ == module.__name__
 ]

@@ -443,7 +443,8 @@ def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler
     slow = in_float64(model)
     with torch.no_grad():
         for temperature in (0.7, 1.3):
-            logprobs_BT, entropies_BT = response_logprobs(model, tokens_BT, mask_BT, temperature)
+            output = response_logprobs(model, tokens_BT, mask_BT, temperature)
+            logprobs_BT, entropies_BT = output.logprobs_BT, output.entropies_BT
             assert logprobs_BT.shape == entropies_BT.shape == tokens_BT.shape
             assert logprobs_BT.dtype == torch.float32
             for i, (tokens, start) in enumerate(rows):
@@ -457,7 +458,7 @@ def test_gradient_of_response_logprobs_is_that_of_the_rows_alone(make_policy):
     model, rows = make_model("gpt_neox", make_policy), random_rows(1)
     tokens_BT, mask_BT = right_padded(rows, None)
     slow = in_float64(model)
-    logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.7)
+    logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT
     weights_BT = torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(2)) * mask_BT
     (logprobs_BT * weights_BT).sum().backward()
     total = torch.zeros((), dtype=torch.float64)
@@ -475,7 +476,7 @@ def test_bfloat16_weights_still_give_log_probabilities_in_float32(make_policy):
     model, rows = make_model("llama", make_policy).bfloat16(), random_rows(3)
     tokens_BT, mask_BT = right_padded(rows, PAD)
     with torch.no_grad():
-        logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.7)
+        logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT
         logits_BTV = model(input_ids=tokens_BT, attention_mask=torch.ones_like(tokens_BT)).logits
     assert logits_BTV.dtype == torch.bfloat16
     for i, (tokens, start) in enumerate(rows):
@@ -491,7 +492,7 @@ def test_the_engine_and_training_agree_on_log_probabilities(make_policy, kind):
     pairs = [(p, r) for p, group in zip(prompts, completions, strict=True) for r in group]
     tokens_BT, mask_BT = right_padded([([*p.tokens, *r.tokens], len(p.tokens)) for p, r in pairs], PAD, extra=0)
     with torch.no_grad():
-        logprobs_BT, _ = response_logprobs(model, tokens_BT, mask_BT, 0.9)
+        logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 0.9).logprobs_BT
     for i, (prompt, rollout) in enumerate(pairs):
         start, end = len(prompt.tokens), len(prompt.tokens) + len(rollout.tokens)
         assert logprobs_BT[i, start:end].tolist() == pytest.approx(rollout.logprobs, abs=1e-4)

@@ -1,0 +1,132 @@
+"""Low-rank adapters by peft: put on, switched off for the reference, merged for generators and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_rlhf.config import ConfigError, LoRAConfig
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has put adapters on the model."""
+    return getattr(model, "peft_config", None) is not None
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int, task: str = "CAUSAL_LM") -> PreTrainedModel:
+    """Freeze the model and put trainable adapters on it, in place.
+
+    Args:
+        model: a plain model.
+        config: with a rank above 0.
+        seed: decides the adapters' first weights.
+        task: peft's name of what the model does: "CAUSAL_LM" or "SEQ_CLS".
+
+    Raises:
+        ConfigError: peft is not installed, or the model has none of the modules.
+    """
+    peft = _peft()
+    modules = list(config.target_modules) or "all-linear"
+    options: dict[str, Any] = {
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+    }
+    if type(model).__name__.startswith("GPT2"):
+        options["fan_in_fan_out"] = True  # its Conv1D keeps weights the other way round
+    try:
+        base = model.config.name_or_path or None
+        adapters = peft.LoraConfig(task_type=task, base_model_name_or_path=base, **options)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(adapters, model)
+    except ValueError as error:
+        raise ConfigError(f"lora.target_modules: got {config.target_modules!r}: {error}") from error
+    return model
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model within a ``peft.PeftModel``, adapters on; any other model as it is.
+
+    Raises:
+        ConfigError: adapters that are no plain LoRA cannot be merged for the generators.
+    """
+    if not has_adapters(model):
+        return model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for name, config in model.peft_config.items():
+        plain = config.peft_type == "LORA" and not (config.use_dora or config.modules_to_save or config.bias != "none")
+        if not plain:
+            raise ConfigError(
+                f"model: got the adapter {name!r} of type {config.peft_type}; must be LoRA without DoRA, biases and "
+                "modules_to_save, which can be merged"
+            )
+    return base
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within, the model computes what it did before its adapters were put on."""
+    layers = list(_layers(model).values())
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every parameter, as if the adapters were merged into the weights; one after the other.
+
+    Names and order are those of the model without adapters, and the model itself stays as it is.
+    """
+    layers = _layers(model)
+    for name, parameter in model.named_parameters():
+        owner, _, rest = name.partition(".base_layer.")
+        if rest and owner in layers:
+            weight = parameter.data
+            if rest == "weight":
+                weight = sum(
+                    (layers[owner].get_delta_weight(a).detach() for a in layers[owner].active_adapters), weight
+                )
+            yield f"{owner}.{rest}", weight
+        elif not any(name.startswith(f"{layer}.lora_") for layer in layers):
+            yield name, parameter.data
+
+
+def save_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``."""
+    from safetensors.torch import save_file
+
+    peft = _peft()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, config in model.peft_config.items():
+        tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
+        place = folder if name == "default" else folder / name
+        place.mkdir(exist_ok=True)
+        prefixed = {f"base_model.model.{key}": tensor.contiguous().cpu() for key, tensor in tensors.items()}
+        save_file(prefixed, place / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(str(place))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("lora.rank: needs peft; pip install 'async-rlhf[peft]'") from error
+    return peft

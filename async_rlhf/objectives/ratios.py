@@ -1,0 +1,80 @@
+"""Probability ratios between policies: clipping, importance weights, and statistics to watch them by."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def clipped_surrogate(log_ratios: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratios): PPO, arXiv 1707.06347, eq. 7.
+
+    Args:
+        log_ratios: log pi - log pi_old, of tokens or of whole completions.
+        advantages: of the same shape, or one that broadcasts.
+        low: how far below 1 the ratio may go.
+        high: how far above.
+
+    Returns:
+        The loss of each entry, and 1.0 where the clipped term is the smaller one (it has no gradient), else 0.0.
+    """
+    ratios = log_ratios.exp()
+    free, clipped = ratios * advantages, ratios.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(free, clipped), (clipped < free).float()
+
+
+def importance_weights(log_ratios: Tensor, kind: Literal["truncated", "masked"], cap: float) -> tuple[Tensor, Tensor]:
+    """Weights w = pi_old / mu that correct for samples of mu, kept from growing without bound.
+
+    Truncated: min(w, cap) (Ionides, "Truncated importance sampling", 2008). Masked: w where w <= cap, else 0.
+
+    Args:
+        log_ratios: log pi_old - log mu, of tokens or of whole completions.
+        kind: which of the two.
+        cap: at least 1.
+
+    Returns:
+        The weights, without gradient, and 1.0 where the cap took effect, else 0.0.
+    """
+    ratios = log_ratios.detach().exp()
+    above = (ratios > cap).float()
+    return ratios.clamp(max=cap) if kind == "truncated" else torch.where(ratios > cap, 0.0, ratios), above
+
+
+def effective_sample_share(log_weights_N: Tensor) -> Tensor:
+    """(sum w)^2 / (N sum w^2): 1 where all weights are equal, 1 / N where one has everything (Kong, 1992).
+
+    Args:
+        log_weights_N: N >= 1 logarithms of weights; a common offset changes nothing.
+    """
+    weights_N = (log_weights_N - log_weights_N.max()).exp()
+    return weights_N.sum().square() / (len(weights_N) * weights_N.square().sum())
+
+
+def ratio_statistics(token_log_ratios_N: Tensor, row_log_ratios_B: Tensor) -> dict[str, float]:
+    """What tells how far pi has moved from mu, over the tokens and the completions of a batch.
+
+    Args:
+        token_log_ratios_N: log pi - log mu of each token.
+        row_log_ratios_B: the same of each completion, summed over its tokens.
+
+    Returns:
+        Metrics by name: the k3 estimate of KL(mu || pi) and quantiles of pi / mu over tokens, and effective sample
+        shares of both.
+    """
+    if len(token_log_ratios_N) == 0:
+        return {}
+    ordered_N = token_log_ratios_N.sort().values.exp()  # torch.quantile refuses more than 16 million
+    last = len(ordered_N) - 1
+    quantiles = {f"val/ratio_p{q:02d}": ordered_N[round(last * q / 100)] for q in (1, 50, 99)}
+    metrics = {
+        "policy/behaviour_kl_k3": (torch.expm1(token_log_ratios_N) - token_log_ratios_N).mean(),
+        "val/ratio_var": ordered_N.var(correction=0),
+        **quantiles,
+        "val/ratio_max": ordered_N[-1],
+        "val/ess_token": effective_sample_share(token_log_ratios_N),
+        "val/ess_sequence": effective_sample_share(row_log_ratios_B),
+    }
+    return {name: value.item() for name, value in metrics.items()}

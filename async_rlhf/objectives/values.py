@@ -1,0 +1,23 @@
+"""The loss of a value model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), as OpenAI's implementation of PPO has it.
+
+    Args:
+        values: of the model being trained.
+        old_values: before the update.
+        returns: what to predict.
+        cliprange: c.
+
+    Returns:
+        The loss of each entry, and 1.0 where the clipped term is the larger one (it has no gradient), else 0.0.
+    """
+    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    free_loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
+    return torch.maximum(free_loss, clipped_loss) / 2, (clipped_loss > free_loss).float()
