@@ -101,6 +101,8 @@ class Learner:
         experience = Experience(
             **rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=torch.ones(len(rows["tokens_BT"]))
         )
+        if len(experience) == 0:
+            return experience, {}
         if self.config.uses_reference:
             experience = self._add(experience, self._by_reference)
         if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
@@ -234,8 +236,6 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
     """Over all samples, by the log-probabilities of the weights that sampled them: unbiased for those weights."""
-    if len(experience) == 0:
-        return {}
     mask_BT = experience.response_mask_BT
     behaviour_BT = experience.behaviour_logprobs_BT
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}

@@ -36,4 +36,5 @@ def response_tensors(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 def by_length(lengths_B: Tensor, size: int) -> Iterator[Tensor]:
     """Row indices in batches of ``size``, rows of like length together, the longest first."""
     order_B = torch.argsort(lengths_B, descending=True, stable=True)
-    yield from order_B.split(size)
+    if len(order_B):  # split() makes one empty part of nothing
+        yield from order_B.split(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -148,6 +149,8 @@ class TrainingLoop:
         ][: self.config.num_samples_logged]
         texts = decode_responses(self.tokenizer, [rollout for _, rollout, _ in samples])
         for (group, rollout, score), text in zip(samples, texts, strict=True):
-            row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": score}
+            # A completion without a reward has the score null: JSON knows no NaN.
+            reward = None if math.isnan(score) else score
+            row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.tokenizer.decode(group.prompt.tokens)
             self._samples.write({**row, "prompt": prompt, "completion": text, "finish_reason": rollout.finish_reason})

@@ -1,0 +1,266 @@
+"""The learner around the objectives: value models, the proximal pass, adaptive KL, prompts without reward."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_letters
+from transformers import AutoModelForSequenceClassification
+
+from async_rlhf import KLConfig, OffPolicyConfig, PPOTrainer
+from async_rlhf.config import ConfigError
+from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_scores
+from async_rlhf.models import new_value_model
+from async_rlhf.trainers import TRAINERS
+from async_rlhf.types import RolloutBatch, RolloutGroup
+
+
+def train(make_policy, tokenizer, prompts, args, algorithm, **options):
+    options = {"reward_funcs": count_letters} | options
+    trainer = TRAINERS[algorithm](make_policy(), args, prompts, processing_class=tokenizer, **options)
+    trainer.train()
+    return trainer, metrics_of(args)
+
+
+def metrics_of(args) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def scored_batch(trainer, scores_PK=None):
+    """One batch as the loop would hand it to the learner."""
+    stream, engine = trainer._stream, trainer._eval_engine()
+    engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
+    drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
+    groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
+    scored = trainer._scorer(RolloutBatch(1, 0, groups, 0.0))
+    return scored if scores_PK is None else replace(scored, scores_PK=scores_PK)
+
+
+# Values
+
+
+def test_values_are_read_before_each_token(make_policy, make_reward_model):
+    """What a reward model says of the text up to token t - 1 is the value at token t."""
+    model = make_reward_model()
+    tokens_BT = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.zeros(3, 9)
+    mask_BT[0, 2:9] = mask_BT[1, 5:6] = mask_BT[2, 1:4] = 1
+    values_BT = response_values(model, tokens_BT, mask_BT)
+    for b, t in mask_BT.nonzero().tolist():
+        expected = reward_scores(model, tokens_BT[b : b + 1, :t], torch.tensor([t]))
+        assert values_BT[b, t].item() == pytest.approx(expected.item(), abs=1e-5)
+    assert (values_BT * (1 - mask_BT)).abs().max() == 0
+
+
+def test_a_value_head_reads_the_states_that_the_policys_head_sees(make_policy):
+    policy, head = make_policy(), torch.nn.Linear(32, 1)
+    tokens_BT = torch.randint(0, 256, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.zeros(2, 7)
+    mask_BT[0, 3:7] = mask_BT[1, 1:3] = 1
+    output = PolicyAndValueWrapper(policy, head)(tokens_BT, mask_BT, 0.7)
+    states_BTH = policy.base_model(tokens_BT).last_hidden_state
+    for b, t in mask_BT.nonzero().tolist():
+        assert output.values_BT[b, t].item() == pytest.approx(head(states_BTH[b, t - 1]).item(), abs=1e-5)
+    output.values_BT.sum().backward()
+    assert policy.gpt_neox.embed_in.weight.grad.abs().max() > 0  # the trunk is shared
+
+
+def test_a_new_value_model_has_the_policys_body_and_says_zero(make_policy):
+    policy = make_policy()
+    value = new_value_model(policy)
+    tokens_BT = torch.arange(10)[None]
+    assert torch.equal(value.base_model(tokens_BT).last_hidden_state, policy.base_model(tokens_BT).last_hidden_state)
+    mask_BT = torch.ones(1, 10)
+    mask_BT[0, 0] = 0
+    assert response_values(value, tokens_BT, mask_BT).abs().max() == 0
+    assert value.base_model.embed_in.weight is not policy.base_model.embed_in.weight
+
+
+def test_the_value_model_starts_from_the_reward_model_and_learns(
+    make_policy, make_reward_model, tokenizer, prompts, make_args
+):
+    reward_model = make_reward_model()
+    before = {name: p.clone() for name, p in reward_model.named_parameters()}
+    args = make_args(algorithm="ppo", total_episodes=80, num_epochs=4, value_learning_rate=3e-3, learning_rate=1e-9)
+    trainer = PPOTrainer(
+        make_policy(), args, prompts, reward_model=reward_model, reward_funcs=count_letters, processing_class=tokenizer
+    )
+    for name, parameter in trainer.learner.value.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    trainer.train()
+    losses = [line["loss/value_avg"] for line in metrics_of(args)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(torch.equal(p, before[name]) for name, p in reward_model.named_parameters())
+
+    # Saved in the standard format, and restored by name.
+    folder = Path(args.output_dir) / "final" / "value_model"
+    saved = AutoModelForSequenceClassification.from_pretrained(folder)
+    again = PPOTrainer(
+        make_policy(),
+        make_args("again", algorithm="ppo"),
+        prompts,
+        reward_funcs=count_letters,
+        value_model=str(folder),
+        processing_class=tokenizer,
+    )
+    for name, parameter in trainer.learner.value.named_parameters():
+        assert torch.equal(parameter, saved.get_parameter(name)), name
+        assert torch.equal(parameter, again.learner.value.get_parameter(name)), name
+        assert again.learner.value.get_parameter(name).requires_grad
+
+
+def test_a_value_head_is_trained_saved_and_restored(make_policy, tokenizer, prompts, make_args):
+    args = make_args(algorithm="ppo", shared_trunk=True, total_episodes=16)
+    trainer, metrics = train(make_policy, tokenizer, prompts, args, "ppo")
+    head = trainer.learner.value
+    assert head.weight.abs().max() > 0
+    assert metrics[-1]["value_grad_norm"] > 0
+    folder = str(Path(args.output_dir) / "final" / "value_model")
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    again_args = make_args("again", algorithm="ppo", shared_trunk=True)
+    again = PPOTrainer(make_policy(), again_args, prompts, value_model=folder, **options)
+    assert torch.equal(again.learner.value.weight, head.weight)
+    assert torch.equal(again.learner.value.bias, head.bias)
+    with pytest.raises(ConfigError, match=r"value_model: got .*value_head\.safetensors"):
+        PPOTrainer(make_policy(), again_args, prompts, value_model=str(Path(args.output_dir)), **options)
+
+
+def test_only_ppo_takes_a_value_model(make_policy, make_reward_model, tokenizer, prompts, make_args):
+    with pytest.raises(ConfigError, match=r"value_model: [\s\S]*rloo has no value model"):
+        TRAINERS["rloo"](
+            make_policy(),
+            make_args(algorithm="rloo"),
+            prompts,
+            reward_funcs=count_letters,
+            value_model=make_reward_model(),
+            processing_class=tokenizer,
+        )
+
+
+# Off-policy corrections
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "ppo", "grpo"])
+def test_without_the_proximal_pass_the_only_step_is_the_same(make_policy, tokenizer, prompts, make_args, algorithm):
+    """One step for a batch needs no pass before it; a penalty of almost nothing in the reward asks for one."""
+    found = []
+    for name, coef in (("without", 0.0), ("with", 1e-30)):
+        args = make_args(
+            name,
+            algorithm=algorithm,
+            staleness=1,
+            samples_per_prompt=2,
+            num_mini_batches=1,
+            total_episodes=16,
+            kl=KLConfig(coef=coef),
+        )
+        assert args.needs_proximal_pass == (coef > 0)
+        trainer, metrics = train(make_policy, tokenizer, prompts, args, algorithm)
+        found.append((dict(trainer.model.named_parameters()), metrics))
+    for name, parameter in found[0][0].items():
+        torch.testing.assert_close(parameter, found[1][0][name], rtol=1e-3, atol=2e-4)
+    weights = [[m["policy/importance_weight"] for m in metrics] for _, metrics in found]
+    assert weights[0] == pytest.approx(weights[1], rel=1e-3)
+    assert any(abs(weight - 1) > 1e-3 for weight in weights[0])  # there is something to correct
+
+
+def test_behaviour_ratios_of_the_first_step_of_a_synchronous_run_are_one(make_policy, tokenizer, prompts, make_args):
+    args = make_args(
+        algorithm="grpo",
+        samples_per_prompt=4,
+        num_mini_batches=1,
+        total_episodes=12,
+        off_policy=OffPolicyConfig(old_logprobs="behaviour"),
+    )
+    _, metrics = train(make_policy, tokenizer, prompts, args, "grpo")
+    for line in metrics:
+        assert line["schedule/lag"] == 0
+        assert line["val/ratio_p01"] == pytest.approx(1, abs=1e-4)
+        assert line["val/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert line["val/ess_sequence"] == pytest.approx(1, abs=1e-4)
+        assert "policy/importance_weight" not in line
+
+
+def test_staleness_shows_in_ratios_and_effective_sample_size(make_policy, tokenizer, prompts, make_args):
+    options = {"algorithm": "rloo", "num_mini_batches": 1, "total_episodes": 20, "learning_rate": 3e-3}
+    found = {}
+    for staleness in (0, 2):
+        args = make_args(f"s{staleness}", staleness=staleness, **options)
+        found[staleness] = train(make_policy, tokenizer, prompts, args, "rloo")[1][-1]
+    assert found[2]["schedule/lag"] == 2
+    assert found[2]["val/ess_sequence"] < 0.99 < found[0]["val/ess_sequence"]
+    assert found[2]["policy/behaviour_kl_k3"] > 1e-3 > found[0]["policy/behaviour_kl_k3"] >= 0
+    assert found[2]["val/ratio_p01"] < found[0]["val/ratio_p01"]
+    assert found[2]["val/ratio_p99"] > found[0]["val/ratio_p99"]
+
+
+# KL
+
+
+def test_an_adaptive_coefficient_follows_its_formula(make_policy, tokenizer, prompts, make_args):
+    args = make_args(
+        algorithm="rloo", total_episodes=32, learning_rate=3e-3, kl=KLConfig(coef=0.1, target=0.5, horizon=40)
+    )
+    _, metrics = train(make_policy, tokenizer, prompts, args, "rloo")
+    expected = 0.1
+    for line in metrics:
+        assert line["objective/kl_coef"] == pytest.approx(expected)
+        expected *= 1 + min(max(line["objective/kl"] / 0.5 - 1, -0.2), 0.2) * 16 / 40
+    assert abs(metrics[-1]["objective/kl_coef"] - 0.1) > 1e-3
+
+
+def test_no_reference_is_held_without_a_penalty(make_policy, tokenizer, prompts, make_args):
+    args = make_args(algorithm="grpo", samples_per_prompt=2, total_episodes=8, kl=KLConfig(coef=0.0))
+    trainer, metrics = train(make_policy, tokenizer, prompts, args, "grpo")
+    assert trainer.learner.reference is None
+    assert "objective/kl" not in metrics[0]
+
+
+# Prompts without reward
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, make_args, algorithm):
+    """Training on a batch with a prompt that has no reward equals training on the batch without that prompt."""
+    args = make_args(algorithm=algorithm, samples_per_prompt=2, num_mini_batches=1, per_device_train_batch_size=8)
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    trainer = TRAINERS[algorithm](make_policy(), args, prompts, **options)
+    scored = scored_batch(trainer)
+    holed_PK = scored.scores_PK.clone()
+    holed_PK[2, 1] = holed_PK[5, 0] = math.nan
+    kept = [0, 1, 3, 4, 6, 7]
+    without = replace(
+        scored,
+        batch=replace(scored.batch, groups=tuple(scored.batch.groups[i] for i in kept)),
+        scores_PK=scored.scores_PK[kept],
+    )
+    (ours, our_metrics), (expected, expected_metrics) = (
+        trainer.learner.annotate(batch) for batch in (replace(scored, scores_PK=holed_PK), without)
+    )
+    assert our_metrics == expected_metrics
+    for name in ("tokens_BT", "scores_B", "weights_U", "advantages_B", "advantages_BT"):
+        if getattr(expected, name) is not None:
+            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prompts, make_args, algorithm):
+    calls = []
+
+    def fails_once(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) == 2:
+            raise ConnectionError("the judge is away")
+        return count_letters(prompts, completions)
+
+    args = make_args(algorithm=algorithm, samples_per_prompt=2, total_episodes=24, reward_errors="skip")
+    _, metrics = train(make_policy, tokenizer, prompts, args, algorithm, reward_funcs=fails_once)
+    assert [m["optimizer_steps"] for m in metrics] == [2, 0, 2]
+    assert [m["reward/skipped"] for m in metrics] == [0, 16, 0]
+    assert [m["lr"] for m in metrics] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3, 0])
+    assert all(math.isfinite(value) for line in metrics for value in line.values())

@@ -1,0 +1,163 @@
+"""Low-rank adapters: only they are trained, the reference is the base, and everyone else gets merged weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from conftest import LLAMA_SIZES, count_letters
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf.config import ConfigError
+from async_rlhf.lora import adapters_off, add_adapters, unwrap
+from async_rlhf.trainers import TRAINERS
+from async_rlhf.weights import SnapshotRing, named_weights
+
+TOKENS_BT = torch.arange(3, 33).view(3, 10)
+
+
+def models():
+    torch.manual_seed(0)
+    yield LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **LLAMA_SIZES))
+    yield GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+
+
+def stir(model) -> None:
+    """Adapters start as nothing; give them something to do."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=generator)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_merged_weights_have_the_plain_models_names_and_output():
+    for model in (model.eval() for model in models()):
+        plain = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+        before = model(TOKENS_BT).logits
+        add_adapters(model, LoRAConfig(rank=3), seed=0)
+        assert torch.equal(model(TOKENS_BT).logits, before)
+        stir(model)
+        adapted = model(TOKENS_BT).logits
+        assert (adapted - before).abs().max() > 0.1
+        with adapters_off(model):
+            assert torch.equal(model(TOKENS_BT).logits, before)
+        assert torch.equal(model(TOKENS_BT).logits, adapted)
+
+        merged = named_weights(model)
+        assert list(merged) == list(plain)
+        changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain[name])}
+        assert changed
+        assert all("weight" in name for name in changed)
+        fresh = type(model)(model.config).eval()
+        fresh.load_state_dict({**fresh.state_dict(), **merged})
+        torch.testing.assert_close(fresh(TOKENS_BT).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_snapshots_hold_merged_weights():
+    model = next(iter(models()))
+    plain_ring = SnapshotRing.for_model(model, torch.float32, 1)
+    add_adapters(model, LoRAConfig(rank=2), seed=0)
+    stir(model)
+    ring = SnapshotRing.for_model(model, torch.float32, 1)
+    assert ring.specs == plain_ring.specs
+    ring.publish(model, 0)
+    for name, tensor in named_weights(model).items():
+        assert torch.equal(ring.views(0)[name], tensor), name
+
+
+def test_the_seed_decides_the_adapters():
+    first, second, other = (
+        add_adapters(next(iter(models())), LoRAConfig(rank=2), seed=seed).state_dict() for seed in (5, 5, 6)
+    )
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_every_algorithm_trains_adapters_only(make_policy, tokenizer, prompts, make_args, algorithm):
+    """In two processes: the generator, with merged weights, samples as the learner with adapters would."""
+    args = make_args(
+        generation={"placement": "process"},
+        algorithm=algorithm,
+        samples_per_prompt=2,
+        total_episodes=24,
+        lora=LoRAConfig(rank=4, alpha=8.0),
+        **({} if algorithm == "online_dpo" else {"kl": KLConfig(coef=0.02)}),
+    )
+    policy = make_policy()
+    before = {name: tensor.clone() for name, tensor in named_weights(policy).items()}
+    trainer = TRAINERS[algorithm](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.learner.reference is None  # no second copy
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for name, parameter in policy.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
+
+    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["schedule/lag"] for line in lines] == [0, 0, 0]
+    # The first of two steps is taken with the very weights that sampled, the second half a step later.
+    assert all(abs(line["val/ratio"] - 1) < 0.05 for line in lines)
+    assert abs(lines[0]["objective/kl"]) < 1e-4 < abs(lines[2]["objective/kl"])
+
+    final = Path(args.output_dir) / "final"
+    loaded = AutoModelForCausalLM.from_pretrained(final)
+    for name, tensor in named_weights(policy).items():
+        torch.testing.assert_close(loaded.get_parameter(name), tensor)
+    base = make_policy()
+    with_adapter = peft.PeftModel.from_pretrained(base, final / "adapter")
+    with torch.no_grad():
+        expected = policy(TOKENS_BT).logits
+        torch.testing.assert_close(with_adapter(TOKENS_BT).logits, expected)
+        torch.testing.assert_close(loaded(TOKENS_BT).logits, expected, rtol=1e-4, atol=1e-4)
+    assert load_file(final / "adapter" / "adapter_model.safetensors").keys() == {
+        f"base_model.model.{name.replace('.default', '')}" for name in trained
+    }
+
+
+def test_a_users_own_peft_model_is_trained(make_policy, tokenizer, prompts, make_args):
+    own = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM"))
+    trainer = TRAINERS["online_dpo"](
+        own, make_args(total_episodes=8), prompts, reward_funcs=count_letters, processing_class=tokenizer
+    )
+    assert trainer.learner.reference is None
+    before = {name: p.clone() for name, p in own.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in own.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
+def test_adapters_that_cannot_be_merged_are_refused(make_policy):
+    dora = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, target_modules=["dense"], use_dora=True))
+    with pytest.raises(ConfigError, match="DoRA"):
+        unwrap(dora)
+    prompt_tuning = peft.get_peft_model(
+        make_policy(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(ConfigError, match="PROMPT_TUNING"):
+        unwrap(prompt_tuning)
+    with pytest.raises(ConfigError, match=r"lora.target_modules: got \['nothing'\]"):
+        add_adapters(make_policy(), LoRAConfig(rank=2, target_modules=["nothing"]), seed=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient(make_policy, tokenizer, prompts, make_args):
+    found = []
+    for name, checkpointing in (("with", True), ("without", False)):
+        args = make_args(
+            name, total_episodes=8, num_epochs=2, lora=LoRAConfig(rank=2), gradient_checkpointing=checkpointing
+        )
+        policy = make_policy()
+        TRAINERS["online_dpo"](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
+        found.append({n: p.detach() for n, p in policy.named_parameters() if p.requires_grad})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=1e-4, atol=1e-6)
