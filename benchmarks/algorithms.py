@@ -56,7 +56,7 @@ def evaluate(base: Path, names: list[str], seed: int) -> dict[str, Any]:
         max_prompt_length=128,
         seed=seed,
     )
-    return json.loads((folder / "evaluation.json").read_text())["models"]
+    return json.loads((folder / "evaluation.json").read_text())["results"]["models"]
 
 
 def main() -> None:

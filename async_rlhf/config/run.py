@@ -88,6 +88,9 @@ class RunConfig(Checked):
         require(self.value_model is None or self.algorithm == "ppo", "value_model", self.value_model, right)
         _check_functions(self.reward_funcs)
         _check_functions(self.callbacks, "callbacks")
+        weights, functions = self.train.reward_weights, self.reward_funcs
+        right = f"must be empty, or one number for each of the {len(functions)} of reward_funcs"
+        require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
         require(
             self.train.eval_steps == 0 or self.data.eval is not None,
             "train.eval_steps",

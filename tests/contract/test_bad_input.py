@@ -15,7 +15,7 @@ from conftest import byte_tokenizer, count_letters
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.config import ConfigError, RunConfig
+from async_rlhf.config import ConfigError, DataConfig, GRPOConfig, PPOConfig, RLOOConfig, RunConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.models import load_policy, load_reward_model, write_model
@@ -90,12 +90,46 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
         (["--train.device", "gpu"], 'device: got \'gpu\'; must be "cpu", "cuda"'),
         (["--train.eval_steps", "5"], "train.eval_steps: got 5; must be 0 without data.eval"),
         (["--config", "nowhere.yml"], "--config: got 'nowhere.yml'; there is no such file"),
+        (["--algorithm", "dpo"], "algorithm: got 'dpo'; must be one of online_dpo, best_of_k, rloo, ppo, grpo"),
+        (["--algorithm", "grpo", "--train.beta", "1"], "beta"),
+        (["--algorithm", "rloo", "--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
+        (["--algorithm", "rloo", "--train.off_policy.level", "token"], "off_policy.level: got 'token'; must be \"seq"),
+        (["--algorithm=ppo", "--train.kl.where", "loss"], 'kl.estimator: got \'k1\'; must be "k2" or "k3" with'),
+        (["--algorithm=ppo", "--train.kl.coef", "0", "--train.kl.target", "6"], "kl.coef: got 0.0; must be above 0"),
+        (["--algorithm", "ppo", "--train.lam", "1.5"], r"lam: got 1.5; must be in \[0, 1\]"),
+        (["--algorithm", "ppo", "--train.cliprange", "1"], "cliprange: got 1.0; must be below 1"),
+        (["--algorithm", "grpo", "--train.off_policy.cap", "0.5"], "cap: got 0.5; must be at least 1"),
+        (["--algorithm", "grpo", "--train.normalization", "tokens"], "normalization.*tokens"),
+        (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: only \"ppo\" has a value model"),
+        (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
+        (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
+        (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(files, words, expected):
     import re
 
     assert re.search(expected, parse_error("--config", files["config.yml"], *words), re.DOTALL)
+
+
+def test_the_algorithm_decides_the_keys(files, monkeypatch):
+    """From the file, the environment or the command line; the later wins."""
+    words = ["--config", str(files["config.yml"])]
+    text = files["config.yml"].read_text()
+    files["config.yml"].write_text(text + "  gamma: 0.9\nalgorithm: ppo\n")
+    config, _ = parse(RunConfig, "train", words)
+    assert (config.algorithm, type(config.train), config.train.gamma) == ("ppo", PPOConfig, 0.9)
+    files["config.yml"].write_text(text)
+    monkeypatch.setenv("ASYNC_RLHF_ALGORITHM", "rloo")
+    config, _ = parse(RunConfig, "train", words)
+    assert (type(config.train), config.train.off_policy.level) == (RLOOConfig, "sequence")
+    config, _ = parse(RunConfig, "train", [*words, "--algorithm", "grpo"])
+    assert (type(config.train), config.train.kl.where) == (GRPOConfig, "loss")
+
+
+def test_a_run_needs_the_configuration_of_its_algorithm():
+    with pytest.raises(ConfigError, match="train: got 'OnlineDPOConfig'; must be a PPOConfig with algorithm 'ppo'"):
+        RunConfig(model="m", data=DataConfig(train="d"), reward_model="r", algorithm="ppo")
 
 
 def test_lists_are_given_plainly_or_as_yaml(files):

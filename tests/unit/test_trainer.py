@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,25 @@ def test_the_trace_shows_sampling_and_training_side_by_side(make_policy, tokeniz
     generated = {e["args"]["batch"]: e for e in events if e["name"] == "generate"}
     trained = {e["args"]["batch"]: e for e in events if e["name"] == "train"}
     assert all(generated[b]["ts"] < trained[b - 1]["ts"] + trained[b - 1]["dur"] for b in range(3, 7))
+
+
+def test_slow_reward_functions_run_while_the_next_batch_is_sampled(make_policy, tokenizer, prompts, make_args):
+    """Two of half a second, at the same time, one of them a coroutine; beside them the generator goes on."""
+
+    def slow(prompts, completions, **columns):
+        time.sleep(0.5)
+        return count_letters(prompts, completions)
+
+    async def slow_judge(prompts, completions, **columns):
+        await asyncio.sleep(0.5)
+        return [1.0] * len(completions)
+
+    args = make_args(staleness=1)
+    _, _, metrics = train(make_policy, tokenizer, prompts, args, reward=[slow, slow_judge])
+    assert all(0.5 <= m["time/reward_funcs"] < 1 for m in metrics)
+    events = json.loads((Path(args.output_dir) / "trace.json").read_text())
+    generated = {e["args"]["batch"]: e for e in events if e["name"] == "generate"}
+    scored = {e["args"]["batch"]: e for e in events if e["name"] == "score"}
+    for b in range(2, 6):  # the first waits for the worker to start
+        assert generated[b + 1]["ts"] + generated[b + 1]["dur"] < scored[b]["ts"] + scored[b]["dur"]
+    assert all(m["time/wait"] < 0.25 for m in metrics[2:])
