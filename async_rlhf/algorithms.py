@@ -62,7 +62,8 @@ def kl_penalties(experience: Experience, config: KLPenaltyConfig) -> Tensor:
 
 def _kl(logprobs_BT: Tensor, rows: Experience, config: KLPenaltyConfig) -> Tensor:
     assert rows.reference_logprobs_BT is not None
-    return KL_ESTIMATORS[config.kl.estimator](logprobs_BT, rows.reference_logprobs_BT) * rows.response_mask_BT
+    mask_BT = rows.response_mask_BT  # before the exponential: whatever stands outside could overflow in it
+    return KL_ESTIMATORS[config.kl.estimator](logprobs_BT * mask_BT, rows.reference_logprobs_BT * mask_BT)
 
 
 def _kl_loss(output: PolicyOutput, rows: Experience, config: KLPenaltyConfig) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.learner import Learner
+
+TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass
@@ -159,6 +162,25 @@ class Callbacks:
         )
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
+    def save_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json``, with the states of callbacks that have one."""
+        for callback in self._stateful():
+            self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        self.state.save_to_json(str(folder / TRAINER_STATE))
+
+    def restore_state(self, folder: Path) -> None:
+        """Go on from a state that :meth:`save_state` wrote; what the configuration says now stays."""
+        saved = OnlineTrainerState.load_from_json(str(folder / TRAINER_STATE))
+        for name in ("max_steps", "logging_steps", "save_steps", "eval_steps"):
+            setattr(saved, name, getattr(self.state, name))
+        self.state = saved
+        for callback in self._stateful():
+            states = saved.stateful_callbacks.get(type(callback).__name__, {})
+            vars(callback).update(states.get("attributes", {}))
+
+    def _stateful(self) -> list[Any]:
+        return [callback for callback in self._handler.callbacks if isinstance(callback, ExportableState)]
+
     def begin(self) -> None:
         """Before the first batch."""
         self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
@@ -184,6 +206,20 @@ class Callbacks:
     def evaluated(self, metrics: dict[str, float]) -> None:
         """An evaluation is done."""
         self.control = self._handler.on_evaluate(self.arguments, self.state, self.control, metrics)
+
+    def note_best(self, checkpoint: Path) -> None:
+        """Remember a checkpoint if ``metric_for_best_model`` is better than it was at the ones before."""
+        config = self.arguments.online_config
+        name = config.metric_for_best_model
+        if name is None:
+            return
+        found = [logs[name] for logs in self.state.log_history if name in logs]
+        if not found:
+            known = sorted({key for logs in self.state.log_history for key in logs})
+            raise ConfigError(f"metric_for_best_model: got {name!r}; must be one of {', '.join(known)}")
+        best = self.state.best_metric
+        if best is None or (found[-1] > best if config.greater_is_better else found[-1] < best):
+            self.state.best_metric, self.state.best_model_checkpoint = found[-1], str(checkpoint)
 
     def saved(self) -> None:
         """A checkpoint is whole."""

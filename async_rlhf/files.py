@@ -36,8 +36,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
+                _flush_to_disk(file)
+        _flush_to_disk(temporary)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
@@ -47,6 +47,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
+        _flush_to_disk(path.parent)  # the names themselves
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,19 @@ from async_rlhf.algorithms import Algorithm, kl_penalties
 from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
 from async_rlhf.forward import PolicyAndValueWrapper, response_logprobs, response_values
 from async_rlhf.lora import adapters_off, has_adapters
-from async_rlhf.models import disable_dropout, write_model, write_value_head
+from async_rlhf.models import (
+    disable_dropout,
+    load_policy,
+    load_reward_model,
+    load_value_head,
+    write_model,
+    write_value_head,
+)
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
 from async_rlhf.rows import by_length, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
+from async_rlhf.weights import checksum, named_weights
 
 
 class Learner:
@@ -221,6 +229,51 @@ class Learner:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.config.bf16)
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What :meth:`restore` needs beside the files of :meth:`save`: tensors, and values for JSON."""
+        tensors: dict[str, Tensor] = {}
+        for i, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
+        tensors |= {f"adapter.{name}": p.data for name, p in self.model.named_parameters() if _is_adapter(name)}
+        return tensors, {"kl_coef": self.kl_coef, "scheduler_steps": self.scheduler.last_epoch}
+
+    def restore(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Go back to where :meth:`save` and :meth:`state` were called."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if _is_adapter(name):
+                    parameter.copy_(tensors[f"adapter.{name}"])
+        if not has_adapters(self.policy):
+            self.policy.load_state_dict(load_policy(str(folder)).state_dict())
+        place = folder / "value_model"
+        if isinstance(self.value, nn.Linear):
+            load_value_head(place, self.value)
+        elif self.value is not None:
+            saved = load_reward_model(str(place), key="value_model")
+            if has_adapters(self.value):
+                self.value.score.load_state_dict(saved.score.state_dict())
+            else:
+                self.value.load_state_dict(saved.state_dict())
+        moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            kind, _, rest = key.partition(".")
+            if kind == "optimizer":
+                index, _, name = rest.partition(".")
+                moments[int(index)][name] = tensor
+        self.scheduler.last_epoch = values["scheduler_steps"]
+        # Computed anew: the length of the run may have changed, and with it the rate.
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, factor in zip(groups, self.scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
+        self.optimizer.load_state_dict({"state": dict(moments), "param_groups": groups})
+        self.kl_coef = values["kl_coef"]
+
+    def fingerprint(self) -> str:
+        """A checksum of what stays as it is: the reference policy, or the weights below the adapters."""
+        if self.reference is not None:
+            return checksum(named_weights(self.reference))
+        return checksum({n: p.data for n, p in self.policy.named_parameters() if not p.requires_grad})
+
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the policy in the standard format, and the value model or head into ``value_model``."""
         write_model(self.policy, tokenizer, folder)
@@ -228,6 +281,10 @@ class Learner:
             write_model(self.value, tokenizer, folder / "value_model")
         elif self.value is not None:
             write_value_head(self.value, folder / "value_model")
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

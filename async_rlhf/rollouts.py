@@ -8,7 +8,7 @@ and a batch that is too stale cannot exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -27,9 +27,12 @@ def version_for(batch: int, staleness: int) -> int:
     return max(0, batch - 1 - staleness)
 
 
-def batches_for(version: int, staleness: int, num_batches: int) -> range:
-    """The batches that these weights sample: the inverse of :func:`version_for`."""
-    first = 1 if version == 0 else version + 1 + staleness
+def batches_for(version: int, staleness: int, num_batches: int, start: int = 0) -> range:
+    """The batches that these weights sample: the inverse of :func:`version_for`.
+
+    The weights that a run starts from, version ``start``, fill the pipeline: batches start + 1 to start + 1 + S.
+    """
+    first = start + 1 if version == start else version + 1 + staleness
     return range(first, min(version + 1 + staleness, num_batches) + 1)
 
 
@@ -43,6 +46,8 @@ class Rollouts:
         num_batches: batches in all.
         staleness: S.
         trace: where waiting is recorded.
+        start: batches trained on before, by a run that is resumed here.
+        ahead: what that run had sampled for the batches after them.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class Rollouts:
         num_batches: int,
         staleness: int,
         trace: Trace,
+        start: int = 0,
+        ahead: Sequence[RolloutBatch] = (),
     ) -> None:
         self.generator = generator
         self.prompts = prompts
@@ -61,26 +68,48 @@ class Rollouts:
         self.num_batches = num_batches
         self.staleness = staleness
         self.trace = trace
+        self.start = start
+        self._ahead = {batch.index: batch for batch in ahead}
+        self._versions = {batch.index: batch.version for batch in ahead}
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        for index in range(1, self.num_batches + 1):
+        for index in range(self.start + 1, self.num_batches + 1):
+            self._collect(index)
+            del self._versions[index]
+            yield self._ahead.pop(index)
+
+    def ahead(self, trained: int) -> list[RolloutBatch]:
+        """The batches that older weights than version ``trained`` sample, for a checkpoint after that batch.
+
+        Waits for them. Those weights are gone when the run is resumed; version ``trained`` itself is in the checkpoint,
+        and what it samples can be sampled again.
+        """
+        older = [index for index, version in self._versions.items() if index > trained > version]
+        for index in older:
+            self._collect(index)
+        return [self._ahead[index] for index in sorted(older)]
+
+    def _collect(self, index: int) -> None:
+        if index not in self._ahead:
             with self.trace.span("wait", batch=index):
                 batch = self.generator.collect(index)
             self._check(batch)
-            yield batch
+            self._ahead[index] = batch
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Hand out numbered weights, and have them sample what they have to. Without a batch to sample, nothing."""
-        batches = batches_for(version, self.staleness, self.num_batches)
+        due = batches_for(version, self.staleness, self.num_batches, self.start)
+        batches = [index for index in due if index not in self._ahead]
         if len(batches) == 0:
             return
         with self.trace.span("publish", version=version):
             self.generator.publish(policy, version)
         for index in batches:
+            self._versions[index] = version
             self.generator.submit(index, version, self.prompts.batch(index, self.batch_size))
 
     def _check(self, batch: RolloutBatch) -> None:
-        expected = version_for(batch.index, self.staleness)
+        expected = self._versions[batch.index]
         found = {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions}
         if found != {expected}:
             raise StaleWeightsError(

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.base import dotted
 from async_rlhf.files import whole_file, whole_folder
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ Source = str | Sequence[str] | Mapping[str, str] | None
 
 # Fields that change no result. A field of a group counts by its own name.
 _ELSEWHERE = {"overwrite", "overwrite_output_dir", "device", "num_threads", "report_to", "run_name", "logging_steps"}
-_ELSEWHERE |= {"num_samples_logged", "progress", "trace"}
+_ELSEWHERE |= {"num_samples_logged", "progress", "trace", "resume", "resume_from", "resume_anyway"}
 _PLACES = ("output_dir", "output", "out")  # the marker lies there: a folder that was moved is still done
 _MODEL_FILES = [
     "config.json",
@@ -78,7 +79,7 @@ class Stage:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        values = _dotted(dataclasses.asdict(self.config))
+        values = dotted(dataclasses.asdict(self.config))
         config = {key: value for key, value in values.items() if key.rpartition(".")[2] not in _ELSEWHERE}
         # Through JSON and back, so that it equals what a marker says.
         return json.loads(json.dumps({"config": config, "inputs": _fingerprints(self.inputs)}))
@@ -151,14 +152,6 @@ class Stage:
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
         return found
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"seed": 0}} as {"train.seed": 0}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from async_rlhf import random_state
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState
-from async_rlhf.checkpoint import FINAL, save_checkpoint
+from async_rlhf.checkpoint import FINAL, Checkpoints, ResumeState, write_whole
 from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import dotted
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.generation.protocol import Engine
@@ -25,6 +29,8 @@ from async_rlhf.scoring import Scorer
 from async_rlhf.types import RolloutBatch, RolloutGroup, ScoredBatch
 
 logger = logging.getLogger(__name__)
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class TrainingLoop:
@@ -39,6 +45,8 @@ class TrainingLoop:
         callbacks: transformers' callbacks.
         trace: where the spans go.
         eval_prompts: held-out prompts, if there are any, with the engine that samples for them.
+        inputs: fingerprints of what came from outside, for checkpoints.
+        stop_asked: True once the run shall save and end.
     """
 
     def __init__(
@@ -51,6 +59,8 @@ class TrainingLoop:
         callbacks: Callbacks,
         trace: Trace,
         eval_prompts: tuple[PromptStream, Engine] | None = None,
+        inputs: Mapping[str, str] | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.rollouts = rollouts
@@ -60,13 +70,20 @@ class TrainingLoop:
         self.callbacks = callbacks
         self.trace = trace
         self.eval_prompts = eval_prompts
+        self.inputs = dict(inputs or {})
+        self.stop_asked = stop_asked
         self.folder = Path(config.output_dir)
+        self.checkpoints = Checkpoints(self.folder)
 
-    def run(self) -> OnlineTrainerState:
-        """Train on every batch and save the final policy."""
-        with self._open_logs():
+    def run(self, logs: Mapping[str, int] | None = None) -> OnlineTrainerState:
+        """Train on every batch that is left and save the final policy.
+
+        Args:
+            logs: bytes of each log file to go on behind, of a run that is resumed.
+        """
+        with self._open_logs(logs or {}):
             self.callbacks.begin()
-            self.rollouts.publish(self.learner.policy, version=0)
+            self.rollouts.publish(self.learner.policy, version=self.callbacks.state.global_step)
             started = time.monotonic()
             for batch in self.rollouts:
                 self.callbacks.step_begin()
@@ -81,18 +98,43 @@ class TrainingLoop:
                 started = time.monotonic()
                 if self._after_batch(scored, metrics):
                     break
-            save_checkpoint(self.folder / FINAL, self.learner, self.tokenizer, self.callbacks.state)
+            write_whole(self.folder / FINAL, [self._write_policy])
             self.callbacks.end()
         return self.callbacks.state
 
     @contextmanager
-    def _open_logs(self) -> Iterator[None]:
+    def _open_logs(self, keep: Mapping[str, int]) -> Iterator[None]:
         with (
             closing(self.callbacks),
-            closing(JsonLines(self.folder / "metrics.jsonl")) as self._metrics,
-            closing(JsonLines(self.folder / "samples.jsonl")) as self._samples,
+            closing(JsonLines(self.folder / METRICS, keep.get(METRICS, 0))) as self._metrics,
+            closing(JsonLines(self.folder / SAMPLES, keep.get(SAMPLES, 0))) as self._samples,
         ):
             yield
+
+    def _write_policy(self, folder: Path) -> None:
+        self.learner.save(folder, self.tokenizer)
+        self.callbacks.save_state(folder)
+
+    def save(self) -> None:
+        """Write a checkpoint that the run can go on from, bit for bit, and delete old ones."""
+        state, config = self.callbacks.state, self.config
+        batch, path = state.global_step, self.checkpoints.path(state.global_step)
+        tensors, values = self.learner.state()
+        random_tensors, random_values = random_state.capture()
+        with self.trace.span("save", batch=batch):
+            resume = ResumeState(
+                batch=batch,
+                config=json.loads(json.dumps(dotted(asdict(config)))),
+                inputs=self.inputs,
+                values={"learner": values, "random": random_values, "rewards": self.scorer.state()},
+                logs={METRICS: self._metrics.position(), SAMPLES: self._samples.position()},
+                tensors=tensors | random_tensors,
+                ahead=self.rollouts.ahead(batch),
+            )
+            self.callbacks.note_best(path)
+            write_whole(path, [self._write_policy, resume.write])
+            self.checkpoints.delete_old(config.save_total_limit, state.best_model_checkpoint)
+        self.callbacks.saved()
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. True where the run shall stop."""
@@ -112,10 +154,10 @@ class TrainingLoop:
             self._metrics.write({**counters, **evaluation})
             self.callbacks.log({**counters, **evaluation})
             self.callbacks.evaluated(evaluation)
-        if control.should_save:
-            name = f"checkpoint-{state.global_step}"
-            save_checkpoint(self.folder / name, self.learner, self.tokenizer, state)
-            self.callbacks.saved()
+        if control.should_save or self.stop_asked():
+            self.save()
+        if self.stop_asked():
+            raise SystemExit(0)
         return control.should_training_stop
 
     def evaluate(self) -> dict[str, float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from async_rlhf import random_state
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState, check_integrations
-from async_rlhf.checkpoint import check_output_dir, delete_earlier_run
+from async_rlhf.checkpoint import ResumeState, check_output_dir, checkpoint_to_resume, delete_earlier_run
 from async_rlhf.config import (
     ConfigError,
     GRPOConfig,
@@ -26,6 +28,7 @@ from async_rlhf.config import (
     PPOConfig,
     RLOOConfig,
 )
+from async_rlhf.config.base import dotted
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.placement import make_generator, shared_cores
@@ -50,7 +53,9 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.signals import ending_on_sigterm
 from async_rlhf.trainer import TrainingLoop
+from async_rlhf.weights import checksum, named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +110,9 @@ class OnlineTrainer:
         if args.eval_steps and eval_dataset is None:
             raise ConfigError(f"eval_steps: got {args.eval_steps}; must be 0 without eval_dataset")
         check_integrations(args.report_to)
-        check_output_dir(Path(args.output_dir), args.overwrite_output_dir)
+        output_dir = Path(args.output_dir)
+        check_output_dir(output_dir, args.overwrite_output_dir or args.resuming)
+        self._checkpoint = checkpoint_to_resume(output_dir, args.resume_from) if args.resuming else None
         self.processing_class = _tokenizer(model, processing_class)
         # Data before models: its mistakes are found within seconds.
         self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")
@@ -130,19 +137,30 @@ class OnlineTrainer:
         self._started = False
 
     def train(self) -> OnlineTrainerState:
-        """Run the whole training, once. Returns the final state; the policy lies in ``<output_dir>/final``."""
+        """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
+
+        On SIGTERM it writes a checkpoint after the batch at hand and exits with code 0, to be resumed.
+
+        Returns:
+            The final state.
+        """
         if self._started:
             raise RuntimeError("this trainer has trained already; make a new one to train again")
         self._started = True
         folder = Path(self.args.output_dir)
+        inputs = self._fingerprints()
+        resumed = self._restore(inputs) if self._checkpoint is not None else None
         with ExitStack() as stack:
+            stop_asked = stack.enter_context(ending_on_sigterm())
             threads = stack.enter_context(shared_cores(self.args, self.model.device))
             trace = stack.enter_context(closing(Trace()))
             generator = make_generator(self.args, self.model, self._params, trace, threads)
             stack.enter_context(closing(generator))
-            delete_earlier_run(folder)
+            here = self._checkpoint is not None and self._checkpoint.parent.resolve() == folder.resolve()
+            if not here:
+                delete_earlier_run(folder)
             if self.args.trace:
-                trace.write_to(folder / "trace.json")
+                trace.write_to(folder / (f"trace-from-{resumed.batch}.json" if resumed else "trace.json"))
             rollouts = Rollouts(
                 generator,
                 self._stream,
@@ -150,6 +168,8 @@ class OnlineTrainer:
                 num_batches=self.args.num_batches,
                 staleness=self.args.staleness,
                 trace=trace,
+                start=resumed.batch if resumed else 0,
+                ahead=resumed.ahead if resumed else (),
             )
             loop = TrainingLoop(
                 self.args,
@@ -160,8 +180,35 @@ class OnlineTrainer:
                 self.callbacks,
                 trace,
                 None if self._eval_stream is None else (self._eval_stream, self._eval_engine()),
+                inputs,
+                stop_asked,
             )
-            return loop.run()
+            return loop.run(resumed.logs if resumed and here else None)
+
+    def _restore(self, inputs: dict[str, str]) -> ResumeState:
+        """Put learner, callbacks and random generators where the checkpoint was written."""
+        assert self._checkpoint is not None
+        found = ResumeState.read(self._checkpoint, self._stream)
+        config = json.loads(json.dumps(dotted(asdict(self.args))))
+        found.check(config, inputs, self.args.resume_anyway)
+        self.learner.restore(self._checkpoint, found.tensors, found.values["learner"])
+        self.callbacks.restore_state(self._checkpoint)
+        self._scorer.restore(found.values["rewards"])
+        random_state.restore(found.tensors, found.values["random"])
+        logger.info("resuming after batch %d, from %s", found.batch, self._checkpoint)
+        return found
+
+    def _fingerprints(self) -> dict[str, str]:
+        """Of everything that came from outside and decides the run, under the names of the arguments."""
+        found = {
+            "algorithm": self.algorithm,
+            "train_dataset": self._stream.fingerprint(),
+            "ref_model": self.learner.fingerprint(),
+            "reward_funcs": ", ".join(self._scorer.reward_funcs),
+        }
+        if self._scorer.reward_model is not None:
+            found["reward_model"] = checksum(named_weights(self._scorer.reward_model))
+        return found
 
     def _sampling(self) -> SamplingParams:
         generation = self.args.generation

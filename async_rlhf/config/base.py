@@ -6,6 +6,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -54,6 +55,14 @@ def _spell(kind: Any) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(
         kind, getattr(kind, "__name__", str(kind))
     )
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"seed": 0}} as {"train.seed": 0}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 class Checked:

@@ -81,6 +81,9 @@ class OnlineConfig(Checked):
     Args:
         output_dir: where checkpoints, metrics.jsonl, samples.jsonl and trace.json go.
         overwrite_output_dir: delete what an earlier run left there; else that is an error.
+        resume: go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning.
+        resume_from: go on from this checkpoint instead.
+        resume_anyway: go on although a key differs that makes the run another one.
         staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous.
         total_episodes: prompts to train on in all; a multiple of the batch.
         samples_per_prompt: K, completions per prompt.
@@ -111,6 +114,9 @@ class OnlineConfig(Checked):
         reward_timeout: seconds that the reward functions of a batch may take together; null for no limit.
         logging_steps: batches between two lines in the log.
         save_steps: batches between two checkpoints; 0 saves the final model only.
+        save_total_limit: checkpoints to keep, the newest and the best; null for all.
+        metric_for_best_model: a metric, such as "eval_objective/scores"; the checkpoint where it was best is kept.
+        greater_is_better: whether more of it is better.
         eval_steps: batches between two evaluations on eval_dataset; 0 evaluates at the end only.
         num_samples_logged: completions of each logged batch that go to samples.jsonl.
         report_to: transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"].
@@ -126,6 +132,9 @@ class OnlineConfig(Checked):
 
     output_dir: str = "runs/online"
     overwrite_output_dir: bool = False
+    resume: bool = False
+    resume_from: str | None = None
+    resume_anyway: bool = False
     staleness: int = 1
     total_episodes: int = 131_072
     samples_per_prompt: int = 2
@@ -156,6 +165,9 @@ class OnlineConfig(Checked):
     reward_timeout: float | None = None
     logging_steps: int = 1
     save_steps: int = 0
+    save_total_limit: int | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool = True
     eval_steps: int = 0
     num_samples_logged: int = 4
     report_to: list[str] = field(default_factory=list)
@@ -173,7 +185,7 @@ class OnlineConfig(Checked):
         self.at_least(0, "save_steps", "eval_steps", "num_samples_logged")
         self.at_least(1, "samples_per_prompt", "per_device_train_batch_size", "gradient_accumulation_steps")
         self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
-        self.at_least(1, "logging_steps", "num_threads", "total_episodes")
+        self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
         self.is_device("device")
         for key in ("adam_beta1", "adam_beta2"):
@@ -200,6 +212,11 @@ class OnlineConfig(Checked):
             self.generation.workers,
             f"must be at most the batch of {self.batch_size} prompts",
         )
+
+    @property
+    def resuming(self) -> bool:
+        """Whether an earlier run's folder is there to be continued."""
+        return self.resume or self.resume_from is not None
 
     @property
     def batch_size(self) -> int:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
@@ -79,6 +80,13 @@ class PromptStream:
     def __len__(self) -> int:
         """Prompts of one epoch."""
         return len(self._kept)
+
+    def fingerprint(self) -> str:
+        """A checksum of the prompts' tokens, in the order of the rows."""
+        digest = xxhash.xxh3_128()
+        for row in self._kept.tolist():
+            digest.update(np.array([row, *self._tokens[row]], dtype=np.int64).tobytes())
+        return digest.hexdigest()
 
     def prompt(self, draw: int) -> Prompt:
         """The prompt of one draw."""

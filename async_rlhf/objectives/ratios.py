@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -20,9 +21,13 @@ def clipped_surrogate(log_ratios: Tensor, advantages: Tensor, low: float, high: 
     Returns:
         The loss of each entry, and 1.0 where the clipped term is the smaller one (it has no gradient), else 0.0.
     """
-    ratios = log_ratios.exp()
-    free, clipped = ratios * advantages, ratios.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(free, clipped), (clipped < free).float()
+    # The smaller of the two is the ratio bounded on one side, that of the advantage's sign. Bounding the logarithm, not
+    # the ratio, keeps a ratio that overflows from turning a gradient of 0 into 0 x inf.
+    top, bottom = math.log1p(high), math.log1p(-low)
+    up = advantages >= 0
+    bounded = torch.where(up, log_ratios.clamp(max=top), log_ratios.clamp(min=bottom))
+    clipped = torch.where(up, (log_ratios > top) & (advantages > 0), log_ratios < bottom)
+    return -bounded.exp() * advantages, clipped.to(log_ratios.dtype)
 
 
 def importance_weights(log_ratios: Tensor, kind: Literal["truncated", "masked"], cap: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +44,7 @@ def importance_weights(log_ratios: Tensor, kind: Literal["truncated", "masked"],
         The weights, without gradient, and 1.0 where the cap took effect, else 0.0.
     """
     ratios = log_ratios.detach().exp()
-    above = (ratios > cap).float()
+    above = (ratios > cap).to(log_ratios.dtype)
     return ratios.clamp(max=cap) if kind == "truncated" else torch.where(ratios > cap, 0.0, ratios), above
 
 

@@ -18,6 +18,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     Returns:
         The loss of each entry, and 1.0 where the clipped term is the larger one (it has no gradient), else 0.0.
     """
-    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    clipped = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     free_loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
-    return torch.maximum(free_loss, clipped_loss) / 2, (clipped_loss > free_loss).float()
+    return torch.maximum(free_loss, clipped_loss) / 2, (clipped_loss > free_loss).to(values.dtype)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 
 class JsonLines:
     """Appends objects to a file.
 
     Args:
-        path: a new file; an existing one is emptied.
+        path: the file.
+        keep: bytes of an existing file to go on behind; what comes after them is cut off.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        self._file: BinaryIO = path.open("ab" if keep else "wb")
+        self._file.truncate(min(keep, self._file.tell()))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line, whole, and hand it to the operating system."""
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        # Half a character, from a prompt that is no Unicode text, becomes an escape that JSON knows.
+        self._file.write(text.encode(errors="backslashreplace"))
         self._file.flush()
+
+    def position(self) -> int:
+        """Bytes written so far, which are on the disk when this returns."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
 
     def close(self) -> None:
         """Close the file."""

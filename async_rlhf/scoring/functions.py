@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from async_rlhf.config import ConfigError
+from async_rlhf.scoring.calls import TooLateError, call_together
 
-RewardFunction = Callable[..., Sequence[float]]
-"""Called as f(prompts=[...], completions=[...], **columns); returns one number per completion."""
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+"""Called as f(prompts=[...], completions=[...], **columns); returns one number per completion. `def` or `async def`.
+
+Every call is made in a new thread, and an async function gets a new event loop with it: what belongs to one thread or
+one loop (a database connection, an HTTP session) has to be opened within the call. Functions of one batch run at the
+same time, so one that draws random numbers needs a generator of its own if the run is to be repeatable.
+"""
 
 
 class RewardError(RuntimeError):
@@ -59,31 +69,103 @@ def _module_from_file(path: Path) -> ModuleType:
     return module
 
 
+def function_name(function: RewardFunction) -> str:
+    """What messages and metrics call it."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def call_reward_function(
     function: RewardFunction, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> list[float]:
-    """The function's rewards, one finite number for each completion.
+    """The rewards of one function, one finite number for each completion; see :func:`call_reward_functions`."""
+    name = function_name(function)
+    return call_reward_functions({name: function}, prompts, completions, columns)[name]
+
+
+def call_reward_functions(
+    functions: Mapping[str, RewardFunction],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    timeout: float | None = None,
+    skip: bool = False,
+) -> dict[str, list[float]]:
+    """The rewards of every function; all functions run at the same time, each in a thread of its own.
+
+    At the time limit an async function is cancelled. A plain one cannot be stopped: it is abandoned and goes on in its
+    thread, perhaps beside its own next call, but does not keep the process from ending.
 
     Args:
-        function: see :data:`RewardFunction`.
+        functions: by the name that messages use; see :data:`RewardFunction`.
         prompts: the prompt of each completion.
         completions: texts without the stop token.
         columns: the data set's columns, one value for each completion.
+        timeout: seconds for all functions together; None for no limit.
+        skip: log a failure as a warning and give NaN to the completions that it concerns.
+
+    Returns:
+        The rewards by the function's name, one for each completion.
 
     Raises:
-        RewardError: it raised, or returned another count, or something that is no finite number.
+        RewardError: not with ``skip``: a function raised, was too slow, or returned another count, or something that
+            is no finite number. The other functions are then not waited for.
     """
-    name = getattr(function, "__name__", type(function).__name__)
-    try:
-        rewards = list(function(prompts=list(prompts), completions=list(completions), **columns))
-    except Exception as error:
-        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}") from error
-    if len(rewards) != len(completions):
-        raise RewardError(f"reward function {name} returned {len(rewards)} rewards for {len(completions)} completions")
-    for prompt, completion, reward in zip(prompts, completions, rewards, strict=True):
-        if isinstance(reward, (str, bytes)) or reward is None or not math.isfinite(reward):
-            raise RewardError(
-                f"reward function {name} returned {reward!r}; must be a finite number. "
-                f"Prompt: {prompt[-200:]!r}. Completion: {completion[:200]!r}"
+    names = list(functions)
+    calls = [partial(_call, function, prompts, completions, columns) for function in functions.values()]
+    rewards = {}
+    for number, outcome in call_together(calls, timeout):
+        name = names[number]
+        if isinstance(outcome, BaseException) or len(outcome) != len(completions):
+            rewards[name] = [math.nan] * len(completions)
+            raise_or_warn(_failure(name, outcome, len(completions), timeout), len(completions), len(completions), skip)
+            continue
+        rewards[name] = [_number(value) for value in outcome]
+        bad = [i for i, reward in enumerate(rewards[name]) if math.isnan(reward)]
+        if bad:
+            error = RewardError(
+                f"reward function {name} returned {repr(outcome[bad[0]])[:200]}; must be a finite number. "
+                f"Prompt: {prompts[bad[0]][-200:]!r}. Completion: {completions[bad[0]][:200]!r}"
             )
-    return [float(reward) for reward in rewards]
+            raise_or_warn(error, len(bad), len(completions), skip)
+    return {name: rewards[name] for name in names}
+
+
+def raise_or_warn(error: RewardError, missing: int, completions: int, skip: bool) -> None:
+    """What is done where some of the completions have no reward.
+
+    Raises:
+        RewardError: the given error, unless ``skip``.
+    """
+    if not skip:
+        raise error
+    logger.warning("%d of %d completions have no reward: %s", missing, completions, error)
+
+
+def _call(
+    function: RewardFunction, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> Any:
+    """With lists of its own: what a function does to them concerns none of the others."""
+    lists = {name: list(values) for name, values in columns.items()}
+    return function(prompts=list(prompts), completions=list(completions), **lists)
+
+
+def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout: float | None) -> RewardError:
+    """Of a whole call."""
+    if isinstance(outcome, list):
+        return RewardError(f"reward function {name} returned {len(outcome)} rewards for {count} completions")
+    if isinstance(outcome, TooLateError):
+        return RewardError(
+            f"reward function {name} was not done after {timeout:g} s, the limit for the reward functions of a batch "
+            "(reward_timeout)"
+        )
+    error = RewardError(f"reward function {name} raised {type(outcome).__name__}: {outcome}")
+    error.__cause__ = outcome  # as `raise ... from` would: its traceback is shown
+    return error
+
+
+def _number(value: Any) -> float:
+    """The value as a float; NaN for what is no finite number."""
+    try:
+        return float(value) if math.isfinite(value) else math.nan  # isfinite() refuses text, float() reads it
+    except Exception:  # whatever the __float__ of a tensor or of the user's own class may raise
+        return math.nan

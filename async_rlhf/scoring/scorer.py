@@ -1,29 +1,43 @@
-"""From rollouts to scores: the reward model, the reward functions, and the penalty for not ending."""
+"""From rollouts to scores: the reward model, the reward functions, and the penalties for length and for not ending."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.forward import score_rows
-from async_rlhf.scoring.functions import RewardError, RewardFunction, call_reward_function
+from async_rlhf.scoring.functions import (
+    RewardError,
+    RewardFunction,
+    call_reward_functions,
+    function_name,
+    raise_or_warn,
+)
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
 
 
 class Scorer:
-    """The sum of a reward model and of reward functions, then the penalty.
+    """The weighted sum of a reward model and of reward functions, less ``length_penalty`` for each token.
+
+    With ``non_eos_penalty``, a completion that did not end by itself scores ``penalty_reward_value`` instead.
 
     Args:
         tokenizer: of the policy.
-        config: penalties and sizes.
+        config: weights, penalties, what is done about errors, and sizes.
         reward_model: reads the score at the last real token.
         reward_funcs: see :data:`~async_rlhf.scoring.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
+
+    Raises:
+        ConfigError: the number of ``reward_weights`` is not that of the functions.
     """
 
     def __init__(
@@ -37,51 +51,122 @@ class Scorer:
         self.tokenizer = tokenizer
         self.config = config
         self.reward_model = reward_model
-        self.reward_funcs = tuple(reward_funcs)
+        self.reward_funcs = _by_name(reward_funcs, {"skipped"} if reward_model is None else {"skipped", "model"})
         self.prompt_field = prompt_field
+        self.skip = config.reward_errors == "skip"
+        names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
+        require(
+            len(weights) == len(names),
+            "reward_weights",
+            weights,
+            f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}",
+        )
+        self._weights = dict(zip(names, weights, strict=True))
+        if reward_model is not None:
+            self._weights["model"] = config.reward_model_weight
 
     def __call__(self, batch: RolloutBatch) -> ScoredBatch:
         """Score every completion.
 
         Raises:
-            RewardError: a reward is not a finite number, or a reward function failed.
+            RewardError: not with ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-        scores_R = torch.zeros(len(rollouts))
+        rewards: dict[str, Tensor] = {}
+        metrics: dict[str, float] = {}
         if self.reward_model is not None:
-            scores_R += self._model_scores(batch.groups)
-        for function in self.reward_funcs:
-            scores_R += torch.tensor(self._function_scores(function, batch.groups))
-        if not torch.isfinite(scores_R).all():
-            worst = int((~torch.isfinite(scores_R)).nonzero()[0])
-            text = self.tokenizer.decode(list(rollouts[worst].tokens))
-            raise RewardError(f"the reward of completion {text!r} is {scores_R[worst]}; must be a finite float32")
+            rewards["model"] = self._model_scores(self.reward_model, batch.groups)
+        if self.reward_funcs:
+            started = time.monotonic()
+            rewards |= self._function_scores(batch.groups)
+            metrics["time/reward_funcs"] = time.monotonic() - started
+        scores_R = self._sum(rewards, rollouts)
         ended_R = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
         if self.config.non_eos_penalty:
             scores_R = torch.where(ended_R, scores_R, torch.tensor(float(self.config.penalty_reward_value)))
-        return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), _metrics(scores_R, ended_R, rollouts))
+        if self.skip:
+            metrics["reward/skipped"] = float(scores_R.isnan().sum())
+        metrics |= _metrics(scores_R, rewards, ended_R, rollouts)
+        return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics)
 
-    def _model_scores(self, groups: Sequence[RolloutGroup]) -> Tensor:
-        assert self.reward_model is not None
-        rows = [group.prompt.tokens + rollout.tokens for group in groups for rollout in group.rollouts]
-        return score_rows(self.reward_model, rows, self.config.annotate_batch_size, self.config.bf16)
+    def state(self) -> dict[str, Any]:
+        """What reward functions with ``state_dict()`` and ``load_state_dict()`` want kept in checkpoints, for JSON."""
+        return {name: f.state_dict() for name, f in self.reward_funcs.items() if hasattr(f, "state_dict")}
 
-    def _function_scores(self, function: RewardFunction, groups: Sequence[RolloutGroup]) -> list[float]:
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Hand back what :meth:`state` returned."""
+        for name, values in state.items():
+            function: Any = self.reward_funcs[name]
+            function.load_state_dict(values)
+
+    def _model_scores(self, model: PreTrainedModel, groups: Sequence[RolloutGroup]) -> Tensor:
+        """float64, NaN where the model gave no finite number."""
+        samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        rows = [prompt.tokens + rollout.tokens for prompt, rollout in samples]
+        scores_R = score_rows(model, rows, self.config.annotate_batch_size, self.config.bf16).double()
+        message = "the reward model gave {score} for {text!r}"
+        return self._finite(scores_R, ~scores_R.isfinite(), [rollout for _, rollout in samples], message)
+
+    def _function_scores(self, groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
+        """float64, NaN where a function gave no finite number."""
         samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         names = {name: None for prompt, _ in samples for name in prompt.columns if name != self.prompt_field}
-        return call_reward_function(
-            function,
+        rewards = call_reward_functions(
+            self.reward_funcs,
             prompts=[str(prompt.columns[self.prompt_field]) for prompt, _ in samples],
             completions=decode_responses(self.tokenizer, [rollout for _, rollout in samples]),
             columns={name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
+            timeout=self.config.reward_timeout,
+            skip=self.skip,
         )
+        return {name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()}
+
+    def _sum(self, rewards: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Tensor:
+        """float32, NaN where a reward is missing or the sum is too large."""
+        lengths_R = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.float64)
+        sums_R = -self.config.length_penalty * lengths_R
+        missing_R = torch.zeros(len(rollouts), dtype=torch.bool)
+        for name, rewards_R in rewards.items():
+            sums_R += self._weights[name] * rewards_R
+            missing_R |= rewards_R.isnan()
+        scores_R = sums_R.float()
+        message = "the reward of completion {text!r} is {score}; must be a finite float32"
+        return self._finite(scores_R, ~scores_R.isfinite() & ~missing_R, rollouts, message)
+
+    def _finite(self, scores_R: Tensor, broken_R: Tensor, rollouts: Sequence[Rollout], message: str) -> Tensor:
+        """NaN in place of what is broken, where that does not stop the run."""
+        if not broken_R.any():
+            return scores_R
+        first = int(broken_R.nonzero()[0])
+        text = self.tokenizer.decode(list(rollouts[first].tokens))
+        error = RewardError(message.format(score=scores_R[first].item(), text=text))
+        raise_or_warn(error, int(broken_R.sum()), len(rollouts), self.skip)
+        return scores_R.masked_fill(broken_R, torch.nan)
 
 
-def _metrics(scores_R: Tensor, ended_R: Tensor, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _by_name(functions: Sequence[RewardFunction], taken: set[str]) -> dict[str, RewardFunction]:
+    """Functions of the same name become f, f_2, f_3."""
+    named: dict[str, RewardFunction] = {}
+    for function in functions:
+        first = name = function_name(function)
+        number = 2
+        while name in named or name in taken:
+            name, number = f"{first}_{number}", number + 1
+        named[name] = function
+    return named
+
+
+def _metrics(
+    scores_R: Tensor, rewards: Mapping[str, Tensor], ended_R: Tensor, rollouts: Sequence[Rollout]
+) -> dict[str, float]:
+    """Scores and rewards are averaged over the valid ones; where there are none, the mean is left out."""
+    scores_R = scores_R.double()  # in float32 the square of a large score is infinite
+    mean = scores_R.nanmean()
+    means = {"objective/scores": mean, "objective/scores_std": (scores_R - mean).square().nanmean().sqrt()}
+    means |= {f"reward/{name}": rewards_R.nanmean() for name, rewards_R in rewards.items()}
     lengths = [len(rollout.tokens) for rollout in rollouts]
     return {
-        "objective/scores": scores_R.mean().item(),
-        "objective/scores_std": scores_R.std(correction=0).item(),
+        **{name: value.item() for name, value in means.items() if value.isfinite()},
         "val/num_eos_tokens": float(ended_R.sum()),
         "val/ended_share": ended_R.float().mean().item(),
         "val/response_length": sum(lengths) / len(lengths),

@@ -18,13 +18,13 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
-    {"files", "config", "types"},
+    {"files", "config", "signals", "types"},
     {"lora", "objectives", "rows"},
     {"weights"},
-    {"algorithms", "forward", "models", "reports"},
+    {"algorithms", "forward", "models", "random_state", "reports"},
     {"data", "scoring", "generation"},
-    {"learner", "rollouts", "stage"},
-    {"callbacks", "checkpoint"},
+    {"checkpoint", "learner", "rollouts", "stage"},
+    {"callbacks"},
     {"trainer"},
     {"trainers"},
     {"evaluation"},

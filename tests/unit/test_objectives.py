@@ -16,7 +16,7 @@ from async_rlhf.config import OnlineDPOConfig
 from async_rlhf.objectives.kl import k1, k2, k3
 from async_rlhf.objectives.logprobs import entropies, selected_logprobs
 from async_rlhf.objectives.preference import preference_loss
-from async_rlhf.types import Experience
+from async_rlhf.types import Experience, PolicyOutput
 
 DPO = ALGORITHMS["online_dpo"]
 LOSS_TYPES = ("sigmoid", "ipo")
@@ -298,9 +298,10 @@ def slow_dpo(logprobs_BT: Tensor, experience: Experience, config: OnlineDPOConfi
     return loss, metrics
 
 
-def of_pairs(logprobs_BT: Tensor, pairs: Experience) -> Tensor:
-    """The policy's log-probabilities of the rows that were chosen: their first token says which these are."""
-    return logprobs_BT[pairs.tokens_BT[:, 0], : pairs.tokens_BT.shape[1]]
+def of_pairs(logprobs_BT: Tensor, pairs: Experience) -> PolicyOutput:
+    """What the policy gives for the rows that were chosen: their first token says which these are."""
+    chosen_BT = logprobs_BT[pairs.tokens_BT[:, 0], : pairs.tokens_BT.shape[1]]
+    return PolicyOutput(logprobs_BT=chosen_BT, entropies_BT=torch.zeros_like(chosen_BT))
 
 
 def dpo_loss(logprobs_BT: Tensor, experience: Experience, config: OnlineDPOConfig):

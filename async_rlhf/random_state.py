@@ -1,0 +1,34 @@
+"""The states of the global random generators. The loop itself draws from counters; rewards and callbacks may not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The states of Python's, numpy's and torch's generators, as tensors and as values for JSON."""
+    tensors = {"random.torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+    return tensors, values
+
+
+def restore(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """What :func:`capture` returned. GPUs that were not there then keep their state."""
+    version, state, gauss = values["python"]
+    random.setstate((version, tuple(state), gauss))
+    kind, keys, *rest = values["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(tensors["random.torch"])
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if (state_of_gpu := tensors.get(f"random.cuda.{i}")) is not None:
+                torch.cuda.set_rng_state(state_of_gpu, i)

@@ -1,0 +1,108 @@
+"""Calling functions at the same time, plain and async ones, within one time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+_THREADS = "reward function"
+
+
+class TooLateError(Exception):
+    """A function was not done within the time limit."""
+
+
+def call_together(
+    calls: Sequence[Callable[[], Any]], timeout: float | None = None
+) -> Iterator[tuple[int, list[Any] | BaseException]]:
+    """Call every function in a thread of its own, and say what came of each as soon as it is known.
+
+    A function that returns an awaitable has it run in an event loop of that thread, so it does not matter whether the
+    caller has a running loop. At the time limit an async function is cancelled; a plain one cannot be, it is abandoned:
+    its thread goes on until it returns, and what it returns is dropped. The threads are daemons, so the process can
+    end meanwhile. Threads that a function starts itself, as asyncio.to_thread does, are its own business.
+
+    Args:
+        calls: called without arguments; each returns an iterable, or an awaitable of one.
+        timeout: seconds for all of them together; None for no limit.
+
+    Yields:
+        The number of the call and a list of what it returned, or the exception that it raised,
+        or :class:`TooLateError`.
+
+    Raises:
+        BaseException: what a call raised that is no failure of the call, such as KeyboardInterrupt or SystemExit.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]] = queue.SimpleQueue()
+    for number, call in enumerate(calls):
+        # No ThreadPoolExecutor: the interpreter waits for its threads before it ends.
+        arguments = (number, call, deadline, outcomes)
+        threading.Thread(target=_deliver, args=arguments, name=_THREADS, daemon=True).start()
+    pending = set(range(len(calls)))
+    while pending:
+        try:
+            number, outcome = outcomes.get(timeout=_seconds_until(deadline))  # Ctrl-C interrupts it
+        except queue.Empty:
+            for number in sorted(pending):
+                yield number, TooLateError()
+            return
+        # A cancelled task is a failure of its function although its exception is no Exception.
+        if isinstance(outcome, BaseException) and not isinstance(outcome, (Exception, asyncio.CancelledError)):
+            raise outcome
+        pending.remove(number)
+        yield number, outcome
+
+
+def _deliver(
+    number: int,
+    call: Callable[[], Any],
+    deadline: float | None,
+    outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]],
+) -> None:
+    outcome: list[Any] | BaseException
+    try:
+        returned = call()
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_until(deadline, returned))
+        outcome = list(returned)
+    except BaseException as error:  # of every kind: the caller would wait in vain for a thread that just ended
+        outcome = error
+    outcomes.put((number, outcome))
+
+
+async def _until(deadline: float | None, awaitable: Awaitable[Any]) -> Any:
+    try:
+        async with asyncio.timeout(_seconds_until(deadline)) as limit:
+            return await awaitable
+    except TimeoutError:
+        if limit.expired():
+            raise TooLateError from None
+        raise  # the function's own, such as that of a request
+
+
+@atexit.register
+def _interrupt_abandoned() -> None:
+    """Before Python 3.14 a daemon thread that is within C++ code, such as torch's, when the interpreter ends aborts the
+    process: the status of a finished run would be that of a crash. An exception gets most threads out of there.
+    """
+    abandoned = [thread for thread in threading.enumerate() if thread.name == _THREADS and thread.daemon]
+    for thread in abandoned:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    deadline = time.monotonic() + 1.0  # one that sleeps does not notice, and does no harm
+    for thread in abandoned:
+        thread.join(_seconds_until(deadline))
+
+
+def _seconds_until(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    # Locks refuse to wait longer than TIMEOUT_MAX, some 290 years.
+    return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)

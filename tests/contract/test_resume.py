@@ -1,0 +1,275 @@
+"""A run that was stopped, however, goes on bit for bit: law 4."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import count_letters
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf.config import ConfigError
+from async_rlhf.trainers import TRAINERS
+
+RUNS = {
+    "online_dpo": {"samples_per_prompt": 2},
+    "best_of_k": {"samples_per_prompt": 3},
+    "rloo": {"samples_per_prompt": 2, "kl": KLConfig(coef=0.1, target=0.5, horizon=60)},
+    "ppo": {"samples_per_prompt": 1, "num_epochs": 2, "value_learning_rate": 3e-3},
+    "ppo_shared_trunk": {"shared_trunk": True},
+    "grpo": {"samples_per_prompt": 3},
+    "online_dpo_lora": {"lora": LoRAConfig(rank=3)},
+    "ppo_lora": {"lora": LoRAConfig(rank=3)},
+}
+
+
+class StopAfter(TrainerCallback):
+    """SIGTERM in the middle of a batch, as a scheduler sends it."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.batch - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class NoisyReward:
+    """A reward with a state of its own, and one that draws from the global generators."""
+
+    __name__ = "noisy"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts, completions, **columns):
+        self.calls += 1
+        noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return [len(text) * 0.01 * noise + self.calls for text in completions]
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def run(make_policy, tokenizer, prompts, args, name="online_dpo", callbacks=(), reward=None, **options):
+    """The metrics, the samples, and every trained tensor, as they are after the run or where it was stopped."""
+    trainer = TRAINERS[next(a for a in TRAINERS if name.startswith(a))](
+        make_policy(),
+        args,
+        prompts,
+        reward_funcs=[count_letters, NoisyReward()] if reward is None else reward,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        **options,
+    )
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    stopped = any(isinstance(callback, StopAfter) for callback in callbacks)
+    with pytest.raises(SystemExit, match=r"^0$") if stopped else nullcontext():
+        trainer.train()
+    assert (Path(args.output_dir) / "final").exists() == (not stopped)
+    return trainer, *logs_of(args)
+
+
+def logs_of(args):
+    folder = Path(args.output_dir)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
+    return metrics, (folder / "samples.jsonl").read_text().splitlines()
+
+
+def assert_same(ours, theirs) -> None:
+    assert ours[1] == theirs[1]
+    assert ours[2] == theirs[2]
+    weights = dict(theirs[0].learner.model.named_parameters())
+    for name, parameter in ours[0].learner.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    for left, right in zip(finals(ours[0]), finals(theirs[0]), strict=True):
+        assert left[0] == right[0]
+        for name, tensor in left[1].items():
+            assert torch.equal(tensor, right[1][name]), name
+
+
+def finals(trainer):
+    folder = Path(trainer.args.output_dir) / "final"
+    return [(str(p.relative_to(folder)), load_file(p)) for p in sorted(folder.rglob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_is_the_uninterrupted_one(make_policy, tokenizer, prompts, make_args, name, staleness):
+    if staleness == 3 and name not in ("online_dpo", "ppo"):
+        pytest.skip("0 and 1 suffice for the others")
+    algorithm = next(a for a in TRAINERS if name.startswith(a))
+    options = {"algorithm": algorithm, "staleness": staleness, "num_samples_logged": 100, **RUNS[name]}
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", **options), name)
+    stopped = make_args("stopped", **options)
+    _, metrics, _ = run(make_policy, tokenizer, prompts, stopped, name, callbacks=[StopAfter(3)])
+    assert [row["batch"] for row in metrics] == [1, 2, 3]
+    resumed = make_args("stopped", resume=True, **options)
+    again = run(make_policy, tokenizer, prompts, resumed, name)
+    assert_same(again, whole)
+    assert [json.loads(line)["draw"] for line in again[2]] == [
+        n for n in range(48) for _ in range(resumed.samples_per_prompt)
+    ]
+    if staleness:
+        held = (Path(resumed.output_dir) / "checkpoint-3" / "resume" / "rollouts.jsonl").read_text().splitlines()
+        assert [json.loads(line)["index"] for line in held] == list(range(4, 4 + staleness))
+
+
+def test_a_checkpoint_is_a_model_that_stops(make_policy, tokenizer, prompts, make_args):
+    args = make_args(save_steps=2)
+    run(make_policy, tokenizer, prompts, args)
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6", "final"):
+        model = AutoModelForCausalLM.from_pretrained(Path(args.output_dir) / name)
+        assert model.generation_config.eos_token_id == [256]
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(make_policy, tokenizer, prompts, make_args):
+    """The reward falls from batch to batch, so the first checkpoint is the best."""
+    calls = []
+
+    def falling(prompts, completions, **columns):
+        calls.append(1)
+        return [len(text) * 0.01 - len(calls) for text in completions]
+
+    args = make_args(save_steps=1, save_total_limit=3, metric_for_best_model="objective/scores")
+    trainer, _, _ = run(make_policy, tokenizer, prompts, args, reward=falling)
+    kept = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*"))
+    assert kept == ["checkpoint-1", "checkpoint-5", "checkpoint-6"]
+    assert trainer.callbacks.state.best_model_checkpoint.endswith("checkpoint-1")
+    with pytest.raises(ConfigError, match=r"metric_for_best_model: got 'score'; must be one of .*objective/scores"):
+        run(make_policy, tokenizer, prompts, make_args("b", save_steps=1, metric_for_best_model="score"))
+
+
+def damage_truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_flip(folder: Path) -> None:
+    file = folder / "resume" / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def damage_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "resume" / "rollouts.jsonl").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_manifest, damage_missing])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(make_policy, tokenizer, prompts, make_args, damage, caplog):
+    caplog.set_level("INFO")
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", staleness=1))
+    args = make_args("damaged", staleness=1, save_steps=2)
+    run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(5)])
+    damage(Path(args.output_dir) / "checkpoint-5")
+    again = make_args("damaged", staleness=1, save_steps=2, resume=True)
+    assert_same(run(make_policy, tokenizer, prompts, again), whole)
+    assert "checkpoint-5 is damaged and is passed over" in caplog.text
+    assert "resuming after batch 4" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_deleted(make_policy, tokenizer, prompts, make_args):
+    args = make_args()
+    run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
+    damage_truncate(Path(args.output_dir) / "checkpoint-2")
+    with pytest.raises(ConfigError, match=r"resume: .* holds a run but no whole checkpoint"):
+        run(make_policy, tokenizer, prompts, make_args(resume=True))
+    assert (Path(args.output_dir) / "metrics.jsonl").exists()
+
+
+def test_resume_without_a_checkpoint_starts_at_the_beginning(make_policy, tokenizer, prompts, make_args):
+    whole = run(make_policy, tokenizer, prompts, make_args("whole"))
+    assert_same(run(make_policy, tokenizer, prompts, make_args("new", resume=True)), whole)
+
+
+def test_resume_from_a_checkpoint_elsewhere_leaves_it_alone(make_policy, tokenizer, prompts, make_args):
+    args = make_args("first", staleness=1, save_steps=2)
+    whole = run(make_policy, tokenizer, prompts, args)
+    before = {p: p.read_bytes() for p in Path(args.output_dir).rglob("*") if p.is_file()}
+    source = str(Path(args.output_dir) / "checkpoint-4")
+    branch = run(make_policy, tokenizer, prompts, make_args("second", staleness=1, resume_from=source))
+    assert branch[1] == whole[1][4:]
+    assert_same((branch[0], [], []), (whole[0], [], []))
+    assert before == {p: p.read_bytes() for p in Path(args.output_dir).rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match=r"resume_from: got .*must be a whole checkpoint"):
+        run(make_policy, tokenizer, prompts, make_args("third", resume_from=str(Path(args.output_dir) / "final")))
+
+
+def test_what_would_break_exactness_is_named(make_policy, tokenizer, prompts, make_args, make_reward_model, caplog):
+    run(make_policy, tokenizer, prompts, make_args(), callbacks=[StopAfter(2)])
+    changed = {"resume": True, "learning_rate": 5e-4, "generation": {"temperature": 0.9}}
+    with pytest.raises(ConfigError, match=r"generation.temperature: was 0.7, is 0.9\n  learning_rate: was 0.001, is"):
+        run(make_policy, tokenizer, prompts, make_args(**changed))
+    with pytest.raises(ConfigError, match="train_dataset: was"):
+        run(make_policy, tokenizer, prompts[:-1], make_args(resume=True))
+    with pytest.raises(ConfigError, match="ref_model: was"):
+        run(lambda: make_policy(4), tokenizer, prompts, make_args(resume=True))
+    with pytest.raises(ConfigError, match="reward_model: was None, is"):
+        run(make_policy, tokenizer, prompts, make_args(resume=True), reward_model=make_reward_model())
+    with pytest.raises(ConfigError, match="algorithm: was 'online_dpo', is 'rloo'"):
+        run(make_policy, tokenizer, prompts, make_args(resume=True, algorithm="rloo"), "rloo")
+    _, metrics, _ = run(make_policy, tokenizer, prompts, make_args(**changed, resume_anyway=True))
+    assert [row["batch"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert "resume_anyway: learning_rate: was 0.001, is 0.0005" in caplog.text
+
+
+def test_a_run_can_be_made_longer(make_policy, tokenizer, prompts, make_args):
+    """The last checkpoint of a finished run: what its schedule had not sampled is sampled by the newest weights."""
+    args = make_args(staleness=2, save_steps=3, lr_scheduler_type="constant")
+    run(make_policy, tokenizer, prompts, args)
+    shutil.rmtree(Path(args.output_dir) / "final")
+    longer = make_args(
+        staleness=2, save_steps=10, lr_scheduler_type="constant", resume=True, total_episodes=80, logging_steps=1
+    )
+    _, metrics, _ = run(make_policy, tokenizer, prompts, longer)
+    assert [(row["batch"], row["schedule/version"]) for row in metrics] == [
+        (1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3), (7, 6), (8, 6), (9, 6), (10, 7)
+    ]  # fmt: skip
+
+
+def test_callbacks_with_a_state_get_it_back(make_policy, tokenizer, prompts, make_args):
+    class Counter(TrainerCallback, ExportableState):
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.seen += 1
+
+        def state(self):
+            return {"args": {}, "attributes": {"seen": self.seen}}
+
+    run(make_policy, tokenizer, prompts, make_args(), callbacks=[Counter(), StopAfter(2)])
+    counter = Counter()
+    trainer, _, _ = run(make_policy, tokenizer, prompts, make_args(resume=True), callbacks=[counter])
+    assert counter.seen == 6
+    assert trainer.callbacks.state.episode == 48
+    assert [logs["step"] for logs in trainer.callbacks.state.log_history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_is_unpickled(make_policy, tokenizer, prompts, make_args):
+    args = make_args(staleness=1)
+    run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
+    files = [p for p in (Path(args.output_dir) / "checkpoint-2").rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} <= {".json", ".jsonl", ".safetensors", ".jinja"}

@@ -1,0 +1,337 @@
+"""Advantages against their formulas, written again as loops over Python's floats."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from async_rlhf.objectives.advantages import gae, group_normalized, leave_one_out, whiten
+
+SCALES = ("group", "batch", "none")
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def slow_std(values: list[float]) -> float:
+    """With Bessel's correction."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+def slow_leave_one_out(groups: list[list[float]]) -> list[list[float]]:
+    result = []
+    for group in groups:
+        row = []
+        for k in range(len(group)):
+            others = [group[j] for j in range(len(group)) if j != k]
+            row.append(group[k] - math.fsum(others) / len(others))
+        result.append(row)
+    return result
+
+
+def slow_group_normalized(groups: list[list[float]], scale: str) -> list[list[float]]:
+    everything = [x for group in groups for x in group]
+    result = []
+    for group in groups:
+        mean = math.fsum(group) / len(group)
+        divisor = {
+            "group": lambda group=group: slow_std(group) + 1e-4,
+            "batch": lambda: slow_std(everything) + 1e-4,
+            "none": lambda: 1.0,
+        }[scale]()
+        result.append([(x - mean) / divisor for x in group])
+    return result
+
+
+def flat(groups: list[list[float]]) -> list[float]:
+    return [x for group in groups for x in group]
+
+
+def make_rewards(seed: int, P: int, K: int) -> Tensor:
+    """Groups of small integers with ties, of equal rewards, of wide and of narrow reals."""
+    rng = random.Random(seed)
+    kinds = [
+        lambda: float(rng.randint(-1, 1)),
+        lambda: -0.7,
+        lambda: rng.gauss(0, 100),
+        lambda: 5 + rng.gauss(0, 1e-3),
+    ]
+    return torch.tensor([[kinds[p % 4]() for _ in range(K)] for p in range(P)], dtype=torch.float64)
+
+
+# Advantages of groups
+
+
+@pytest.mark.parametrize("K", [2, 3, 4, 9])
+@pytest.mark.parametrize("P", [1, 2, 8])
+def test_leave_one_out_is_its_formula(P, K):
+    for seed in range(4):
+        r_PK = make_rewards(seed, P, K)
+        ours_PK = leave_one_out(r_PK)
+        assert ours_PK.shape == (P, K)
+        assert ours_PK.dtype == torch.float64
+        assert flat(ours_PK.tolist()) == pytest.approx(flat(slow_leave_one_out(r_PK.tolist())), rel=1e-9, abs=1e-10)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("K", [2, 3, 4, 9])
+@pytest.mark.parametrize("P", [1, 2, 8])
+def test_group_normalized_is_its_formula(P, K, scale):
+    for seed in range(4):
+        r_PK = make_rewards(seed, P, K)
+        ours_PK = group_normalized(r_PK, scale)
+        assert ours_PK.shape == (P, K)
+        assert ours_PK.dtype == torch.float64
+        expected = slow_group_normalized(r_PK.tolist(), scale)
+        assert flat(ours_PK.tolist()) == pytest.approx(flat(expected), rel=1e-8, abs=1e-9)
+
+
+def test_advantages_of_groups_at_known_points():
+    assert leave_one_out(torch.tensor([[3.0, 1.0]])).tolist() == [[2.0, -2.0]]
+    assert leave_one_out(torch.tensor([[0.0, 3.0, 6.0]])).tolist() == [[-4.5, 0.0, 4.5]]
+    pair = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
+    assert group_normalized(pair, "none").tolist() == [[1.0, -1.0]]
+    expected = 1 / (math.sqrt(2) + 1e-4)  # not 1 / (1 + 1e-4), the deviation without Bessel's correction
+    assert group_normalized(pair, "group").tolist() == [pytest.approx([expected, -expected], rel=1e-12)]
+    batch = torch.tensor([[1.0, 1.0], [1.0, 5.0]], dtype=torch.float64)
+    expected = 2 / (2 + 1e-4)
+    assert flat(group_normalized(batch, "batch").tolist()) == pytest.approx([0, 0, -expected, expected], rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_give_exactly_zero_and_no_nan(scale):
+    """Whatever the rounding of the mean does, a group without signal must not be divided up to noise of size 1."""
+    for reward in (0.0, 1.0, -3.5, 1024.0):
+        for dtype in (torch.float32, torch.float64):
+            equal_PK = torch.full((3, 4), reward, dtype=dtype)
+            assert group_normalized(equal_PK, scale).abs().max().item() == 0
+            assert leave_one_out(equal_PK).abs().max().item() == 0
+    odd_PK = torch.full((1, 3), 0.1, dtype=torch.float64)
+    assert group_normalized(odd_PK, scale).abs().max().item() < 1e-10
+    assert leave_one_out(odd_PK).abs().max().item() < 1e-10
+
+
+groups = st.integers(2, 5).flatmap(
+    lambda K: st.lists(st.lists(st.floats(-50, 50), min_size=K, max_size=K), min_size=1, max_size=5)
+)
+
+
+@quick
+@given(groups, st.floats(-100, 100), st.randoms(use_true_random=False))
+def test_an_offset_of_a_group_and_the_order_of_its_samples_do_not_matter(values, offset, rng):
+    r_PK = torch.tensor(values, dtype=torch.float64)
+    order = list(range(r_PK.shape[1]))
+    rng.shuffle(order)
+    own_offsets_P1 = torch.tensor([offset * (p + 1) for p in range(len(values))], dtype=torch.float64)[:, None]
+    for advantages in (leave_one_out, *(lambda r, scale=scale: group_normalized(r, scale) for scale in SCALES)):
+        ours_PK = advantages(r_PK)
+        torch.testing.assert_close(advantages(r_PK[:, order]), ours_PK[:, order], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(advantages(r_PK + offset), ours_PK, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours_PK.sum(1), torch.zeros_like(ours_PK[:, 0]), rtol=0, atol=1e-7)
+    for advantages in (leave_one_out, lambda r: group_normalized(r, "group"), lambda r: group_normalized(r, "none")):
+        torch.testing.assert_close(advantages(r_PK + own_offsets_P1), advantages(r_PK), rtol=1e-6, atol=1e-7)
+
+
+@quick
+@given(groups, st.floats(0.5, 1000))
+def test_a_positive_factor_of_the_rewards(values, factor):
+    """It scales the advantages, but is divided out again where they are divided by a standard deviation."""
+    r_PK = torch.tensor(values, dtype=torch.float64)
+    assume(r_PK.std(1).min() > 0.1)
+    torch.testing.assert_close(leave_one_out(r_PK * factor), leave_one_out(r_PK) * factor)
+    none_PK = group_normalized(r_PK, "none")
+    torch.testing.assert_close(group_normalized(r_PK * factor, "none"), none_PK * factor)
+    for scale in ("group", "batch"):
+        ours_PK = group_normalized(r_PK * factor, scale)
+        torch.testing.assert_close(ours_PK, group_normalized(r_PK, scale), rtol=3e-3, atol=0)
+    torch.testing.assert_close(leave_one_out(r_PK), none_PK * r_PK.shape[1] / (r_PK.shape[1] - 1))
+
+
+def test_other_groups_matter_only_to_the_scale_of_the_batch():
+    ours_PK, with_others_PK = make_rewards(1, 1, 4), make_rewards(1, 6, 4)
+    torch.testing.assert_close(with_others_PK[:1], ours_PK)
+    torch.testing.assert_close(leave_one_out(with_others_PK)[:1], leave_one_out(ours_PK))
+    for scale in ("group", "none"):
+        torch.testing.assert_close(group_normalized(with_others_PK, scale)[:1], group_normalized(ours_PK, scale))
+    narrow_PK = group_normalized(with_others_PK, "batch")[:1]
+    assert narrow_PK.abs().max() < 0.5 * group_normalized(ours_PK, "batch").abs().max()
+
+
+# Generalised advantage estimation
+
+
+def ragged(seed: int, B: int = 9, garbage: float = 1e3) -> tuple[Tensor, Tensor, Tensor]:
+    """(rewards, values, mask) of rows with 1 to 6 prompt tokens and 0 to 9 response tokens.
+
+    Rewards are 0 outside the mask, values are garbage there. The first rows have 0, 1 and 9 response tokens.
+    """
+    rng = random.Random(seed)
+    spans = []
+    for row in range(B):
+        start = rng.randint(1, 6)
+        spans.append((start, start + ([0, 1, 9][row] if row < 3 else rng.randint(0, 9))))
+    T = max(end for _, end in spans) + seed % 2
+    torch.manual_seed(seed)
+    mask_BT = torch.zeros(B, T, dtype=torch.float64)
+    for row, (start, end) in enumerate(spans):
+        mask_BT[row, start:end] = 1
+    rewards_BT = torch.randn(B, T, dtype=torch.float64) * mask_BT
+    signs_BT = torch.randint(0, 2, (B, T)) * 2.0 - 1
+    values_BT = torch.where(mask_BT > 0, torch.randn(B, T, dtype=torch.float64) * 2, garbage * signs_BT)
+    return rewards_BT, values_BT, mask_BT
+
+
+def inside(values_BT: Tensor, mask_BT: Tensor, row: int) -> list[float]:
+    return [x for x, m in zip(values_BT[row].tolist(), mask_BT[row].tolist(), strict=True) if m]
+
+
+def slow_deltas(rewards: list[float], values: list[float], gamma: float) -> list[float]:
+    after = [*values, 0.0][1:]
+    return [r + gamma * v_next - v for r, v, v_next in zip(rewards, values, after, strict=True)]
+
+
+def slow_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The recursion, from the last token to the first."""
+    advantages, later = [], 0.0
+    for delta in reversed(slow_deltas(rewards, values, gamma)):
+        later = delta + gamma * lam * later
+        advantages.insert(0, later)
+    return advantages
+
+
+def slow_gae_sum(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The same as an explicit sum of the remaining deltas."""
+    deltas = slow_deltas(rewards, values, gamma)
+    return [
+        math.fsum((gamma * lam) ** later * deltas[t + later] for later in range(len(deltas) - t))
+        for t in range(len(deltas))
+    ]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.5, 0.0])
+def test_gae_is_its_recursion_and_its_sum(gamma, lam):
+    for seed in range(5):
+        rewards_BT, values_BT, mask_BT = ragged(seed)
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, lam)
+        assert advantages_BT.dtype == returns_BT.dtype == torch.float64
+        assert (advantages_BT * (1 - mask_BT)).abs().max() == 0
+        assert (returns_BT * (1 - mask_BT)).abs().max() == 0
+        for row in range(len(mask_BT)):
+            rewards, values = inside(rewards_BT, mask_BT, row), inside(values_BT, mask_BT, row)
+            expected = slow_gae(rewards, values, gamma, lam)
+            assert expected == pytest.approx(slow_gae_sum(rewards, values, gamma, lam), abs=1e-12)
+            assert inside(advantages_BT, mask_BT, row) == pytest.approx(expected, rel=1e-10, abs=1e-10)
+            returns = [a + v for a, v in zip(expected, values, strict=True)]
+            assert inside(returns_BT, mask_BT, row) == pytest.approx(returns, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_gae_with_lambda_one_returns_the_discounted_reward_to_go(gamma):
+    """Its returns do not depend on the values, and its advantages are returns minus values."""
+    rewards_BT, values_BT, mask_BT = ragged(1)
+    advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, 1.0)
+    for row in range(len(mask_BT)):
+        rewards, values = inside(rewards_BT, mask_BT, row), inside(values_BT, mask_BT, row)
+        to_go = [math.fsum(gamma**later * r for later, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+        assert inside(returns_BT, mask_BT, row) == pytest.approx(to_go, abs=1e-10)
+        differences = [g - v for g, v in zip(to_go, values, strict=True)]
+        assert inside(advantages_BT, mask_BT, row) == pytest.approx(differences, abs=1e-10)
+
+
+def test_gae_with_lambda_zero_gives_the_one_step_errors():
+    rewards_BT, values_BT, mask_BT = ragged(2)
+    advantages_BT, _ = gae(rewards_BT, values_BT, mask_BT, 0.8, 0.0)
+    for row in range(len(mask_BT)):
+        deltas = slow_deltas(inside(rewards_BT, mask_BT, row), inside(values_BT, mask_BT, row), 0.8)
+        assert inside(advantages_BT, mask_BT, row) == pytest.approx(deltas, abs=1e-12)
+
+
+def test_gae_of_true_values_is_zero():
+    """V_t = sum of the discounted rewards from t on satisfies Bellman's equation; all errors vanish, for any lambda."""
+    rewards_BT, values_BT, mask_BT = ragged(3)
+    for row in range(len(mask_BT)):
+        rewards, t_of = inside(rewards_BT, mask_BT, row), mask_BT[row].nonzero().flatten().tolist()
+        for i, t in enumerate(t_of):
+            values_BT[row, t] = math.fsum(0.7**later * r for later, r in enumerate(rewards[i:]))
+    for lam in (0.0, 0.6, 1.0):
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, 0.7, lam)
+        assert advantages_BT.abs().max() < 1e-12
+        torch.testing.assert_close(returns_BT, values_BT * mask_BT)
+
+
+def test_gae_does_not_know_values_outside_the_response():
+    clean, dirty = ragged(4, garbage=0.0), ragged(4, garbage=1e30)
+    assert not torch.equal(clean[1], dirty[1])
+    for ours_BT, theirs_BT in zip(gae(*dirty, 0.9, 0.8), gae(*clean, 0.9, 0.8), strict=True):
+        assert torch.equal(ours_BT, theirs_BT)
+
+
+def test_gae_does_not_know_the_other_rows_nor_the_padding():
+    rewards_BT, values_BT, mask_BT = ragged(5)
+    together = gae(rewards_BT, values_BT, mask_BT, 0.9, 0.8)
+    for row in range(len(mask_BT)):
+        end = max([1, *(t + 1 for t in mask_BT[row].nonzero().flatten().tolist())])
+        alone = gae(*(x[row : row + 1, :end] for x in (rewards_BT, values_BT, mask_BT)), 0.9, 0.8)
+        for whole_BT, part_BT in zip(together, alone, strict=True):
+            torch.testing.assert_close(part_BT, whole_BT[row : row + 1, :end])
+
+
+def test_gae_of_empty_responses_is_zero():
+    zeros_BT = torch.zeros(3, 4, dtype=torch.float64)
+    for ours_BT in gae(zeros_BT, zeros_BT + 1e3, zeros_BT, 1.0, 0.95):
+        assert torch.equal(ours_BT, zeros_BT)
+
+
+# Whitening
+
+
+def slow_whiten(values: list[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((x - mean) ** 2 for x in values) / len(values)
+    return [(x - mean) / math.sqrt(variance + 1e-8) for x in values]
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e3])
+@pytest.mark.parametrize("width", [1.0, 30.0, 1e-4])
+def test_whiten_is_its_formula(width, garbage):
+    for seed in range(5):
+        _, values_BT, mask_BT = ragged(seed, garbage=garbage)
+        values_BT = torch.where(mask_BT > 0, values_BT * width + 2, values_BT)
+        ours_BT = whiten(values_BT, mask_BT)
+        assert ours_BT.dtype == torch.float64
+        assert (ours_BT * (1 - mask_BT)).abs().max() == 0
+        assert ours_BT[mask_BT > 0].tolist() == pytest.approx(slow_whiten(values_BT[mask_BT > 0].tolist()), rel=1e-9)
+
+
+def test_whitened_entries_have_mean_0_and_population_variance_1_and_forget_offset_and_scale():
+    _, values_BT, mask_BT = ragged(6)
+    ours_BT = whiten(values_BT, mask_BT)
+    inside_N = ours_BT[mask_BT > 0]
+    assert inside_N.mean().item() == pytest.approx(0, abs=1e-12)
+    assert inside_N.var(correction=0).item() == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(whiten(values_BT * 3 - 7, mask_BT), ours_BT, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(whiten(values_BT * -3, mask_BT), -ours_BT, rtol=1e-6, atol=1e-7)
+
+
+def test_whiten_survives_a_large_common_offset_in_float32():
+    """The mean of the squares minus the square of the mean would lose every digit here."""
+    torch.manual_seed(0)
+    values_BT = torch.randn(8, 50) + 4096
+    ours_BT = whiten(values_BT, torch.ones(8, 50))
+    assert ours_BT.flatten().tolist() == pytest.approx(slow_whiten(values_BT.flatten().tolist()), abs=2e-3)
+
+
+def test_whiten_of_nothing_of_one_and_of_equal_entries_is_zero():
+    values_BT = torch.full((2, 3), 7.0, dtype=torch.float64)
+    nothing_BT = torch.zeros_like(values_BT)
+    one_BT = nothing_BT.clone()
+    one_BT[1, 2] = 1
+    for mask_BT in (nothing_BT, one_BT, torch.ones_like(values_BT)):
+        assert torch.equal(whiten(values_BT, mask_BT), nothing_BT)
+    assert whiten(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)

@@ -1,0 +1,816 @@
+"""Best-of-K, RLOO, GRPO and PPO from the scores to the loss, against loops over Python's floats.
+
+Four policies: mu sampled, ref is the reference, old is the one before the update, pi is being trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.config import (
+    GenerationConfig,
+    GRPOConfig,
+    KLConfig,
+    OffPolicyConfig,
+    OnlineBoKConfig,
+    OnlineConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RLOOConfig,
+)
+from async_rlhf.types import Experience, LossOutput, PolicyOutput
+
+KLS = {
+    "no-kl": KLConfig(coef=0.0),
+    "reward-k1": KLConfig(coef=0.3, where="reward", estimator="k1"),
+    "reward-k2": KLConfig(coef=0.3, where="reward", estimator="k2"),
+    "reward-k3": KLConfig(coef=0.3, where="reward", estimator="k3"),
+    "loss-k2": KLConfig(coef=0.3, where="loss", estimator="k2"),
+    "loss-k3": KLConfig(coef=0.3, where="loss", estimator="k3"),
+}
+OFF_POLICY = {
+    "behaviour": OffPolicyConfig(old_logprobs="behaviour", importance="truncated"),
+    "proximal": OffPolicyConfig(old_logprobs="proximal", importance="none"),
+    "truncated-token": OffPolicyConfig(importance="truncated", level="token", cap=1.2),
+    "masked-token": OffPolicyConfig(importance="masked", level="token", cap=1.2),
+    "truncated-sequence": OffPolicyConfig(importance="truncated", level="sequence", cap=1.2),
+    "masked-sequence": OffPolicyConfig(importance="masked", level="sequence", cap=1.2),
+}
+OBJECTIVES = {
+    "best_of_k": ("best_of_k", {}),
+    "rloo": ("rloo", {}),
+    "rloo-asymmetric": ("rloo", {"cliprange": 0.1, "cliprange_high": 0.6}),
+    "ppo": ("ppo", {}),
+    "ppo-other": (
+        "ppo",
+        {"gamma": 0.9, "lam": 0.6, "whiten_advantages": False, "vf_coef": 0.7, "cliprange_value": 0.5},
+    ),
+    "ppo-asymmetric": ("ppo", {"cliprange": 0.3, "cliprange_high": 0.1, "whiten_advantages": False, "lam": 1.0}),
+    "grpo-asymmetric": ("grpo", {"cliprange": 0.1, "cliprange_high": 0.4}),
+} | {
+    f"grpo-{scale}-{normalization}": ("grpo", {"scale_rewards": scale, "normalization": normalization})
+    for scale, normalization in itertools.product(("group", "batch", "none"), ("sequence", "token", "constant"))
+}
+WITH_RATIOS = [key for key, (name, _) in OBJECTIVES.items() if name != "best_of_k"]
+SHARED_METRICS = {"policy/approxkl_avg", "policy/clipfrac_avg"}
+IMPORTANCE_METRICS = {"policy/importance_weight", "policy/importance_capped"}
+
+
+@cache
+def configure(
+    key: str, K: int, kl: KLConfig = KLS["no-kl"], off_policy: OffPolicyConfig = OFF_POLICY["proximal"]
+) -> OnlineConfig:
+    """RLOO has no weights for tokens; there the level is set right."""
+    name, changes = OBJECTIVES[key]
+    if name == "best_of_k":
+        return OnlineBoKConfig(samples_per_prompt=K, kl=kl)
+    if name == "rloo":
+        return RLOOConfig(samples_per_prompt=K, kl=kl, off_policy=replace(off_policy, level="sequence"), **changes)
+    kind = {"ppo": PPOConfig, "grpo": GRPOConfig}[name]
+    generation = GenerationConfig(response_length=11)
+    return kind(samples_per_prompt=K, kl=kl, off_policy=off_policy, generation=generation, **changes)
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows before credit was given, and what the policy and the value model being trained say of them."""
+
+    experience: Experience
+    logprobs_BT: Tensor
+    values_BT: Tensor
+
+
+@cache
+def make_case(
+    seed: int, P: int, K: int, spread: float = 0.3, old: bool = True, garbage: float = 7.0, empty: bool = False
+) -> Case:
+    """P groups of K rows with 1 to 6 prompt tokens and 0 to 9 response tokens (none at all if ``empty``).
+
+    The four policies differ by ``spread`` nats a token. Every fourth group has equal scores; the scores of even seeds
+    are small integers with ties. Outside the response every float is +-garbage: by default more than any
+    log-probability, but not so much that exp overflows. The first token of a row is its number.
+    """
+    rng = random.Random(seed)
+    starts = [rng.randint(1, 6) for _ in range(P)]
+    lengths = [0 if empty or rng.random() < 0.2 else rng.randint(1, 9) for _ in range(P * K)]
+    spans = [(starts[r // K], starts[r // K] + length) for r, length in enumerate(lengths)]
+    B, T = P * K, max(end for _, end in spans)
+    torch.manual_seed(seed)
+    mask_BT = torch.zeros(B, T, dtype=torch.float64)
+    for row, (start, end) in enumerate(spans):
+        mask_BT[row, start:end] = 1
+
+    def outside(values_BT: Tensor) -> Tensor:
+        signs_BT = torch.randint(0, 2, (B, T)) * 2.0 - 1
+        return torch.where(mask_BT > 0, values_BT, garbage * signs_BT)
+
+    base_BT = -torch.rand(B, T, dtype=torch.float64) * 3
+    logprobs_BT, mu_BT, ref_BT, old_BT = (
+        outside(base_BT + torch.randn(B, T, dtype=torch.float64) * spread) for _ in range(4)
+    )
+    values_BT = torch.randn(B, T, dtype=torch.float64)
+    old_values_BT = outside(values_BT + torch.randn(B, T, dtype=torch.float64) * 0.3)
+    tokens_BT = torch.randint(0, 1000, (B, T))
+    tokens_BT[:, 0] = torch.arange(B)
+    scores = [float(rng.randint(-2, 2)) if seed % 2 == 0 else rng.gauss(0, 2) for _ in range(B)]
+    for row in range(B):
+        if row // K % 4 == 3:
+            scores[row] = 0.5
+    experience = Experience(
+        tokens_BT=tokens_BT,
+        lengths_B=torch.tensor([end for _, end in spans]),
+        response_mask_BT=mask_BT,
+        behaviour_logprobs_BT=mu_BT,
+        versions_BT=torch.where(mask_BT > 0, 0, -1),
+        scores_B=torch.tensor(scores, dtype=torch.float64),
+        weights_U=torch.ones(B, dtype=torch.float64),
+        reference_logprobs_BT=ref_BT,
+        old_logprobs_BT=old_BT if old else None,
+        values_BT=old_values_BT,
+    )
+    return Case(experience, logprobs_BT, outside(values_BT))
+
+
+def output_for(case: Case, rows: Experience) -> PolicyOutput:
+    """What the models give for these rows, found by the number in their first token."""
+    picked, T = rows.tokens_BT[:, 0], rows.tokens_BT.shape[1]
+    logprobs_BT = case.logprobs_BT[picked, :T]
+    return PolicyOutput(logprobs_BT, torch.ones_like(logprobs_BT).detach(), case.values_BT[picked, :T])
+
+
+def compute_loss(key: str, case: Case, config: OnlineConfig) -> LossOutput:
+    algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+    rows = algorithm.credit(case.experience, config)
+    return algorithm.loss(output_for(case, rows), rows, config)
+
+
+def loss_and_gradients(key: str, case: Case, config: OnlineConfig) -> tuple[LossOutput, Tensor, Tensor]:
+    """Gradients of the summed loss by the log-probabilities and by the values (zeros but for PPO)."""
+    leaves = [x.detach().clone().requires_grad_() for x in (case.logprobs_BT, case.values_BT)]
+    output = compute_loss(key, Case(case.experience, *leaves), config)
+    assert output.loss_sum.requires_grad
+    assert not any(value.requires_grad for value in output.metrics.values())
+    gradients = torch.autograd.grad(output.loss_sum, leaves, allow_unused=True)
+    by_logprobs_BT, by_values_BT = (
+        torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)
+    )
+    return output, by_logprobs_BT, by_values_BT
+
+
+# The oracle. Rows are lists of the numbers at their response tokens.
+
+
+def responses(values_BT: Tensor, experience: Experience) -> list[list[float]]:
+    return [
+        [x for x, inside in zip(values, mask, strict=True) if inside]
+        for values, mask in zip(values_BT.tolist(), experience.response_mask_BT.tolist(), strict=True)
+    ]
+
+
+def slow_kl(kl: KLConfig, where: str, x: list[float], reference: list[float]) -> list[float]:
+    """The penalty at each token if it belongs there ("reward" or "loss"), zeros otherwise."""
+    estimator = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[kl.estimator]
+    if kl.where != where:
+        return [0.0] * len(x)
+    return [kl.coef * estimator(a - b) for a, b in zip(x, reference, strict=True)]
+
+
+def slow_reward_kl(experience: Experience, config: OnlineConfig) -> list[list[float]]:
+    x_BT = experience.behaviour_logprobs_BT if experience.old_logprobs_BT is None else experience.old_logprobs_BT
+    pairs = zip(responses(x_BT, experience), responses(experience.reference_logprobs_BT, experience), strict=True)
+    return [slow_kl(config.kl, "reward", x, reference) for x, reference in pairs]
+
+
+def slow_rewards(experience: Experience, config: OnlineConfig) -> list[float]:
+    penalties = slow_reward_kl(experience, config)
+    return [score - math.fsum(kl) for score, kl in zip(experience.scores_B.tolist(), penalties, strict=True)]
+
+
+def slow_best(experience: Experience, config: OnlineConfig) -> list[tuple[int, float]]:
+    """For every prompt the row of the first best sample, and its weight."""
+    rewards, K = slow_rewards(experience, config), config.samples_per_prompt
+    result = []
+    for start in range(0, len(rewards), K):
+        best = start
+        for row in range(start, start + K):
+            if rewards[row] > rewards[best]:
+                best = row
+        result.append((best, float(min(rewards[start : start + K]) < rewards[best])))
+    return result
+
+
+def slow_std(values: list[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+@dataclass
+class Credit:
+    """Advantages of completions (RLOO, GRPO) or of tokens (PPO), and what every row adds to the normaliser."""
+
+    weights: list[float]
+    of_rows: list[float] | None = None
+    of_tokens: list[list[float]] | None = None
+    returns: list[list[float]] | None = None
+
+
+def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credit:
+    name = OBJECTIVES[key][0]
+    lengths = [len(row) for row in responses(experience.response_mask_BT, experience)]
+    rewards, K = slow_rewards(experience, config), config.samples_per_prompt
+    if name == "best_of_k":
+        return Credit([weight for _, weight in slow_best(experience, config)])
+    if name == "ppo":
+        advantages, returns = slow_ppo_advantages(experience, config)
+        return Credit([float(n) for n in lengths], of_tokens=advantages, returns=returns)
+    advantages = []
+    for row, reward in enumerate(rewards):
+        group = rewards[row // K * K : row // K * K + K]
+        if name == "rloo":
+            advantages.append(reward - (math.fsum(group) - reward) / (K - 1))
+        else:
+            scale = {"group": lambda: slow_std(group) + 1e-4, "batch": lambda: slow_std(rewards) + 1e-4}  # noqa: B023
+            divisor = 1.0 if config.scale_rewards == "none" else scale[config.scale_rewards]()
+            advantages.append((reward - math.fsum(group) / K) / divisor)
+    if name == "rloo" or config.normalization == "sequence":
+        weights = [1.0] * len(rewards)
+    elif config.normalization == "token":
+        weights = [float(n) for n in lengths]
+    else:
+        weights = [float(config.generation.response_length)] * len(rewards)
+    return Credit(weights, of_rows=advantages)
+
+
+def slow_ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[list[list[float]], list[list[float]]]:
+    penalties, values = slow_reward_kl(experience, config), responses(experience.values_BT, experience)
+    advantages, returns = [], []
+    for row, score in enumerate(experience.scores_B.tolist()):
+        n = len(penalties[row])
+        deltas = []
+        for t in range(n):
+            reward = -penalties[row][t] + (score if t == n - 1 else 0.0)
+            value_after = values[row][t + 1] if t + 1 < n else 0.0
+            deltas.append(reward + config.gamma * value_after - values[row][t])
+        decay = config.gamma * config.lam
+        advantages.append([math.fsum(decay**i * d for i, d in enumerate(deltas[t:])) for t in range(n)])
+        returns.append([a + v for a, v in zip(advantages[row], values[row], strict=True)])
+    everything = [a for row in advantages for a in row]
+    if config.whiten_advantages and everything:
+        mean = math.fsum(everything) / len(everything)
+        variance = math.fsum((a - mean) ** 2 for a in everything) / len(everything)
+        advantages = [[(a - mean) / math.sqrt(variance + 1e-8) for a in row] for row in advantages]
+    return advantages, returns
+
+
+def slow_surrogate(log_ratio: float, advantage: float, config: OnlineConfig) -> tuple[float, bool]:
+    ratio = math.exp(log_ratio)
+    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+    clipped = min(max(ratio, 1 - config.cliprange), 1 + high)
+    return -min(ratio * advantage, clipped * advantage), clipped * advantage < ratio * advantage
+
+
+def slow_weight(log_ratio: float, off_policy: OffPolicyConfig) -> tuple[float, bool]:
+    weight = math.exp(log_ratio)
+    if weight <= off_policy.cap:
+        return weight, False
+    return (off_policy.cap if off_policy.importance == "truncated" else 0.0), True
+
+
+def uses_weights(config: OnlineConfig) -> bool:
+    return config.off_policy.old_logprobs == "proximal" and config.off_policy.importance != "none"
+
+
+def slow_old(experience: Experience, config: OnlineConfig, pi: list[list[float]]) -> list[list[float]]:
+    """Of the policy in the ratio's denominator. Kept apart from the loss: it stays when pi is moved."""
+    if config.off_policy.old_logprobs == "behaviour":
+        return responses(experience.behaviour_logprobs_BT, experience)
+    return pi if experience.old_logprobs_BT is None else responses(experience.old_logprobs_BT, experience)
+
+
+def differences(a: list[float], b: list[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+class SlowLoss:
+    """The loss and the metrics as a function of pi and of the values alone."""
+
+    def __init__(self, key: str, case: Case, config: OnlineConfig):
+        self.name, self.config, self.experience = OBJECTIVES[key][0], config, case.experience
+        self.pi, self.values = responses(case.logprobs_BT, case.experience), responses(case.values_BT, case.experience)
+        self.credit = slow_credit(key, case.experience, config)
+        self.ref = responses(case.experience.reference_logprobs_BT, case.experience)
+        self.mu = responses(case.experience.behaviour_logprobs_BT, case.experience)
+        self.old_values = responses(case.experience.values_BT, case.experience)
+        if self.name != "best_of_k":
+            self.old = slow_old(case.experience, config, [list(row) for row in self.pi])
+
+    def __call__(self) -> tuple[float, dict[str, float]]:
+        if self.name == "best_of_k":
+            return self.best_of_k()
+        if self.name == "rloo":
+            return self.rloo()
+        return self.of_tokens()
+
+    def loss_kl(self, row: int) -> list[float]:
+        return slow_kl(self.config.kl, "loss", self.pi[row], self.ref[row])
+
+    def best_of_k(self) -> tuple[float, dict[str, float]]:
+        loss = logps = 0.0
+        for row, weight in slow_best(self.experience, self.config):
+            loss += weight * (math.fsum(self.loss_kl(row)) - math.fsum(self.pi[row]))
+            logps += weight * math.fsum(self.pi[row])
+        return loss, {"loss/policy_avg": loss, "logps/chosen": logps}
+
+    def rloo(self) -> tuple[float, dict[str, float]]:
+        metrics = dict.fromkeys(SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(self.config) else set()), 0.0)
+        loss = 0.0
+        for row, advantage in enumerate(self.credit.of_rows):
+            log_ratio = math.fsum(differences(self.pi[row], self.old[row]))
+            weight = 1.0
+            if uses_weights(self.config):
+                between = math.fsum(differences(self.old[row], self.mu[row]))
+                weight, capped = slow_weight(between, self.config.off_policy)
+                metrics["policy/importance_weight"] += weight
+                metrics["policy/importance_capped"] += capped
+            surrogate, clipped = slow_surrogate(log_ratio, advantage, self.config)
+            loss += weight * surrogate + math.fsum(self.loss_kl(row))
+            metrics["policy/approxkl_avg"] += log_ratio**2 / 2
+            metrics["policy/clipfrac_avg"] += clipped
+        return loss, metrics | {"loss/policy_avg": loss}
+
+    def of_tokens(self) -> tuple[float, dict[str, float]]:
+        """GRPO and PPO. ``collected`` holds the numbers of a row's tokens, whose means become the metrics."""
+        config, ppo = self.config, self.name == "ppo"
+        policy_loss = value_loss = 0.0
+        names = SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(config) else set())
+        metrics = dict.fromkeys(names | ({"val/clipfrac_avg", "val/value_avg"} if ppo else set()), 0.0)
+        for row, pi in enumerate(self.pi):
+            if not pi:
+                continue
+            collected = {name: [] for name in metrics}
+            losses = []
+            penalties = self.loss_kl(row)
+            between = differences(self.old[row], self.mu[row])
+            for t in range(len(pi)):
+                log_ratio = pi[t] - self.old[row][t]
+                advantage = self.credit.of_tokens[row][t] if ppo else self.credit.of_rows[row]
+                weight = 1.0
+                if uses_weights(config):
+                    distance = between[t] if config.off_policy.level == "token" else math.fsum(between)
+                    weight, capped = slow_weight(distance, config.off_policy)
+                    collected["policy/importance_weight"].append(weight)
+                    collected["policy/importance_capped"].append(float(capped))
+                surrogate, clipped = slow_surrogate(log_ratio, advantage, config)
+                losses.append(weight * surrogate + penalties[t])
+                collected["policy/approxkl_avg"].append(log_ratio**2 / 2)
+                collected["policy/clipfrac_avg"].append(float(clipped))
+                if ppo:
+                    value, old, target = self.values[row][t], self.old_values[row][t], self.credit.returns[row][t]
+                    near = min(max(value, old - config.cliprange_value), old + config.cliprange_value)
+                    value_loss += 0.5 * max((value - target) ** 2, (near - target) ** 2)
+                    collected["val/clipfrac_avg"].append(float((near - target) ** 2 > (value - target) ** 2))
+                    collected["val/value_avg"].append(value)
+            mean_of_row = not ppo and config.normalization == "sequence"
+            policy_loss += math.fsum(losses) / (len(losses) if mean_of_row else 1)
+            for name, numbers in collected.items():
+                metrics[name] += math.fsum(numbers) / len(numbers) * self.credit.weights[row]
+        metrics["loss/policy_avg"] = policy_loss
+        if ppo:
+            return policy_loss + config.vf_coef * value_loss, metrics | {"loss/value_avg": value_loss}
+        return policy_loss, metrics
+
+
+# Credit
+
+
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_credit_is_its_formula(key):
+    """With an old policy at hand the penalty in the reward is that of the old policy, otherwise that of mu."""
+    for kl, seed, old in itertools.product(KLS, range(2), (True, False)):
+        K = 1 + seed if OBJECTIVES[key][0] == "ppo" else 2 + (seed + old) % 3
+        case = make_case(seed, 5, K, old=old)
+        config = configure(key, K, KLS[kl])
+        ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, config)
+        expected = slow_credit(key, case.experience, config)
+        assert (len(ours), ours.units, ours.rows_per_unit) == (5 * K, 5 * K, 1)
+        assert ours.weights_U.tolist() == expected.weights
+        if expected.of_rows is not None:
+            assert ours.advantages_B.dtype == torch.float64
+            assert ours.advantages_B.tolist() == pytest.approx(expected.of_rows, rel=1e-9, abs=1e-9)
+        else:
+            outside_BT = 1 - ours.response_mask_BT
+            for tensor_BT, rows in ((ours.advantages_BT, expected.of_tokens), (ours.returns_BT, expected.returns)):
+                assert tensor_BT.dtype == torch.float64
+                assert (tensor_BT * outside_BT).abs().max() == 0
+                for ours_T, expected_T in zip(responses(tensor_BT, ours), rows, strict=True):
+                    assert ours_T == pytest.approx(expected_T, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_credit_adds_to_the_experience_and_changes_nothing_else(key):
+    case = make_case(0, 4, 3)
+    before = case.experience.map(lambda name, tensor: tensor.clone())
+    ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, configure(key, 3, KLS["reward-k3"]))
+    added = {"advantages_B", "advantages_BT", "returns_BT", "weights_U"}
+    for item in fields(Experience):
+        old, new = getattr(before, item.name), getattr(ours, item.name)
+        given = getattr(case.experience, item.name)
+        assert torch.equal(given, old) if isinstance(old, Tensor) else given == old, f"{item.name} of the input"
+        if item.name in added:
+            assert not isinstance(new, Tensor) or not new.requires_grad
+        elif item.name.endswith("_BT") and old.is_floating_point():
+            assert responses(new, ours) == responses(old, before), item.name
+        else:
+            assert torch.equal(new, old) if isinstance(old, Tensor) else new == old, item.name
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_best_of_k_keeps_the_first_best_row_of_each_prompt(K, kl):
+    for seed, old in itertools.product(range(3), (True, False)):
+        experience = make_case(seed, 9, K, old=old).experience
+        config = configure("best_of_k", K, KLS[kl])
+        best = ALGORITHMS["best_of_k"].credit(experience, config)
+        expected = slow_best(experience, config)
+        assert (len(best), best.units, best.rows_per_unit) == (9, 9, 1)
+        assert best.weights_U.tolist() == [weight for _, weight in expected]
+        for p, (row, weight) in enumerate(expected):
+            ours = int(best.tokens_BT[p, 0])
+            assert ours // K == p
+            if weight:
+                assert ours == row
+            length = int(experience.lengths_B[ours])
+            assert best.lengths_B[p] == length
+            assert best.scores_B[p] == experience.scores_B[ours]
+            for name in ("tokens_BT", "response_mask_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
+                assert getattr(best, name)[p, :length].tolist() == getattr(experience, name)[ours, :length].tolist()
+            assert best.response_mask_BT[p, length:].sum() == 0
+
+
+def test_best_of_k_breaks_ties_by_position_and_ignores_prompts_that_are_all_ties():
+    experience = make_case(0, 4, 4).experience
+    scores = [1.0, 3.0, 3.0, 3.0, 2.0, 2.0, 1.0, 2.0, 7.0, 7.0, 7.0, 7.0, 0.1, 0.1, math.nextafter(0.1, 1), 0.1]
+    experience = replace(experience, scores_B=torch.tensor(scores, dtype=torch.float64))
+    best = ALGORITHMS["best_of_k"].credit(experience, configure("best_of_k", 4))
+    assert best.weights_U.tolist() == [1, 1, 0, 1]
+    numbers = best.tokens_BT[:, 0].tolist()
+    assert numbers[:2] == [1, 4]
+    assert numbers[3] == 14
+
+
+def test_best_of_k_judges_by_the_reward_less_its_kl():
+    """The penalty decides between equal scores, and overrules a small difference."""
+    case = make_case(1, 1, 2, garbage=0.0)
+    mask_BT = torch.zeros(2, 4, dtype=torch.float64)
+    mask_BT[:, 2:] = 1
+    zeros_BT, far_BT = torch.zeros_like(mask_BT), torch.tensor([[0, 0, 1, 1.0], [0, 0, 0, 0]], dtype=torch.float64)
+    for scores, best_row in (([0.5, 0.5], 1), ([1.0, 0.5], 1), ([1.5, 0.5], 0)):
+        experience = replace(
+            case.experience,
+            tokens_BT=torch.tensor([[0, 5, 5, 5], [1, 5, 5, 5]]),
+            lengths_B=torch.tensor([4, 4]),
+            response_mask_BT=mask_BT,
+            behaviour_logprobs_BT=far_BT,
+            reference_logprobs_BT=zeros_BT,
+            versions_BT=zeros_BT.long(),
+            values_BT=None,
+            old_logprobs_BT=None,
+            scores_B=torch.tensor(scores, dtype=torch.float64),
+        )
+        best = ALGORITHMS["best_of_k"].credit(experience, configure("best_of_k", 2, KLS["reward-k1"]))
+        assert best.tokens_BT[:, 0].tolist() == [best_row]  # the first row's penalty is 0.3 x (1 + 1)
+        assert best.weights_U.tolist() == [1]
+
+
+def test_ppo_gives_the_score_to_the_last_response_token_only():
+    """With lambda 1 and no values every token's advantage is the discounted score; an empty response has none."""
+    case = make_case(1, 6, 2)
+    experience = replace(case.experience, values_BT=torch.zeros_like(case.values_BT))
+    config = PPOConfig(samples_per_prompt=2, gamma=0.5, lam=1.0, whiten_advantages=False, kl=KLS["no-kl"])
+    ours = ALGORITHMS["ppo"].credit(experience, config)
+    for advantages, score in zip(responses(ours.advantages_BT, ours), experience.scores_B.tolist(), strict=True):
+        n = len(advantages)
+        assert advantages == pytest.approx([score * 0.5 ** (n - 1 - t) for t in range(n)])
+    assert torch.equal(ours.advantages_BT, ours.returns_BT)
+
+
+# The loss and the metrics
+
+
+@pytest.mark.parametrize("off_policy", OFF_POLICY)
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_loss_and_metrics_are_their_formulas(key, off_policy):
+    """Every penalty, with and without a pass for the old policy, policies near and far from each other."""
+    for seed, (kl, old) in enumerate(itertools.product(KLS, (True, False))):
+        K = 1 + seed % 3 if OBJECTIVES[key][0] == "ppo" else 2 + seed % 3
+        spread = (0.05, 0.3, 2.0)[(seed + seed // 6) % 3]
+        case = make_case(seed, 4, K, spread=spread, old=old)
+        config = configure(key, K, KLS[kl], OFF_POLICY[off_policy])
+        assert_equal(compute_loss(key, case, config), SlowLoss(key, case, config)(), f"{kl}, old {old}, {spread}")
+
+
+@pytest.mark.parametrize("kl", KLS)
+def test_best_of_k_loss_and_metrics_are_their_formulas(kl):
+    for seed, K in itertools.product(range(3), (2, 3, 4)):
+        case = make_case(seed, 8, K, old=seed == 1)
+        config = configure("best_of_k", K, KLS[kl])
+        assert_equal(compute_loss("best_of_k", case, config), SlowLoss("best_of_k", case, config)(), kl)
+
+
+def assert_equal(ours: LossOutput, expected: tuple[float, dict[str, float]], message: str) -> None:
+    loss, metrics = expected
+    assert ours.loss_sum.shape == ()
+    assert ours.loss_sum.dtype == torch.float64
+    assert ours.loss_sum.item() == pytest.approx(loss, rel=1e-9, abs=1e-9), message
+    assert set(metrics) <= set(ours.metrics), message
+    assert set(ours.metrics) & IMPORTANCE_METRICS == set(metrics) & IMPORTANCE_METRICS, message
+    for name, value in metrics.items():
+        assert ours.metrics[name].item() == pytest.approx(value, rel=1e-9, abs=1e-9), f"{name}, {message}"
+
+
+@pytest.mark.parametrize("off_policy", OFF_POLICY)
+@pytest.mark.parametrize("key", [key for key in OBJECTIVES if "batch" not in key and "none" not in key])
+def test_gradient_is_the_difference_quotient_of_the_slow_loss(key, off_policy):
+    """By the log-probabilities and, for PPO, by the values; exactly 0 outside the response."""
+    P, K = (2, 2) if OBJECTIVES[key][0] == "ppo" else (1, 4)
+    for seed, (kl, old) in enumerate((("loss-k3", True), ("reward-k1", False), ("loss-k2", False), ("no-kl", True))):
+        case = make_case(seed, P, K, spread=0.2, old=old)
+        config = configure(key, K, KLS[kl], OFF_POLICY[off_policy])
+        _, by_logprobs_BT, by_values_BT = loss_and_gradients(key, case, config)
+        slow = SlowLoss(key, case, config)
+        for gradient_BT, numbers in ((by_logprobs_BT, slow.pi), (by_values_BT, slow.values)):
+            assert (gradient_BT * (1 - case.experience.response_mask_BT)).abs().max() == 0
+            if numbers is slow.values and slow.name != "ppo":
+                assert gradient_BT.abs().max() == 0
+                continue
+            for row, gradient in enumerate(responses(gradient_BT, case.experience)):
+                assert gradient == pytest.approx(difference_quotients(slow, numbers[row]), rel=1e-5, abs=1e-6), kl
+
+
+def difference_quotients(slow: SlowLoss, numbers: list[float], step: float = 1e-6) -> list[float]:
+    quotients = []
+    for t, number in enumerate(numbers):
+        losses = []
+        for moved in (number + step, number - step):
+            numbers[t] = moved
+            losses.append(slow()[0])
+        numbers[t] = number
+        quotients.append((losses[0] - losses[1]) / (2 * step))
+    return quotients
+
+
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(key):
+    """Nothing is clipped however far pi is from mu, and the gradient is that of -A log pi."""
+    case = make_case(3, 4, 3, spread=2.0, old=False)
+    config = configure(key, 3)
+    output, by_logprobs_BT, _ = loss_and_gradients(key, case, config)
+    assert output.metrics["policy/clipfrac_avg"].item() == 0
+    assert output.metrics["policy/approxkl_avg"].item() == 0
+    credit = slow_credit(key, case.experience, config)
+    for row, gradient in enumerate(responses(by_logprobs_BT, case.experience)):
+        n = len(gradient)
+        expected = [-a for a in (credit.of_tokens[row] if credit.of_tokens else [credit.of_rows[row]] * n)]
+        if OBJECTIVES[key][0] == "grpo" and config.normalization == "sequence":
+            expected = [g / n for g in expected]
+        assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("key", [key for key in WITH_RATIOS if not key.startswith("ppo")])
+def test_groups_of_equal_scores_train_nothing(key):
+    case = make_case(4, 4, 3)
+    equal = replace(case.experience, scores_B=torch.full((12,), 0.5, dtype=torch.float64))
+    case = replace(case, experience=equal)
+    output, by_logprobs_BT, _ = loss_and_gradients(key, case, configure(key, 3))
+    assert output.loss_sum.item() == 0
+    assert by_logprobs_BT.abs().max() == 0
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_without_a_penalty_no_reference_is_needed(key):
+    case = make_case(5, 4, 2)
+    for kl in (KLConfig(coef=0.0), KLConfig(coef=0.0, where="loss", estimator="k2")):
+        config = configure(key, 2, kl)
+        with_reference = compute_loss(key, case, config)
+        without = Case(replace(case.experience, reference_logprobs_BT=None), case.logprobs_BT, case.values_BT)
+        assert compute_loss(key, without, config).loss_sum.item() == with_reference.loss_sum.item() != 0
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_float32_gives_the_same_to_its_precision(key):
+    case = make_case(6, 4, 3)
+    config = configure(key, 3, KLS["loss-k3"], OFF_POLICY["truncated-token"])
+    single = Case(
+        case.experience.map(lambda name, x: x.float() if x.is_floating_point() else x),
+        case.logprobs_BT.float(),
+        case.values_BT.float(),
+    )
+    expected, ours = compute_loss(key, case, config), compute_loss(key, single, config)
+    assert ours.loss_sum.dtype == torch.float32
+    assert ours.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-4, abs=1e-4)
+    for name, value in expected.metrics.items():
+        assert ours.metrics[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-4), name
+
+
+# Properties
+
+
+def some_configs(key: str, K: int) -> list[OnlineConfig]:
+    """Every penalty and every correction at least once, not every pair of them."""
+    pairs = itertools.zip_longest(KLS.values(), OFF_POLICY.values())
+    return [configure(key, K, kl, off_policy) for kl, off_policy in pairs]
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_the_order_of_the_samples_does_not_matter(key):
+    """Advantages move with their samples. Best-of-K needs scores without ties: of equals it takes the first."""
+    case, rng = make_case(7, 4, 3), random.Random(0)
+    rows = [p * 3 + k for p in range(4) for k in rng.sample(range(3), 3)]
+    assert rows != sorted(rows)
+    scores_B = torch.cat([case.experience.scores_B[:9], torch.tensor([0.5, 0.75, 0.25], dtype=torch.float64)])
+    case = replace(case, experience=replace(case.experience, scores_B=scores_B))
+    moved = replace(case, experience=case.experience.select(rows))
+    for config in some_configs(key, 3):
+        credit = ALGORITHMS[OBJECTIVES[key][0]].credit
+        ours, theirs = credit(moved.experience, config), credit(case.experience, config)
+        for name in ("advantages_B", "advantages_BT", "returns_BT"):
+            if getattr(theirs, name) is not None:
+                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name)[rows])
+        expected = compute_loss(key, case, config)
+        assert_same(compute_loss(key, moved, config), expected.loss_sum.item(), expected.metrics)
+
+
+def assert_same(ours: LossOutput, loss: float, metrics: dict[str, Tensor]) -> None:
+    assert ours.loss_sum.item() == pytest.approx(loss, rel=1e-9, abs=1e-9)
+    assert set(ours.metrics) == set(metrics)
+    for name, value in metrics.items():
+        assert ours.metrics[name].item() == pytest.approx(float(value), rel=1e-9, abs=1e-9), name
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key):
+    """Rows of a group may fall apart; parts are trimmed to their longest row; one part has empty responses only."""
+    case = make_case(8, 4, 3)
+    algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+    for config in some_configs(key, 3):
+        rows = algorithm.credit(case.experience, config)
+        whole = algorithm.loss(output_for(case, rows), rows, config)
+        empty = [u for u in range(len(rows)) if rows.response_mask_BT[u].sum() == 0]
+        units = [u for u in range(len(rows)) if u not in empty]
+        random.Random(1).shuffle(units)
+        parts = [rows.select(part) for part in (units[:1], units[1:4], units[4:], empty) if part]
+        outputs = [algorithm.loss(output_for(case, part), part, config) for part in parts]
+        metrics = {name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
+        assert_same(whole, sum(o.loss_sum.item() for o in outputs), metrics)
+        assert float(sum(part.weights_U.sum() for part in parts)) == float(rows.weights_U.sum())
+
+
+def offset_objectives() -> list[str]:
+    """All but PPO. Dividing by the deviation of the whole batch allows only one offset for all prompts."""
+    return [key for key in OBJECTIVES if not key.startswith("ppo")]
+
+
+@pytest.mark.parametrize("key", offset_objectives())
+def test_an_offset_of_the_scores_of_a_prompt_does_not_matter(key):
+    for seed, kl in enumerate(KLS):
+        case = make_case(seed, 4, 3)
+        config = configure(key, 3, KLS[kl])
+        expected = compute_loss(key, case, config)
+        one_for_all = torch.full((12,), 64.0, dtype=torch.float64)
+        own = torch.tensor([64.0, -128.0, 0.0, 32.0], dtype=torch.float64).repeat_interleave(3)
+        for offsets_B in [one_for_all] if "batch" in key else [one_for_all, own]:
+            shifted = replace(case.experience, scores_B=case.experience.scores_B + offsets_B)
+            ours = compute_loss(key, Case(shifted, case.logprobs_BT, case.values_BT), config)
+            assert ours.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-8, abs=1e-8)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_an_offset_of_the_scores_of_a_prompt_does_not_matter_to_online_dpo(loss_type):
+    algorithm, config = ALGORITHMS["online_dpo"], OnlineDPOConfig(samples_per_prompt=3, loss_type=loss_type)
+    case = make_case(0, 5, 3)
+    offsets_B = torch.tensor([64.0, -128.0, 0.0, 32.0, 1.0], dtype=torch.float64).repeat_interleave(3)
+    losses = []
+    for scores_B in (case.experience.scores_B, case.experience.scores_B + offsets_B):
+        rows = algorithm.credit(replace(case.experience, scores_B=scores_B), config)
+        losses.append(algorithm.loss(output_for(case, rows), rows, config).loss_sum.item())
+    assert losses[0] == losses[1] != 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, 1000.0])
+def test_a_positive_factor_of_the_scores_hardly_changes_advantages_scaled_by_their_group(factor):
+    """The 1e-4 in the denominator is all that remains of the scale; groups of equal scores stay at zero."""
+    case = make_case(1, 4, 3)
+    config = configure("grpo-group-sequence", 3)
+    scaled = replace(case.experience, scores_B=case.experience.scores_B * factor)
+    ours_B, theirs_B = (ALGORITHMS["grpo"].credit(x, config).advantages_B for x in (scaled, case.experience))
+    assert theirs_B.abs().max() > 0.5
+    torch.testing.assert_close(ours_B, theirs_B, rtol=2e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_nothing_outside_the_response_matters(key):
+    """Neither to the loss, nor to a metric, nor to a gradient, where 0 x infinity would be NaN."""
+    clean = make_case(9, 4, 3, garbage=0.0)
+    for garbage, config in itertools.product((1.0, 1e3, 1e30), some_configs(key, 3)):
+        dirty = make_case(9, 4, 3, garbage=garbage)
+        assert not torch.equal(clean.experience.behaviour_logprobs_BT, dirty.experience.behaviour_logprobs_BT)
+        ours, *our_gradients = loss_and_gradients(key, dirty, config)
+        theirs, *their_gradients = loss_and_gradients(key, clean, config)
+        assert ours.loss_sum.item() == theirs.loss_sum.item() != 0, f"{garbage}, {config.kl}"
+        assert {k: v.item() for k, v in ours.metrics.items()} == {k: v.item() for k, v in theirs.metrics.items()}
+        for our_gradient_BT, their_gradient_BT in zip(our_gradients, their_gradients, strict=True):
+            assert torch.equal(our_gradient_BT, their_gradient_BT)
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_more_padding_changes_nothing(key):
+    case = make_case(10, 4, 3)
+
+    def widen(name: str, x: Tensor) -> Tensor:
+        """Three more columns of garbage; nothing of them is a response."""
+        if not name.endswith("_BT"):
+            return x
+        filling = 0.0 if name == "response_mask_BT" else 1e3
+        return torch.cat([x, torch.full((len(x), 3), filling).to(x.dtype)], dim=1)
+
+    wide = Case(case.experience.map(widen), widen("_BT", case.logprobs_BT), widen("_BT", case.values_BT))
+    for config in some_configs(key, 3):
+        expected = compute_loss(key, case, config)
+        assert_same(compute_loss(key, wide, config), expected.loss_sum.item(), expected.metrics)
+
+
+# Empty responses
+
+
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_a_batch_of_empty_responses_gives_finite_zeros(key):
+    """No response token at all: no loss, no gradient, and nothing that is not a number."""
+    case = make_case(11, 4, 3, empty=True)
+    assert case.experience.response_mask_BT.sum() == 0
+    for config in some_configs(key, 3):
+        output, *gradients = loss_and_gradients(key, case, config)
+        if OBJECTIVES[key][0] != "rloo":  # whose ratio of an empty completion is 1, and whose advantages sum to 0
+            assert output.loss_sum.item() == 0
+        assert output.loss_sum.item() == pytest.approx(0, abs=1e-9)
+        for value in output.metrics.values():
+            assert math.isfinite(value.item())
+        for gradient_BT in gradients:
+            assert gradient_BT.abs().max() == 0  # false for NaN, too
+
+
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_an_empty_response_counts_as_a_sample_but_trains_nothing(key):
+    """Its score is in the others' baseline; the rest of its group is trained as always."""
+    case = make_case(1, 1, 3)
+    mask_BT = case.experience.response_mask_BT.clone()
+    mask_BT[1] = 0
+    lengths_B = case.experience.lengths_B.clone()
+    lengths_B[1] = int(case.experience.response_mask_BT[0].nonzero()[0, 0])
+    for score in (-3.0, 5.0):
+        scores_B = torch.tensor([1.0, score, 2.0], dtype=torch.float64)
+        experience = replace(case.experience, response_mask_BT=mask_BT, lengths_B=lengths_B, scores_B=scores_B)
+        config = configure(key, 3, KLS["loss-k3"], OFF_POLICY["masked-token"])
+        changed = Case(experience, case.logprobs_BT, case.values_BT)
+        output, by_logprobs_BT, by_values_BT = loss_and_gradients(key, changed, config)
+        assert_equal(output, SlowLoss(key, changed, config)(), "")
+        assert by_logprobs_BT[1].abs().max() == 0
+        assert by_values_BT[1].abs().max() == 0
+        assert by_logprobs_BT.isfinite().all()
+        assert by_logprobs_BT.abs().max() > 0
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_online_dpo_takes_empty_responses(loss_type):
+    """An empty response has implicit reward 0; a pair of two has the loss of a margin of 0, and no gradient."""
+    algorithm = ALGORITHMS["online_dpo"]
+    config = OnlineDPOConfig(samples_per_prompt=2, loss_type=loss_type, beta=0.25)
+    for empty in (True, False):
+        case = make_case(13, 6, 2, empty=empty)
+        logprobs_BT = case.logprobs_BT.clone().requires_grad_()
+        rows = algorithm.credit(case.experience, config)
+        output = algorithm.loss(output_for(Case(case.experience, logprobs_BT, case.values_BT), rows), rows, config)
+        (gradient_BT,) = torch.autograd.grad(output.loss_sum, logprobs_BT)
+        assert gradient_BT.isfinite().all()
+        assert (gradient_BT * (1 - case.experience.response_mask_BT)).abs().max() == 0
+        loss, scores = 0.0, case.experience.scores_B.tolist()
+        pi, ref = (responses(x, case.experience) for x in (logprobs_BT, case.experience.reference_logprobs_BT))
+        implicit = [math.fsum(differences(a, b)) for a, b in zip(pi, ref, strict=True)]
+        for p in range(6):
+            if scores[2 * p] == scores[2 * p + 1]:
+                continue
+            chosen = 2 * p + (scores[2 * p + 1] > scores[2 * p])
+            h = implicit[chosen] - implicit[4 * p + 1 - chosen]
+            loss += math.log1p(math.exp(-0.25 * h)) if loss_type == "sigmoid" else (h - 2) ** 2
+        assert output.loss_sum.item() == pytest.approx(loss, rel=1e-6)
