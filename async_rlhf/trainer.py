@@ -176,6 +176,7 @@ class TrainingLoop:
         return {
             "schedule/version": float(batch.version),
             "schedule/lag": float(batch.index - 1 - batch.version),
+            **batch.metrics,
             "eps": len(batch.groups) / seconds,
             "time/batch": seconds,
             "time/generate": batch.generation_seconds,

@@ -64,6 +64,10 @@ class RolloutBatch:
     groups: tuple[RolloutGroup, ...]
     generation_seconds: float
     """From the start of the first worker to the end of the last."""
+    shares: tuple[int, ...] = ()
+    """Version that sampled each worker's share of the prompts; ``version`` is the oldest of them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the generator has measured."""
 
 
 @dataclass(frozen=True, slots=True)

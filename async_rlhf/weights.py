@@ -42,13 +42,26 @@ def iterate_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A 128-bit checksum of type, shape and bytes of each tensor."""
+    found = {}
+    for name, tensor in tensors.items():
+        digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+        found[name] = digest.hexdigest()
+    return found
+
+
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """A 128-bit checksum over names, types, shapes and bytes, in order."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
+    return xxhash.xxh3_128(repr(digests(tensors)).encode()).hexdigest()
+
+
+def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """The tensors whose digests are not the same, in words; "" where all are."""
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)} of {len(expected)} tensors: {', '.join(names[:5])}{more}" if names else ""
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -72,19 +85,20 @@ class SnapshotRing:
 
     Args:
         specs: the tensors of one snapshot.
-        slots: S + 1.
+        slots: S + 1. Before the first lies the number of the newest version.
         fd: the memory, when it was made by another process.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: int | None = None) -> None:
         self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
-        self.fd = _nameless_file(slot_bytes * slots) if fd is None else fd
-        self._memory = mmap.mmap(self.fd, slot_bytes * slots)
+        size = _ALIGNMENT + slot_bytes * slots
+        self.fd = _nameless_file(size) if fd is None else fd
+        self._memory = mmap.mmap(self.fd, size)
         # Every page is touched now: the first publications would otherwise wait for the kernel to find them.
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         if fd is None:
             self._bytes.zero_()
-        self.published: dict[int, str] = {}
+        self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Sent to a child process, the ring arrives as the same memory, not as a copy."""
@@ -104,7 +118,7 @@ class SnapshotRing:
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
-        start = version % self.slots * self.slot_bytes
+        start = _ALIGNMENT + version % self.slots * self.slot_bytes
         views = {}
         for spec in self.specs:
             count = int(torch.Size(spec.shape).numel())
@@ -113,14 +127,20 @@ class SnapshotRing:
             views[spec.name] = flat.view(spec.dtype).view(spec.shape)
         return views
 
-    def publish(self, model: nn.Module, version: int) -> str:
-        """Copy the weights into the version's slot and return their checksum."""
+    @property
+    def newest(self) -> int:
+        """The version published last, seen from any process."""
+        return int(self._bytes[:8].view(torch.int64)[0])
+
+    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
+        """Copy the weights into the version's slot and return their digests."""
         views = self.views(version)
         with torch.no_grad():
             for name, tensor in iterate_weights(model):
                 views[name].copy_(tensor)
         self.published.pop(version - self.slots, None)
-        self.published[version] = checksum(views)
+        self.published[version] = digests(views)
+        self._bytes[:8].view(torch.int64)[0] = version  # last: whoever reads it finds all of the version there
         return self.published[version]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -36,7 +37,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is type(None):
         return value is None
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -52,7 +53,7 @@ def _spell(kind: Any) -> str:
         return f"a list of {_spell(get_args(kind)[0])}"
     if kind is type(None):
         return "null"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(
+    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}.get(
         kind, getattr(kind, "__name__", str(kind))
     )
 

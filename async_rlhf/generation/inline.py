@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from async_rlhf.generation.protocol import Version
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
@@ -31,9 +32,11 @@ class InlineGenerator:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
         self.engine.version = version
 
-    def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
+    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Note what to sample; :meth:`collect` does it."""
-        self._requests[index] = (version, prompts)
+        if isinstance(version, tuple):
+            (version,) = version
+        self._requests[index] = (self.engine.version if version is None else version, prompts)
 
     def collect(self, index: int) -> RolloutBatch:
         """Sample the batch now."""
@@ -45,7 +48,7 @@ class InlineGenerator:
         ended = time.monotonic()
         self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
         groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
-        return RolloutBatch(index, version, groups, ended - started)
+        return RolloutBatch(index, version, groups, ended - started, (version,))
 
     def close(self) -> None:
         """Nothing to end."""

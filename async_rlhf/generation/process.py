@@ -17,15 +17,15 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, GenerationConfig
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.probe import TOLERANCE, difference, probe_logprobs
+from async_rlhf.generation.protocol import SamplingParams, Version
 from async_rlhf.generation.worker import Failure, ModelSpec, Reply, Request, run_worker
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
-from async_rlhf.weights import SnapshotRing
+from async_rlhf.weights import SnapshotRing, differing
 
 logger = logging.getLogger(__name__)
 
@@ -70,23 +70,31 @@ class ProcessGenerator:
             _Worker(number, replace(spec, device=devices[number]), params, self.ring)
             for number in range(config.workers)
         ]
+        self._autocast = autocast
+        self._probes: dict[int, list[float]] = {}
+        self._differences: dict[int, float] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._replies: dict[int, dict[int, Reply]] = {}
         self._restarts = 0
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into shared memory."""
         self.ring.publish(policy, version)
+        self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.ring.published}
+        if self.config.probe_steps and version % self.config.probe_steps == 0:
+            self._probes[version] = probe_logprobs(policy, self._autocast)
 
-    def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
+    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Give each worker its share of the batch."""
         self._prompts[index] = prompts
         self._replies[index] = {}
         count = len(self.workers)
         for worker in self.workers:
             share = prompts[worker.number * len(prompts) // count : (worker.number + 1) * len(prompts) // count]
+            own = version[worker.number] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
-            worker.submit(Request(index, version, tuple(replace(prompt, columns={}) for prompt in share)))
+            stripped = tuple(replace(prompt, columns={}) for prompt in share)
+            worker.submit(Request(index, own, stripped, probe=own is None or own in self._probes))
 
     def collect(self, index: int) -> RolloutBatch:
         """Wait for every share of the batch.
@@ -105,7 +113,10 @@ class ProcessGenerator:
         completions = [group for reply in ordered for group in reply.completions]
         groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
-        return RolloutBatch(index, ordered[0].version, groups, seconds)
+        shares = tuple(reply.version for reply in ordered)
+        probed = [self._differences.pop(worker.number) for worker in self.workers if worker.number in self._differences]
+        metrics = {"weights/probe_difference": max(probed)} if probed else {}
+        return RolloutBatch(index, min(shares), groups, seconds, shares, metrics)
 
     def close(self) -> None:
         """End the processes."""
@@ -137,14 +148,7 @@ class ProcessGenerator:
             return False
         if isinstance(reply, Failure):
             raise GeneratorError(f"generator process {worker.number}: {reply.message}\n\n{reply.traceback}")
-        request = worker.open.pop(0)
-        expected = self.ring.published[request.version]
-        if (reply.batch, reply.version, reply.checksum) != (request.batch, request.version, expected):
-            raise GeneratorError(
-                f"generator process {worker.number} answered batch {reply.batch} with weights of version "
-                f"{reply.version}, checksum {reply.checksum}; batch {request.batch} needs version {request.version}, "
-                f"checksum {expected}"
-            )
+        self._check(worker, worker.open.pop(0), reply)
         self._replies[reply.batch][worker.number] = reply
         track = f"generator {worker.number}"
         self.trace.add("load", reply.started, reply.started + reply.load_seconds, track, version=reply.version)
@@ -152,6 +156,30 @@ class ProcessGenerator:
             "generate", reply.started + reply.load_seconds, reply.ended, track, batch=reply.batch, version=reply.version
         )
         return True
+
+    def _check(self, worker: _Worker, request: Request, reply: Reply) -> None:
+        """Require the weights that the request names, whole, and an engine that computes what the learner does."""
+        who = f"generator process {worker.number}"
+        if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
+            raise GeneratorError(
+                f"{who} answered batch {reply.batch} with weights of version {reply.version}; batch {request.batch} "
+                f"needs version {request.version}"
+            )
+        if wrong := differing(reply.digests, self.ring.published.get(reply.version, {})):
+            raise GeneratorError(
+                f"{who} sampled batch {reply.batch} with weights that are not those of version {reply.version}: {wrong}"
+            )
+        if reply.probe is None or reply.version not in self._probes:
+            return
+        found = difference(reply.probe, self._probes[reply.version])
+        limit = TOLERANCE[torch.float32 if self._autocast is None else self._autocast]
+        limit = max(limit, TOLERANCE[getattr(torch, self.config.dtype)])
+        if not found <= limit:
+            raise GeneratorError(
+                f"{who} holds the weights of version {reply.version}, but computes other log-probabilities with them: "
+                f"they differ by {found:.3g} nats per token on the probe, and {limit:g} is rounding"
+            )
+        self._differences[worker.number] = found
 
     def _restart(self, worker: _Worker) -> None:
         worker.process.join()

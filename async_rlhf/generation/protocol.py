@@ -27,14 +27,21 @@ class SamplingParams:
     """Most completions decoded together."""
 
 
+Version = int | tuple[int, ...] | None
+"""A version of the weights, or one for each worker, or the newest that there is when a worker starts."""
+
+
 class Engine(Protocol):
     """Samples with one set of weights at a time."""
 
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> str:
-        """Take new weights, and return the checksum of the weights it now holds, read back from the model."""
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
+        """Take new weights, and return the digest of each tensor it now holds, read back from the model."""
 
     def generate(self, prompts: Sequence[Prompt]) -> Completions:
         """K completions for each prompt. Equal (seed, draw, sample, position) give equal random numbers."""
+
+    def probe(self) -> list[float]:
+        """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by the weights it holds."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -46,7 +53,7 @@ class Generator(Protocol):
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make the policy's weights available under a number. They may change again as soon as this returns."""
 
-    def submit(self, index: int, version: int, prompts: Sequence[Prompt]) -> None:
+    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
 
     def collect(self, index: int) -> RolloutBatch:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.types import Prompt, Rollout
-from async_rlhf.weights import checksum, named_weights
+from async_rlhf.weights import digests, named_weights
 
 
 class TransformersEngine:
@@ -40,8 +41,8 @@ class TransformersEngine:
         self._takes_positions = "position_ids" in accepted
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> str:
-        """Copy new weights into the model. The checksum is of what the model holds afterwards, in the precision that it
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
+        """Copy new weights into the model. The digests are of what the model holds afterwards, in the precision that it
         was given: a parameter that the model keeps in a wider type holds the same numbers.
         """
         held = named_weights(self.model)
@@ -52,7 +53,11 @@ class TransformersEngine:
             for name, tensor in held.items():
                 tensor.copy_(tensors[name])
         self.version = version
-        return checksum({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()})
+        return digests({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()})
+
+    def probe(self) -> list[float]:
+        """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
+        return probe_logprobs(self.model, self.autocast)
 
     def close(self) -> None:
         """Nothing to free: the model belongs to the caller."""

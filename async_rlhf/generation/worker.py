@@ -49,8 +49,10 @@ class Request:
     """One worker's share of a batch."""
 
     batch: int
-    version: int
+    version: int | None
+    """None for the newest that there is when the worker starts."""
     prompts: tuple[Prompt, ...]
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,15 @@ class Reply:
 
     batch: int
     version: int
-    checksum: str
-    """Of the weights as read back from the engine after it loaded them."""
+    digests: dict[str, str]
+    """Of each tensor, as read back from the engine after it loaded them."""
     completions: Completions
     started: float
     """Monotonic clock."""
     ended: float
     load_seconds: float
+    probe: list[float] | None = None
+    """Log-probabilities of the probe's sequences, where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +93,17 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         engine = TransformersEngine(spec.build(), params, version=-1, autocast=spec.autocast)
-        held = ""
+        held: dict[str, str] = {}
         while (request := requests.get()) is not None:
             started = time.monotonic()
-            if request.version != engine.version:
-                held = engine.load(ring.views(request.version), request.version)
+            version = ring.newest if request.version is None else request.version
+            if version != engine.version:
+                held = engine.load(ring.views(version), version)
             loaded = time.monotonic()
             completions = engine.generate(request.prompts)
             ended = time.monotonic()
-            replies.put(Reply(request.batch, request.version, held, completions, started, ended, loaded - started))
+            probe = engine.probe() if request.probe else None
+            replies.put(Reply(request.batch, version, held, completions, started, ended, loaded - started, probe))
     except Exception as error:
         replies.put(Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
@@ -91,13 +91,18 @@ class Scorer:
 
     def state(self) -> dict[str, Any]:
         """What reward functions with ``state_dict()`` and ``load_state_dict()`` want kept in checkpoints, for JSON."""
-        return {name: f.state_dict() for name, f in self.reward_funcs.items() if hasattr(f, "state_dict")}
+        functions: dict[str, Any] = {**self.reward_funcs}  # a network's weights are no JSON, and do not change
+        return {
+            name: function.state_dict()
+            for name, function in functions.items()
+            if hasattr(function, "load_state_dict") and not isinstance(function, nn.Module)
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Hand back what :meth:`state` returned."""
-        for name, values in state.items():
-            function: Any = self.reward_funcs[name]
-            function.load_state_dict(values)
+        functions: dict[str, Any] = {**self.reward_funcs}
+        for name in state.keys() & functions.keys():
+            functions[name].load_state_dict(state[name])
 
     def _model_scores(self, model: PreTrainedModel, groups: Sequence[RolloutGroup]) -> Tensor:
         """float64, NaN where the model gave no finite number."""

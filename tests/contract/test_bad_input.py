@@ -103,6 +103,7 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
         (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: only \"ppo\" has a value model"),
         (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
         (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
+        (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got nan; must be a finite number"),
         (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
     ],
 )

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import count_letters
+from faulty_worker import run_faulty_worker
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation import process
 from async_rlhf.generation.process import GeneratorError, ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
@@ -151,10 +154,45 @@ def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, token
         generator.publish(policy, 0)
         next(iter(generator.ring.views(0).values()))[0] += 1
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2))
-        with pytest.raises(GeneratorError, match="batch 1 needs version 0, checksum"):
+        with pytest.raises(
+            GeneratorError,
+            match=r"batch 1 with weights that are not those of version 0: 1 of \d+ tensors: gpt_neox.embed_in.weight",
+        ):
             generator.collect(1)
     finally:
         generator.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("ignores_the_update", r"28 of 28 tensors: gpt_neox.embed_in.weight"),
+        ("loads_half_of_the_tensors", r"14 of 28 tensors: gpt_neox.layers.1.input_layernorm"),
+        ("loads_in_the_wrong_order", r"2 of 28 tensors: gpt_neox.layers.0.attention.dense.weight, gpt_neox.layers.1"),
+        ("transposes_one", r"1 of 28 tensors: gpt_neox.layers.1.attention.dense.weight"),
+        ("computes_otherwise", r"computes other log-probabilities with them: they differ by"),
+    ],
+)
+def test_a_generator_with_wrong_weights_is_caught_in_the_first_batch(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, fault, named
+):
+    """Version 1 samples batch 3 with staleness 1; two batches are trained on, not a third."""
+    monkeypatch.setattr(process, "run_worker", partial(run_faulty_worker, fault))
+    args = make_args(staleness=1, generation={"probe_steps": 1})
+    with pytest.raises(GeneratorError, match=named):
+        trainer_for(make_policy, tokenizer, prompts, args).train()
+    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [1, 2]
+    assert all(line["weights/probe_difference"] < 1e-5 for line in lines)
+    assert generator_pids() == set()
+
+
+def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prompts, make_args):
+    args = make_args(staleness=1, generation={"probe_steps": 2}, bf16=True)
+    trainer_for(make_policy, tokenizer, prompts, args).train()
+    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    probed = [line["schedule/version"] for line in lines if "weights/probe_difference" in line]
+    assert probed == [0, 0, 2, 4]
 
 
 def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompts, make_args):

@@ -1,11 +1,20 @@
-"""Scores: the reward model at the last real token of each row alone, reward functions on text, the penalty."""
+"""Scores: the reward model at the last real token of each row alone, reward functions on text, the penalties, and
+what comes of functions that fail, hang or return nonsense."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
 
+import numpy as np
 import pytest
 import torch
 from conftest import LLAMA_SIZES
@@ -18,9 +27,11 @@ from transformers import (
     MistralForSequenceClassification,
 )
 
-from async_rlhf.config import OnlineDPOConfig
+from async_rlhf.config import ConfigError, OnlineDPOConfig
+from async_rlhf.evaluation.judge import Judge
 from async_rlhf.forward import reward_scores
-from async_rlhf.scoring import RewardError, Scorer
+from async_rlhf.scoring import RewardError, Scorer, call_reward_function
+from async_rlhf.scoring.calls import TooLateError, call_together
 from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 
 EOS, PAD = 256, 257
@@ -223,6 +234,67 @@ def test_prompt_field_names_the_column_with_the_prompt(tokenizer):
     assert seen == [f"f{p}" for p in range(3) for _ in range(2)]
 
 
+def test_functions_do_not_see_what_others_do_to_their_lists(tokenizer):
+    emptied = threading.Event()
+
+    def empties(prompts, completions, name, **columns):
+        count = len(completions)
+        for given in (prompts, completions, name):
+            given.clear()
+        emptied.set()
+        return [0.0] * count
+
+    def looks_afterwards(prompts, completions, name, **columns):
+        assert emptied.wait(30)
+        assert (len(prompts), len(name)) == (6, 6)
+        return [float(len(text)) for text in completions]
+
+    assert scores(tokenizer, make_batch(tokenizer), None, [looks_afterwards, empties]) == LENGTHS
+
+
+# Weights and the penalty for length
+
+
+def test_weights_multiply_the_model_and_the_functions_but_not_their_metrics(tokenizer, make_reward_model):
+    batch, model = make_batch(tokenizer), make_reward_model()
+    by_model = slow_scores(model, whole_rows(batch))
+    changes = {"reward_model_weight": -3.0, "reward_weights": [0.5, 0.25]}
+    expected = [-3 * m + 0.5 * a + 0.25 * b for m, a, b in zip(by_model, LENGTHS, LEVELS, strict=True)]
+    scored = Scorer(tokenizer, config(**changes), model, [length_reward, level_reward])(batch)
+    assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, abs=1e-3)
+    assert scored.metrics["objective/scores"] == pytest.approx(sum(expected) / 6, abs=1e-3)
+    assert scored.metrics["reward/model"] == pytest.approx(sum(by_model) / 6, abs=1e-4)
+    assert scored.metrics["reward/length_reward"] == pytest.approx(sum(LENGTHS) / 6)
+    assert scored.metrics["reward/level_reward"] == pytest.approx(sum(LEVELS) / 6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "functions"),
+    [([1.0], []), ([1.0], [length_reward, level_reward]), ([1.0, 2.0], [length_reward]), ([0.0] * 3, [length_reward])],
+)
+def test_the_number_of_weights_is_checked_before_anything_runs(tokenizer, make_reward_model, weights, functions):
+    with pytest.raises(ConfigError) as error:
+        Scorer(tokenizer, config(reward_weights=weights), make_reward_model(), functions)
+    assert str(error.value).startswith(f"reward_weights: got {weights}; must be empty")
+    assert f"{len(functions)} reward functions {[f.__name__ for f in functions]}" in str(error.value)
+
+
+def test_the_length_penalty_is_for_each_token_and_not_for_what_did_not_end(tokenizer):
+    """The stop token counts, and the penalty for not ending replaces the one for length as well."""
+    batch = make_batch(tokenizer)
+    tokens = [len(rollout.tokens) for group in batch.groups for rollout in group.rollouts]
+    assert tokens == [9, 3, 1, 10, 13, 5]  # the e with its accent is two
+    changes = {"length_penalty": 0.25, "reward_weights": [2.0]}
+    expected = [2 * n - 0.25 * t for n, t in zip(LENGTHS, tokens, strict=True)]
+    assert scores(tokenizer, batch, None, [length_reward], **changes) == expected
+    expected = [score if ended else -7.0 for score, ended in zip(expected, ENDED, strict=True)]
+    changes |= {"non_eos_penalty": True, "penalty_reward_value": -7.0}
+    assert scores(tokenizer, batch, None, [length_reward], **changes) == expected
+
+
+# Functions that fail
+
+
 def raises(prompts, completions, **columns):
     raise KeyError("no such key here")
 
@@ -251,7 +323,23 @@ def gives_too_many(prompts, completions, **columns):
     return [1.0] * (len(completions) + 1)
 
 
-BROKEN = (raises, gives_nan, gives_infinity, gives_none_for_one, gives_none, gives_too_few, gives_too_many)
+async def raises_later(prompts, completions, **columns):
+    await asyncio.sleep(0.01)
+    raise KeyError("no such key here")
+
+
+async def is_cancelled(prompts, completions, **columns):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+
+
+async def yields(prompts, completions, **columns):
+    for text in completions:
+        yield float(len(text))
+
+
+FAILS_AS_A_WHOLE = (raises, raises_later, is_cancelled, yields, gives_none, gives_too_few, gives_too_many)
+BROKEN = (*FAILS_AS_A_WHOLE, gives_nan, gives_infinity, gives_none_for_one)
 
 
 @pytest.mark.parametrize("function", BROKEN)
@@ -261,9 +349,12 @@ def test_a_broken_reward_function_is_named(tokenizer, function, penalty):
     with pytest.raises(RewardError, match=function.__name__) as error:
         scorer(make_batch(tokenizer))
     assert "length_reward" not in str(error.value)
-    if function is raises:
-        assert isinstance(error.value.__cause__, KeyError)
+    if function in (raises, raises_later):
+        cause = error.value.__cause__
+        assert isinstance(cause, KeyError)
         assert "no such key here" in str(error.value)
+        frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+        assert frames[-1] == function.__name__
 
 
 def test_wrong_counts_are_errors_that_say_both_numbers(tokenizer):
@@ -272,6 +363,400 @@ def test_wrong_counts_are_errors_that_say_both_numbers(tokenizer):
             Scorer(tokenizer, config(), None, [function])(make_batch(tokenizer))
         assert str(count) in str(error.value)
         assert "6" in str(error.value)
+
+
+def no_float() -> object:
+    class Broken:
+        def __float__(self) -> float:
+            raise LookupError("no number here")
+
+    return Broken()
+
+
+BAD_VALUES = (
+    *(math.nan, -math.inf, None, "1.0", b"1", bytearray(b"1"), np.str_("1.0"), [1.0], 1j, 10**400, {}, no_float()),
+    *(torch.tensor([1.0, 2.0]), torch.tensor(math.nan), np.float32("inf")),
+)
+
+
+@pytest.mark.parametrize("value", BAD_VALUES, ids=lambda value: type(value).__name__)
+def test_a_bad_value_is_an_error_or_leaves_out_its_completion(tokenizer, caplog, value):
+    def my_reward(prompts, completions, **columns):
+        bad = {"x = 1; é": value, "pass": "the last"}
+        return [bad.get(text, float(len(text))) for text in completions]
+
+    batch = make_batch(tokenizer)
+    with pytest.raises(RewardError, match="reward function my_reward returned") as error:
+        Scorer(tokenizer, config(), None, [my_reward])(batch)
+    for part in (repr(value)[:100], "must be a finite number", "Prompt: 'def f1(y):'", "Completion: 'x = 1; é'"):
+        assert part in str(error.value)
+    assert caplog.records == []
+
+    scored = Scorer(tokenizer, config(reward_errors="skip"), None, [length_reward, my_reward])(batch)
+    valid = [8.0, 3.0, 0.0, 13.0]
+    expected = [8.0, 3.0, 0.0, math.nan, 13.0, math.nan]
+    assert scored.scores_PK.flatten().tolist() == pytest.approx([2 * score for score in expected], nan_ok=True)
+    found = scored.metrics
+    assert found["objective/scores"] == pytest.approx(2 * sum(valid) / 4)
+    assert found["objective/scores_std"] == pytest.approx(2 * float(np.std(valid)))
+    assert found["reward/my_reward"] == pytest.approx(sum(valid) / 4)
+    assert found["reward/length_reward"] == pytest.approx(sum(LENGTHS) / 6)
+    assert found["reward/skipped"] == 2
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == f"2 of 6 completions have no reward: {error.value}"
+
+
+@pytest.mark.parametrize("value", [True, 3, np.float32(0.5), np.int64(2), torch.tensor(1.5), torch.tensor([2.5])])
+def test_whatever_is_a_number_is_a_reward(tokenizer, value):
+    def my_reward(prompts, completions, **columns):
+        return [value] * len(completions)
+
+    assert scores(tokenizer, make_batch(tokenizer), None, [my_reward]) == [float(value)] * 6
+
+
+def test_only_the_sum_has_to_fit_into_float32(tokenizer):
+    changes = {"reward_weights": [1e-40, -1e-40]}
+    assert scores(tokenizer, make_batch(tokenizer), None, [named("a", 3e40), named("b", 1e40)], **changes) == [2.0] * 6
+
+
+@pytest.mark.parametrize("function", FAILS_AS_A_WHOLE)
+def test_a_failed_call_leaves_out_the_batch(tokenizer, caplog, function):
+    scored = Scorer(tokenizer, config(reward_errors="skip"), None, [length_reward, function])(make_batch(tokenizer))
+    assert scored.scores_PK.isnan().all()
+    assert scored.metrics["reward/skipped"] == 6
+    assert scored.metrics["reward/length_reward"] == pytest.approx(sum(LENGTHS) / 6)
+    assert {"objective/scores", "objective/scores_std", f"reward/{function.__name__}"}.isdisjoint(scored.metrics)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"6 of 6 completions have no reward: reward function {function.__name__} r")
+
+
+def test_each_failing_function_is_warned_about_once(tokenizer, caplog):
+    scorer = Scorer(tokenizer, config(reward_errors="skip"), None, [raises, gives_nan, length_reward, gives_infinity])
+    for _ in range(2):
+        caplog.clear()
+        scored = scorer(make_batch(tokenizer))
+        assert scored.scores_PK.isnan().all()
+        found = sorted(record.getMessage().split(": ")[0:2] for record in caplog.records)
+        assert [count for count, _ in found] == [f"{n} of 6 completions have no reward" for n in (1, 1, 6)]
+        assert [text.split()[2] for _, text in found] == ["gives_infinity", "gives_nan", "raises"]
+
+
+@pytest.mark.parametrize("function", [raises, gives_nan])
+def test_the_penalty_is_a_valid_score_whatever_the_function_returned(tokenizer, function):
+    changes = {"reward_errors": "skip", "non_eos_penalty": True, "penalty_reward_value": -7.0}
+    scored = Scorer(tokenizer, config(**changes), None, [function])(make_batch(tokenizer))
+    ended = 1.0 if function is gives_nan else math.nan
+    expected = [ended, -7.0, ended, ended, -7.0, ended]
+    assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, nan_ok=True)
+    assert scored.metrics["reward/skipped"] == (0 if function is gives_nan else 4)
+    assert scored.metrics["objective/scores"] == pytest.approx(-10 / 6 if function is gives_nan else -7.0)
+
+
+def test_a_reward_model_without_a_number_follows_the_same_policy(tokenizer, make_reward_model, caplog):
+    batch, model = make_batch(tokenizer), make_reward_model()
+    by_model = slow_scores(model, whole_rows(batch))
+    accent = tokenizer("é")["input_ids"][0]
+    assert [accent in row for row in whole_rows(batch)] == [False, False, False, True, False, False]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[accent] = math.nan
+    with pytest.raises(RewardError, match="the reward model gave nan for 'x = 1; é<eos>'"):
+        Scorer(tokenizer, config(), model, [length_reward])(batch)
+    assert caplog.records == []
+    scored = Scorer(tokenizer, config(reward_errors="skip"), model, [length_reward])(batch)
+    expected = [a + b for a, b in zip(by_model, LENGTHS, strict=True)]
+    expected[3] = math.nan
+    assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, abs=1e-4, nan_ok=True)
+    assert scored.metrics["reward/skipped"] == 1
+    assert scored.metrics["reward/model"] == pytest.approx((sum(by_model) - by_model[3]) / 5, abs=1e-4)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 of 6 completions have no reward: the reward model gave nan")
+
+
+def test_a_sum_too_large_for_float32_follows_the_same_policy(tokenizer, caplog):
+    def large(prompts, completions, **columns):
+        return [2e38 if text in ("abc", "pass") else 1.0 for text in completions]
+
+    def larger(prompts, completions, **columns):
+        return [2e38 if text == "abc" else 3.0 for text in completions]
+
+    batch = make_batch(tokenizer)
+    with pytest.raises(RewardError, match="the reward of completion 'abc' is inf; must be a finite float32"):
+        Scorer(tokenizer, config(), None, [large, larger])(batch)
+    scored = Scorer(tokenizer, config(reward_errors="skip"), None, [large, larger])(batch)
+    assert scored.scores_PK.flatten().tolist() == pytest.approx([4.0, math.nan, 4.0, 4.0, 4.0, 2e38], nan_ok=True)
+    assert scored.metrics["reward/skipped"] == 1
+    assert scored.metrics["objective/scores_std"] == pytest.approx(0.8e38, rel=1e-5)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 of 6 completions have no reward: the reward of completion 'abc'")
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("reward_errors", ["error", "skip"])
+def test_what_ends_the_program_is_no_failure_of_a_function(tokenizer, interrupt, reward_errors):
+    async def interrupts(prompts, completions, **columns):
+        raise interrupt("stop")
+
+    with pytest.raises(interrupt, match="stop"):
+        Scorer(tokenizer, config(reward_errors=reward_errors), None, [interrupts])(make_batch(tokenizer))
+
+
+# Functions at the same time, and the time limit
+
+
+def test_plain_and_async_functions_run_at_the_same_time(tokenizer):
+    everyone = threading.Barrier(4)  # one that is called alone waits in vain
+
+    def plain(prompts, completions, **columns):
+        everyone.wait(30)
+        return [float(len(text)) for text in completions]
+
+    async def later(prompts, completions, level, **columns):
+        await asyncio.to_thread(everyone.wait, 30)
+        return [1000.0 * n for n in level]
+
+    class Partly:
+        """A callable whose awaitable only shows when it is called."""
+
+        def __call__(self, **arguments):
+            return later(**arguments)
+
+    changes = {"reward_weights": [1.0, 2.0, 3.0, 4.0]}
+    found = scores(tokenizer, make_batch(tokenizer), None, [later, plain, Partly(), plain], **changes)
+    assert found == [4000.0 * p + 6.0 * n for p, n in zip((0, 0, 1, 1, 2, 2), LENGTHS, strict=True)]
+
+
+@pytest.fixture
+def hang():
+    """An event that nobody sets before the test is over: whoever waits for it is abandoned until then."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_plain_function_over_the_time_limit_is_abandoned(tokenizer, hang):
+    returned = threading.Event()
+
+    def slow(prompts, completions, **columns):
+        hang.wait(120)
+        returned.set()
+        return [1.0] * len(completions)
+
+    scorer = Scorer(tokenizer, config(reward_timeout=0.25), None, [length_reward, slow])
+    with pytest.raises(
+        RewardError, match=r"reward function slow was not done after 0\.25 s.*\(reward_timeout\)"
+    ) as error:
+        scorer(make_batch(tokenizer))
+    assert error.value.__cause__ is None
+    assert not returned.is_set()
+    hang.set()
+    assert returned.wait(30)
+
+
+def test_an_async_function_over_the_time_limit_is_cancelled(tokenizer):
+    cancelled = threading.Event()
+
+    async def slow(prompts, completions, **columns):
+        try:
+            await asyncio.sleep(120)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return [1.0] * len(completions)
+
+    scorer = Scorer(tokenizer, config(reward_timeout=0.25), None, [slow])
+    with pytest.raises(RewardError, match=r"reward function slow was not done after 0\.25 s.*\(reward_timeout\)"):
+        scorer(make_batch(tokenizer))
+    assert cancelled.wait(30)
+
+
+def test_the_limit_is_the_same_for_an_async_function_that_notices_it_first():
+    async def slow():
+        await asyncio.sleep(120)
+
+    found = {}
+    for number, outcome in call_together([list, slow], timeout=0.5):
+        found[number] = outcome
+        time.sleep(1.0)  # the caller looks again long after the limit
+    assert isinstance(found[1], TooLateError)
+
+
+def test_what_was_too_late_is_left_out_and_the_next_batch_is_scored(tokenizer, hang, caplog):
+    first_batch = [True]
+
+    def slow_at_first(prompts, completions, **columns):
+        if first_batch:
+            hang.wait(120)
+        return [1.0] * len(completions)
+
+    async def async_slow_at_first(prompts, completions, **columns):
+        if first_batch:
+            await asyncio.sleep(120)
+        return [2.0] * len(completions)
+
+    # The limit is also what the quick functions have on a busy machine.
+    changes = {"reward_errors": "skip", "reward_timeout": 3.0}
+    scorer = Scorer(tokenizer, config(**changes), None, [slow_at_first, length_reward, async_slow_at_first])
+    scored = scorer(make_batch(tokenizer))
+    assert scored.scores_PK.isnan().all()
+    assert scored.metrics["reward/skipped"] == 6
+    assert scored.metrics["reward/length_reward"] == pytest.approx(sum(LENGTHS) / 6)
+    messages = sorted(record.getMessage().split(" reward function ")[1] for record in caplog.records)
+    assert [text.split(", ")[0] for text in messages] == [
+        "async_slow_at_first was not done after 3 s",
+        "slow_at_first was not done after 3 s",
+    ]
+    first_batch.clear()
+    scored = scorer(make_batch(tokenizer))
+    assert scored.scores_PK.flatten().tolist() == [n + 3 for n in LENGTHS]
+    assert scored.metrics["reward/skipped"] == 0
+
+
+def test_a_time_out_of_the_function_itself_is_not_the_limit(tokenizer):
+    async def asks(prompts, completions, **columns):
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
+
+    with pytest.raises(RewardError, match="reward function asks raised TimeoutError") as error:
+        Scorer(tokenizer, config(reward_timeout=100.0), None, [asks])(make_batch(tokenizer))
+    assert isinstance(error.value.__cause__, TimeoutError)
+
+
+def test_an_error_does_not_wait_for_the_other_functions(tokenizer, hang):
+    def slow(prompts, completions, **columns):
+        hang.wait(120)
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="reward function raises_later raised KeyError"):
+        Scorer(tokenizer, config(), None, [slow, raises_later])(make_batch(tokenizer))
+
+
+@pytest.mark.parametrize("limit", [None, 100.0, 1e300, math.inf])
+def test_the_time_that_functions_took_is_a_metric(tokenizer, make_reward_model, limit):
+    async def later(prompts, completions, **columns):
+        await asyncio.sleep(0.2)
+        return [1.0] * len(completions)
+
+    batch = make_batch(tokenizer)
+    started = time.monotonic()
+    scored = Scorer(tokenizer, config(reward_timeout=limit), None, [later, length_reward])(batch)
+    assert 0.19 < scored.metrics["time/reward_funcs"] <= time.monotonic() - started
+    assert scored.scores_PK.flatten().tolist() == [n + 1 for n in LENGTHS]
+    assert "time/reward_funcs" not in Scorer(tokenizer, config(), make_reward_model())(batch).metrics
+
+
+HANGS = """
+import asyncio, signal, sys, threading, torch
+from async_rlhf.scoring.functions import RewardError, call_reward_functions
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def plain(prompts, completions):
+    print("called", flush=True)
+    threading.Event().wait()
+
+def busy(prompts, completions):
+    weights = torch.ones(300, 300, requires_grad=True)
+    while True:
+        (weights @ weights).sum().backward()
+
+async def stubborn(prompts, completions):
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+try:
+    functions = {"plain": plain, "busy": busy, "stubborn": stubborn}
+    call_reward_functions(functions, ["p"], ["c"], {}, timeout=TIMEOUT)
+except RewardError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("timeout", [0.5, None, 1000.0])
+def test_a_hanging_function_does_not_keep_the_process_from_ending(timeout):
+    """Neither once it has been given up, nor when Ctrl-C comes while the learner waits for it."""
+    program = HANGS.replace("TIMEOUT", repr(timeout))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "called\n"
+        if timeout == 0.5:
+            assert "plain was not done after 0.5 s" in process.stdout.readline()
+        else:
+            time.sleep(0.5)  # the learner most likely waits by now
+            process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == (0 if timeout == 0.5 else -signal.SIGINT), stderr
+        assert timeout == 0.5 or stderr.rstrip().endswith("KeyboardInterrupt")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# Names, and other callers
+
+
+def named(name: str, value: float):
+    def function(prompts, completions, **columns):
+        if math.isnan(value):
+            raise ValueError("broken")
+        return [value] * len(completions)
+
+    function.__name__ = name
+    return function
+
+
+def test_functions_of_the_same_name_get_numbers(tokenizer, make_reward_model):
+    names = ["f", "f", "g", "f_2", "f", "model", "skipped"]
+    functions = [named(name, float(2**i)) for i, name in enumerate(names)]
+    scored = Scorer(tokenizer, config(), make_reward_model(), functions)(make_batch(tokenizer))
+    found = {name.removeprefix("reward/"): x for name, x in scored.metrics.items() if name.startswith("reward/")}
+    by_model = found.pop("model")
+    expected = {"f": 1, "f_2": 2, "g": 4, "f_2_2": 8, "f_3": 16, "model_2": 32, "skipped_2": 64}
+    assert found == expected
+    assert scored.metrics["objective/scores"] == pytest.approx(by_model + 127, abs=1e-3)
+    functions = [named("model", 5.0), named("skipped", 6.0)]
+    scored = Scorer(tokenizer, config(), None, functions)(make_batch(tokenizer))
+    found = {name: x for name, x in scored.metrics.items() if name.startswith("reward/")}
+    assert found == {"reward/model": 5, "reward/skipped_2": 6}
+    with pytest.raises(RewardError, match="reward function f_2 raised ValueError: broken"):
+        Scorer(tokenizer, config(), None, [named("f", 1.0), named("f", math.nan)])(make_batch(tokenizer))
+
+
+async def async_lengths(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [len(prompt) + 10 * len(text) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def test_one_function_is_called_also_where_an_event_loop_runs():
+    async def notebook():
+        return call_reward_function(async_lengths, ["p", "pp"], ["abc", ""], {"n": [1, 2]})
+
+    assert asyncio.run(notebook()) == [31.0, 2.0]
+    for function in (raises, raises_later):
+        with pytest.raises(RewardError, match=f"reward function {function.__name__} raised KeyError") as error:
+            call_reward_function(function, ["p"], ["c"], {})
+        assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_column_with_the_name_of_an_argument_is_an_error():
+    with pytest.raises(RewardError, match="multiple values for keyword argument 'completions'"):
+        call_reward_function(async_lengths, ["p"], ["c"], {"completions": ["other"]})
+
+
+def test_the_judge_takes_async_functions(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "async def later(prompts, completions, n):\n    return [len(p) + k for p, k in zip(prompts, n)]\n"
+    )
+    judge = Judge(None, [f"{tmp_path / 'rewards.py'}:later"] * 2, 2, "cpu")
+    assert judge([{"query": "ab", "n": 5}, {"query": "", "n": 7}], ["x", "y"], [True, True]) == [14.0, 14.0]
+
+
+# The scorer and the reward model
 
 
 @pytest.mark.parametrize("annotate_batch_size", [1, 2, 4, 5])

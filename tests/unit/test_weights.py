@@ -9,7 +9,7 @@ from torch import nn
 from async_rlhf.generation.process import worker_device
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.weights import SnapshotRing, checksum, named_weights
+from async_rlhf.weights import SnapshotRing, checksum, differing, digests, named_weights
 
 
 def change(model: nn.Module, by: float) -> None:
@@ -29,7 +29,7 @@ def test_the_last_versions_are_there_unharmed(make_policy, staleness):
         for kept in range(max(0, version - staleness), version + 1):
             for name, tensor in ring.views(kept).items():
                 assert torch.equal(tensor, published[kept][name]), (kept, name)
-            assert ring.published[kept] == checksum(published[kept])
+            assert ring.published[kept] == digests(published[kept])
         assert sorted(ring.published) == list(range(max(0, version - staleness), version + 1))
         change(policy, 0.5)
     ring.close()
@@ -90,3 +90,15 @@ def test_weights_that_do_not_fit_are_named(make_policy):
 def test_workers_take_the_gpus_that_the_learner_leaves(monkeypatch, device, learner, gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert [worker_device(device, number, torch.device(learner)) for number in range(2)] == expected
+
+
+def test_tensors_that_differ_are_named(make_policy):
+    weights = named_weights(make_policy())
+    names = list(weights)
+    expected = digests(weights)
+    assert differing(digests(weights), expected) == ""
+    changed = {**weights, names[2]: weights[names[2]] + 1}
+    assert differing(digests(changed), expected) == f"1 of {len(names)} tensors: {names[2]}"
+    missing = {name: weights[name] for name in names[7:]}
+    found = differing(digests(missing), expected)
+    assert found == f"7 of {len(names)} tensors: {', '.join(names[:5])} and 2 more"

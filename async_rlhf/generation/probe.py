@@ -1,0 +1,43 @@
+"""A probe of the weights: fixed sequences whose log-probabilities by generator and learner must agree.
+
+Checksums prove that the right numbers arrived; the probe proves that the engine computes with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from async_rlhf.forward import response_logprobs
+
+ROWS, LENGTH = 4, 16
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Of the mean absolute difference, in nats per token. Rounding alone stays an order of magnitude below."""
+
+
+@torch.no_grad()
+def probe_logprobs(model: PreTrainedModel, autocast: torch.dtype | None = None) -> list[float]:
+    """Log-probability of each token of some fixed sequences, drawn once for all from the vocabulary.
+
+    Args:
+        model: the policy, wherever it runs.
+        autocast: compute in this type.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(vocabulary, (ROWS, LENGTH), generator=generator).to(model.device)
+    mask_BT = torch.ones(ROWS, LENGTH, device=model.device)
+    mask_BT[:, 0] = 0
+    training = model.training
+    model.eval()
+    try:
+        with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
+            output = response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False)
+    finally:
+        model.train(training)
+    return output.logprobs_BT[mask_BT.bool()].tolist()
+
+
+def difference(left: list[float], right: list[float]) -> float:
+    """Mean absolute difference per token."""
+    return sum(abs(x - y) for x, y in zip(left, right, strict=True)) / len(left)
