@@ -150,8 +150,8 @@ def _rollout_rows(batches: Iterable[RolloutBatch]) -> Iterator[dict[str, Any]]:
             }
             for group in batch.groups
         ]
-        seconds = batch.generation_seconds
-        yield {"index": batch.index, "version": batch.version, "seconds": seconds, "groups": groups}
+        names = ("index", "version", "generation_seconds", "shares", "metrics")
+        yield {**{name: getattr(batch, name) for name in names}, "groups": groups}
 
 
 def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> RolloutBatch:
@@ -162,7 +162,7 @@ def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> RolloutBatch:
         )
         for group in row["groups"]
     )
-    return RolloutBatch(row["index"], row["version"], groups, row["seconds"])
+    return RolloutBatch(**{**row, "groups": groups, "shares": tuple(row["shares"])})
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def delete_earlier_run(folder: Path) -> None:
 
 
 def _earlier_run(folder: Path) -> list[Path]:
-    names = ("metrics.jsonl", "samples.jsonl", FINAL)
+    names = ("metrics.jsonl", "samples.jsonl", "schedule.jsonl", FINAL)
     return [
         path
         for path in (*(folder / name for name in names), *folder.glob("trace*.json"), *folder.glob("checkpoint-*"))

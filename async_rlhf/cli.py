@@ -54,6 +54,11 @@ COMMANDS = {
         "async_rlhf.config:RunConfig",
         "async_rlhf.stages.train:run_train",
     ),
+    "replay": Command(
+        "repeat a run from its record and compare",
+        "async_rlhf.config:ReplayConfig",
+        "async_rlhf.stages.replay:run_replay",
+    ),
     "evaluate": Command(
         "compare models on held-out prompts: gold reward, win-rates, KL",
         "async_rlhf.config:EvaluateConfig",
@@ -108,6 +113,7 @@ def _run(name: str, words: list[str]) -> int:
         dry_run = "--dry-run" in words
         from async_rlhf.config.parsing import parse
 
+        words = _spelt_out(name, words)
         config, text = parse(_find(COMMANDS[name].config), name, [word for word in words if word != "--dry-run"])
         if dry_run:
             print(text + _derived(config))
@@ -123,6 +129,17 @@ def _run(name: str, words: list[str]) -> int:
         print(f"async-rlhf {name}: error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _spelt_out(name: str, words: list[str]) -> list[str]:
+    """``replay RUN`` as ``replay --run RUN``, and ``train --resume`` as ``train --train.resume=true``."""
+    if name == "replay" and words and not words[0].startswith("-"):
+        return ["--run", *words]
+    if name != "train":
+        return words
+    plain = {"--resume": "--train.resume=true", "--resume-anyway": "--train.resume_anyway=true"}
+    words = [plain.get(word, word) for word in words]
+    return [f"--train.resume_from{word[13:]}" if word.startswith("--resume-from") else word for word in words]
 
 
 def _find(place: str) -> Any:

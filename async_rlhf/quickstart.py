@@ -97,8 +97,10 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
         data=DataConfig(train=str(out / "data" / "rl.jsonl")),
         train=OnlineDPOConfig(
             output_dir=str(out / name),
-            # What an interrupted run left is not whole.
-            overwrite_output_dir=config.overwrite or not (out / name / "train.json").exists(),
+            overwrite_output_dir=config.overwrite,
+            resume=not config.overwrite,  # an interrupted run goes on from its last checkpoint
+            save_steps=20,
+            save_total_limit=1,
             staleness=staleness,
             total_episodes=batch * max(2, round(80 * config.scale)),
             # Small micro-batches, sorted by length, waste less on padding than they lose by being small.

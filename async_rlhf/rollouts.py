@@ -3,17 +3,21 @@
 Version v is the weights after training on v batches. With staleness S, batch b (from 1) is sampled by version
 max(0, b - 1 - S). Publishing version v therefore allows exactly the batches that it has to sample: batches 1 to
 S + 1 for version 0, batch v + 1 + S for every later one. So at most S + 1 batches are under way at any time,
-and a batch that is too stale cannot exist.
+and a batch that is too stale cannot exist. A bounded schedule hands out the same batches at the same time, but a
+worker takes the newest version there is when it starts; these are the schedule's or newer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from torch import nn
 
+from async_rlhf.config import ConfigError
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.protocol import Generator
+from async_rlhf.generation.protocol import Generator, Version
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import RolloutBatch
 
@@ -46,6 +50,8 @@ class Rollouts:
         num_batches: batches in all.
         staleness: S.
         trace: where waiting is recorded.
+        bounded: sample with the newest weights there are, at most S batches older than the schedule's newest.
+        recorded: for each batch the versions of its shares, to be used again.
         start: batches trained on before, by a run that is resumed here.
         ahead: what that run had sampled for the batches after them.
     """
@@ -59,6 +65,8 @@ class Rollouts:
         num_batches: int,
         staleness: int,
         trace: Trace,
+        bounded: bool = False,
+        recorded: Mapping[int, tuple[int, ...]] | None = None,
         start: int = 0,
         ahead: Sequence[RolloutBatch] = (),
     ) -> None:
@@ -68,26 +76,28 @@ class Rollouts:
         self.num_batches = num_batches
         self.staleness = staleness
         self.trace = trace
+        self.bounded = bounded
+        self.recorded = recorded
         self.start = start
         self._ahead = {batch.index: batch for batch in ahead}
-        self._versions = {batch.index: batch.version for batch in ahead}
+        self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         for index in range(self.start + 1, self.num_batches + 1):
             self._collect(index)
-            del self._versions[index]
+            del self._asked[index]
             yield self._ahead.pop(index)
 
     def ahead(self, trained: int) -> list[RolloutBatch]:
         """The batches that older weights than version ``trained`` sample, for a checkpoint after that batch.
 
         Waits for them. Those weights are gone when the run is resumed; version ``trained`` itself is in the checkpoint,
-        and what it samples can be sampled again.
+        and the last batch under way, which it samples, can be sampled again.
         """
-        older = [index for index, version in self._versions.items() if index > trained > version]
+        older = sorted(index for index in self._asked if index <= trained + self.staleness)
         for index in older:
             self._collect(index)
-        return [self._ahead[index] for index in sorted(older)]
+        return [self._ahead[index] for index in older]
 
     def _collect(self, index: int) -> None:
         if index not in self._ahead:
@@ -98,21 +108,59 @@ class Rollouts:
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Hand out numbered weights, and have them sample what they have to. Without a batch to sample, nothing."""
-        due = batches_for(version, self.staleness, self.num_batches, self.start)
-        batches = [index for index in due if index not in self._ahead]
-        if len(batches) == 0:
+        batches = self._due(version)
+        # Any version but the last may be the newest when a worker starts, or be asked for by the record.
+        wanted = version < self.num_batches and (self.bounded or self.recorded is not None)
+        if not batches and not wanted:
             return
         with self.trace.span("publish", version=version):
             self.generator.publish(policy, version)
         for index in batches:
-            self._versions[index] = version
-            self.generator.submit(index, version, self.prompts.batch(index, self.batch_size))
+            self._asked[index] = self._version(index, version)
+            self.generator.submit(index, self._asked[index], self.prompts.batch(index, self.batch_size))
+
+    def _due(self, version: int) -> list[int]:
+        """The batches that can be asked for once a version is there."""
+        if self.recorded is not None:
+            return [index for index, shares in self.recorded.items() if max(shares) == version]
+        due = batches_for(version, self.staleness, self.num_batches, self.start)
+        return [index for index in due if index not in self._ahead]
+
+    def _version(self, index: int, published: int) -> Version:
+        if self.recorded is not None:
+            return self.recorded[index]
+        return None if self.bounded else published
 
     def _check(self, batch: RolloutBatch) -> None:
-        expected = self._versions[batch.index]
+        asked = self._asked[batch.index]
         found = {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions}
-        if found != {expected}:
+        if asked is None:
+            oldest = max(self.start, version_for(batch.index, self.staleness))
+            fits, expected = oldest <= min(found) <= max(found) < batch.index, f"{oldest} to {batch.index - 1}"
+        else:
+            versions = set(asked) if isinstance(asked, tuple) else {asked}
+            fits, expected = found == versions, ", ".join(map(str, sorted(versions)))
+        if not fits:
             raise StaleWeightsError(
                 f"batch {batch.index} must be sampled by version {expected} (staleness {self.staleness}); "
                 f"its tokens come from version {', '.join(map(str, sorted(found)))}"
             )
+
+
+def read_schedule(path: Path, workers: int, batches: int) -> dict[int, tuple[int, ...]]:
+    """The versions of each batch's shares, as a bounded run has recorded them.
+
+    Raises:
+        ConfigError: it is no such file, or of a run with other workers or fewer batches.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = {row["batch"]: tuple(row["versions"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"replay_from: got {str(path)!r}; must be the schedule.jsonl of a run: {error}") from error
+    if list(found) != list(range(1, len(found) + 1)) or len(found) < batches:
+        raise ConfigError(f"replay_from: {str(path)!r} has {len(found)} batches; must have all {batches}")
+    shares = {len(versions) for versions in found.values()}
+    if shares != {workers}:
+        raise ConfigError(f"generation.workers: got {workers}; must be {max(shares)}, as in {str(path)!r}")
+    return {index: found[index] for index in range(1, batches + 1)}

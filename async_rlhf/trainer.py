@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from async_rlhf.types import RolloutBatch, RolloutGroup, ScoredBatch
 
 logger = logging.getLogger(__name__)
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 
 
 class TrainingLoop:
@@ -104,11 +104,12 @@ class TrainingLoop:
 
     @contextmanager
     def _open_logs(self, keep: Mapping[str, int]) -> Iterator[None]:
-        with (
-            closing(self.callbacks),
-            closing(JsonLines(self.folder / METRICS, keep.get(METRICS, 0))) as self._metrics,
-            closing(JsonLines(self.folder / SAMPLES, keep.get(SAMPLES, 0))) as self._samples,
-        ):
+        names = [METRICS, SAMPLES, *([SCHEDULE] if self.config.staleness_mode == "bounded" else [])]
+        with ExitStack() as stack:
+            stack.enter_context(closing(self.callbacks))
+            self._logs = {
+                name: stack.enter_context(closing(JsonLines(self.folder / name, keep.get(name, 0)))) for name in names
+            }
             yield
 
     def _write_policy(self, folder: Path) -> None:
@@ -127,7 +128,7 @@ class TrainingLoop:
                 config=json.loads(json.dumps(dotted(asdict(config)))),
                 inputs=self.inputs,
                 values={"learner": values, "random": random_values, "rewards": self.scorer.state()},
-                logs={METRICS: self._metrics.position(), SAMPLES: self._samples.position()},
+                logs={name: log.position() for name, log in self._logs.items()},
                 tensors=tensors | random_tensors,
                 ahead=self.rollouts.ahead(batch),
             )
@@ -141,17 +142,19 @@ class TrainingLoop:
         groups = scored.batch.groups
         control = self.callbacks.step_end(len(groups), sum(len(group.rollouts) for group in groups))
         state = self.callbacks.state
+        if SCHEDULE in self._logs:
+            self._logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
         counters = {"batch": float(state.global_step), "episode": float(state.episode)}
         if control.should_log:
             logs = {**counters, "completions": float(state.completions), **metrics}
-            self._metrics.write(logs)
+            self._logs[METRICS].write(logs)
             self._log_samples(scored)
             self.callbacks.log(logs)
             self.trace.flush()
         last = state.global_step == state.max_steps or control.should_training_stop
         if self.eval_prompts is not None and (control.should_evaluate or last):
             evaluation = self.evaluate()
-            self._metrics.write({**counters, **evaluation})
+            self._logs[METRICS].write({**counters, **evaluation})
             self.callbacks.log({**counters, **evaluation})
             self.callbacks.evaluated(evaluation)
         if control.should_save or self.stop_asked():
@@ -196,4 +199,5 @@ class TrainingLoop:
             reward = None if math.isnan(score) else score
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.tokenizer.decode(group.prompt.tokens)
-            self._samples.write({**row, "prompt": prompt, "completion": text, "finish_reason": rollout.finish_reason})
+            row |= {"prompt": prompt, "completion": text, "finish_reason": rollout.finish_reason}
+            self._logs[SAMPLES].write(row)

@@ -50,7 +50,7 @@ from async_rlhf.models import (
     stop_token_ids,
 )
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import Rollouts
+from async_rlhf.rollouts import Rollouts, read_schedule
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.signals import ending_on_sigterm
@@ -113,6 +113,9 @@ class OnlineTrainer:
         output_dir = Path(args.output_dir)
         check_output_dir(output_dir, args.overwrite_output_dir or args.resuming)
         self._checkpoint = checkpoint_to_resume(output_dir, args.resume_from) if args.resuming else None
+        self._recorded = None
+        if args.replay_from is not None:
+            self._recorded = read_schedule(Path(args.replay_from), args.generation.workers, args.num_batches)
         self.processing_class = _tokenizer(model, processing_class)
         # Data before models: its mistakes are found within seconds.
         self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")
@@ -168,6 +171,8 @@ class OnlineTrainer:
                 num_batches=self.args.num_batches,
                 staleness=self.args.staleness,
                 trace=trace,
+                bounded=self.args.staleness_mode == "bounded",
+                recorded=self._recorded,
                 start=resumed.batch if resumed else 0,
                 ahead=resumed.ahead if resumed else (),
             )

@@ -88,6 +88,9 @@ class OnlineConfig(Checked):
         resume_from: go on from this checkpoint instead.
         resume_anyway: go on although a key differs that makes the run another one.
         staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous.
+        staleness_mode: "exact" as said; "bounded" takes the newest weights that there are when a worker starts, never
+            older than that, and records them in schedule.jsonl: another run may see others.
+        replay_from: a schedule.jsonl whose versions are used again, so that the losses are those of that run.
         total_episodes: prompts to train on in all; a multiple of the batch.
         samples_per_prompt: K, completions per prompt.
         per_device_train_batch_size: what one forward and backward pass holds: pairs of completions for DPO, else
@@ -139,6 +142,8 @@ class OnlineConfig(Checked):
     resume_from: str | None = None
     resume_anyway: bool = False
     staleness: int = 1
+    staleness_mode: Literal["exact", "bounded"] = "exact"
+    replay_from: str | None = None
     total_episodes: int = 131_072
     samples_per_prompt: int = 2
     per_device_train_batch_size: int = 8
@@ -208,6 +213,12 @@ class OnlineConfig(Checked):
             self.staleness,
             'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
             'use placement "process"',
+        )
+        require(
+            self.replay_from is None or self.staleness_mode == "bounded",
+            "replay_from",
+            self.replay_from,
+            'must be null with staleness_mode "exact", which needs no record to be repeated',
         )
         require(
             self.generation.workers <= self.batch_size,

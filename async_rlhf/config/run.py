@@ -106,6 +106,21 @@ class RunConfig(Checked):
 
 
 @dataclass(frozen=True)
+class ReplayConfig(Checked):
+    """Repeat a run from its record: ``async-rlhf replay RUN``. Needed for bounded staleness; exact runs repeat anyway.
+
+    Args:
+        run: the output folder of a run of ``async-rlhf train``.
+        output_dir: where the repetition goes; null for the folder "replay" within it.
+        overwrite: delete what an earlier replay left there.
+    """
+
+    run: str
+    output_dir: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
 class NewModelConfig(Checked):
     """A small GPT-NeoX (the Pythia architecture) made from nothing, with a byte-level BPE tokenizer.
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.config import RunConfig
+import transformers
+import yaml
+
+from async_rlhf.config import ConfigError, RunConfig
 from async_rlhf.data.loading import load_rows
+from async_rlhf.files import whole_file
 from async_rlhf.models import load_tokenizer
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 from async_rlhf.stage import Stage
@@ -14,6 +19,8 @@ from async_rlhf.stages.training import require_single_process
 from async_rlhf.trainers import TRAINERS
 
 MARKER = "train"
+RUN_FILE = "run.yml"
+"""The whole configuration of a run, beside its logs: ``async-rlhf train --config run.yml`` runs it again."""
 
 
 def run_train(config: RunConfig) -> dict[str, Any]:
@@ -23,9 +30,16 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         The metrics of the last batch that was logged.
     """
     stage = train_stage(config)
-    if (results := stage.done()) is not None:
-        return results
+    try:
+        results = stage.done()
+    except ConfigError:
+        if not config.train.resuming:  # a finished run may be made longer; the checkpoint says what else differs
+            raise
+    else:
+        if results is not None:
+            return results
     require_single_process("train")
+    transformers.logging.disable_progress_bar()  # of every model that is loaded or saved; the run has its own
     data = config.data
     columns = [data.prompt_field]
     train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
@@ -44,6 +58,8 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
         prompt_field=data.prompt_field,
     )
+    with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
+        yaml.safe_dump(asdict(config), file, sort_keys=False)
     stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}

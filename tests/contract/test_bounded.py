@@ -1,0 +1,111 @@
+"""Bounded staleness: the newest weights when a worker starts, never too old, recorded, and repeated exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_letters
+
+from async_rlhf.config import ConfigError
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.process import ProcessGenerator
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.reports.trace import Trace
+from async_rlhf.rollouts import read_schedule
+from async_rlhf.trainers import TRAINERS
+
+
+def run(make_policy, tokenizer, prompts, args, algorithm="online_dpo", reward=count_letters):
+    policy = make_policy()
+    TRAINERS[algorithm](policy, args, prompts, reward_funcs=reward, processing_class=tokenizer).train()
+    folder = Path(args.output_dir)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
+    return policy.state_dict(), metrics, (folder / "samples.jsonl").read_text()
+
+
+def uneven():
+    """A reward whose time varies, so that what is newest when a worker starts does too."""
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(1)
+        time.sleep(0.2 if len(calls) % 3 == 0 else 0.0)
+        return count_letters(prompts, completions)
+
+    reward.__name__ = "uneven"
+    return reward
+
+
+@pytest.mark.parametrize(("staleness", "workers"), [(1, 1), (3, 1), (2, 2)])
+def test_versions_are_within_the_bound_and_the_replay_is_identical(
+    make_policy, tokenizer, prompts, make_args, staleness, workers
+):
+    options = {"staleness": staleness, "staleness_mode": "bounded", "total_episodes": 96}
+    generation = {"placement": "process", "workers": workers}
+    args = make_args("bounded", generation, **options)
+    weights, metrics, samples = run(make_policy, tokenizer, prompts, args, reward=uneven())
+    schedule = read_schedule(Path(args.output_dir) / "schedule.jsonl", workers, 12)
+    assert list(schedule) == list(range(1, 13))
+    for batch, versions in schedule.items():
+        assert len(versions) == workers
+        assert all(max(0, batch - 1 - staleness) <= version <= batch - 1 for version in versions)
+    assert [m["schedule/version"] for m in metrics] == [min(versions) for versions in schedule.values()]
+
+    record = str(Path(args.output_dir) / "schedule.jsonl")
+    replay_args = make_args("replay", generation, replay_from=record, **options)
+    again = run(make_policy, tokenizer, prompts, replay_args)
+    assert again[1] == [{k.replace("uneven", "count_letters"): v for k, v in row.items()} for row in metrics]
+    assert again[2] == samples
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, again[0][name]), name
+    assert read_schedule(Path(replay_args.output_dir) / "schedule.jsonl", workers, 12) == schedule
+
+
+def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer, prompts, make_args):
+    """Stopped before it can start on batch 2, it finds version 1 when it goes on."""
+    generation = make_args(generation={"placement": "process"}).generation
+    policy = make_policy()
+    stream = PromptStream(prompts, tokenizer)
+    generator = ProcessGenerator(policy, SamplingParams(2, 0.7, 8, (256,), 0), generation, 1, Trace())
+    try:
+        generator.publish(policy, 0)
+        generator.submit(1, None, stream.batch(1, 4))
+        assert generator.collect(1).shares == (0,)
+        pid = generator.workers[0].process.pid
+        os.kill(pid, signal.SIGSTOP)
+        generator.submit(2, None, stream.batch(2, 4))
+        generator.publish(make_policy(1), 1)
+        os.kill(pid, signal.SIGCONT)
+        batch = generator.collect(2)
+    finally:
+        generator.close()
+    assert batch.shares == (1,)
+    assert {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions} == {1}
+
+
+def test_a_record_that_does_not_fit_is_named(tmp_path, make_policy, tokenizer, prompts, make_args):
+    def error(text: str, workers: int = 1) -> str:
+        (tmp_path / "schedule.jsonl").write_text(text)
+        args = make_args(
+            generation={"workers": workers},
+            staleness=1,
+            staleness_mode="bounded",
+            replay_from=str(tmp_path / "schedule.jsonl"),
+        )
+        with pytest.raises(ConfigError) as caught:
+            run(make_policy, tokenizer, prompts, args)
+        return str(caught.value)
+
+    whole = "".join(json.dumps({"batch": b, "versions": [0]}) + "\n" for b in range(1, 7))
+    assert "must be the schedule.jsonl of a run" in error("{")
+    assert "has 5 batches; must have all 6" in error(whole[: whole.rindex('{"batch": 6')])
+    assert "generation.workers: got 2; must be 1" in error(whole, workers=2)
+    with pytest.raises(ConfigError, match=r'replay_from: [\s\S]* with staleness_mode "exact"'):
+        make_args(staleness=1, replay_from="somewhere")
