@@ -57,6 +57,7 @@ _MAY_CHANGE = {
     "reward_timeout",
     "generation.max_restarts",
     "generation.timeout",
+    "generation.heartbeat_timeout",
     "generation.probe_steps",
 }
 """Keys that do not change what is computed, and the length of the run."""

@@ -109,6 +109,8 @@ def _run(name: str, words: list[str]) -> int:
     for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         dry_run = "--dry-run" in words
         from async_rlhf.config.parsing import parse
@@ -153,6 +155,12 @@ def _derived(config: Checked) -> str:
     if summary is None:
         return ""
     return "\n".join(["", *(f"# {key}: {value}" for key, value in summary().items())])
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    """Ctrl-C unwinds like an error; a second one, while that is still going on, ends at once."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    raise KeyboardInterrupt
 
 
 def _terminate(_signal: int, _frame: object) -> NoReturn:

@@ -28,6 +28,8 @@ class GenerationConfig(Checked):
         num_threads: CPU threads of each generator process; null shares the cores evenly with the learner.
         max_restarts: how often dead generator processes are started again before the run stops.
         timeout: seconds without an answer from a generator process after which the run stops with an error.
+        heartbeat_timeout: seconds without a sign of life (one decoding step) after which a busy generator process is
+            held to hang, and is killed and started again.
         probe_steps: batches between two probes, which compare log-probabilities of fixed sequences by generator and
             learner; 0 for none. The checksum of every tensor is compared always.
     """
@@ -43,12 +45,13 @@ class GenerationConfig(Checked):
     num_threads: int | None = None
     max_restarts: int = 3
     timeout: float = 1800.0
+    heartbeat_timeout: float = 120.0
     probe_steps: int = 10
 
     def check(self) -> None:
         self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
         self.at_least(0, "max_restarts", "probe_steps")
-        self.above(0, "temperature", "timeout")
+        self.above(0, "temperature", "timeout", "heartbeat_timeout")
         self.is_device("device")
 
 

@@ -47,12 +47,15 @@ def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "t
 
 def _load_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
             try:
+                line = raw.decode("utf-8")
+                if not line.strip():
+                    continue
                 row = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{key}: line {number} of {str(path)!r} is not UTF-8: {error}") from error
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{key}: line {number} of {str(path)!r} is not JSON: {error}") from error
             if not isinstance(row, dict):

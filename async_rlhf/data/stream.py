@@ -60,6 +60,13 @@ class PromptStream:
                     f"{key}: {prompt_field!r} of row {number} is a {type(row[prompt_field]).__name__}; must be text "
                     "(apply a chat template first)"
                 )
+            try:
+                row[prompt_field].encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"{key}: {prompt_field!r} of row {number} is {row[prompt_field][:60]!r}; must be Unicode text, "
+                    "without half characters (surrogates)"
+                ) from error
         self.rows = rows
         self.seed = seed
         self.shuffle = shuffle

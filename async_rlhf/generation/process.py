@@ -125,16 +125,21 @@ class ProcessGenerator:
         self.ring.close()
 
     def _wait(self, seconds: float) -> bool:
+        """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
         busy = [worker for worker in self.workers if worker.open]
         sources: dict[Any, _Worker] = {
             source: worker for worker in busy for source in (worker.pipe, worker.process.sentinel)
         }
-        ready = wait(list(sources), timeout=max(0.0, seconds))
-        if not ready:
+        ready = wait(list(sources), timeout=max(0.0, min(seconds, self.config.heartbeat_timeout / 4)))
+        if not ready and seconds <= 0:
             raise GeneratorError(
                 f"no answer from generator process {', '.join(str(worker.number) for worker in busy)} "
                 f"for {self.config.timeout:g} s (generation.timeout)"
             )
+        for worker in busy:
+            if not ready and worker.silent_for() > self.config.heartbeat_timeout:
+                worker.process.kill()
+                self._restart(worker, f"gave no sign of life for {self.config.heartbeat_timeout:g} s")
         received = [self._receive(worker) for worker in {sources[source] for source in ready}]
         return any(received)
 
@@ -146,9 +151,12 @@ class ProcessGenerator:
         except (EOFError, OSError):  # it died, perhaps in the middle of a message
             self._restart(worker)
             return False
+        if isinstance(reply, Failure) and reply.out_of_memory:
+            self._restart(worker, f"ran out of memory: {reply.message}")
+            return False
         if isinstance(reply, Failure):
             raise GeneratorError(f"generator process {worker.number}: {reply.message}\n\n{reply.traceback}")
-        self._check(worker, worker.open.pop(0), reply)
+        self._check(worker, worker.answered(), reply)
         self._replies[reply.batch][worker.number] = reply
         track = f"generator {worker.number}"
         self.trace.add("load", reply.started, reply.started + reply.load_seconds, track, version=reply.version)
@@ -181,19 +189,18 @@ class ProcessGenerator:
             )
         self._differences[worker.number] = found
 
-    def _restart(self, worker: _Worker) -> None:
+    def _restart(self, worker: _Worker, why: str = "") -> None:
         worker.process.join()
-        code = worker.process.exitcode
+        why = why or f"died (exit code {worker.process.exitcode})"
         if self._restarts >= self.config.max_restarts:
             raise GeneratorError(
-                f"generator process {worker.number} died (exit code {code}) after {self._restarts} restarts "
-                "(generation.max_restarts)"
+                f"generator process {worker.number} {why} after {self._restarts} restarts (generation.max_restarts)"
             )
         self._restarts += 1
         logger.warning(
-            "generator process %d died (exit code %s); starting it again, to sample batch %s again",
+            "generator process %d %s; starting it again, to sample batch %s again",
             worker.number,
-            code,
+            why,
             ", ".join(str(request.batch) for request in worker.open),
         )
         worker.start()
@@ -217,14 +224,27 @@ class _Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["async_rlhf.generation.worker"])
         self.pipe, theirs = context.Pipe()
+        self.beat = context.RawValue("d", 0.0)
+        self._since = time.monotonic()
         self.process = context.Process(
-            target=run_worker, args=(theirs, *self._arguments), name=f"generator-{self.number}", daemon=True
+            target=run_worker, args=(theirs, *self._arguments, self.beat), name=f"generator-{self.number}", daemon=True
         )
         with _main_left_alone():
             self.process.start()
         theirs.close()  # only the worker holds it now, so that its death ends our reading
 
+    def silent_for(self) -> float:
+        """Seconds since its last sign of life while it had something to do; 0 before the first."""
+        return time.monotonic() - max(self.beat.value, self._since) if self.beat.value else 0.0
+
+    def answered(self) -> Request:
+        """The request that an answer has come to; the next one's time begins."""
+        self._since = time.monotonic()
+        return self.open.pop(0)
+
     def submit(self, request: Request) -> None:
+        if not self.open:
+            self._since = time.monotonic()
         self.open.append(request)
         # If it has died, collecting will notice, start it again and send all open requests.
         with suppress(OSError):

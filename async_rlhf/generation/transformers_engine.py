@@ -37,6 +37,8 @@ class TransformersEngine:
         self.params = params
         self.version = version
         self.autocast = autocast
+        self.on_step: Callable[[], None] = lambda: None
+        """Called before every forward pass: a sign of life."""
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -135,6 +137,7 @@ class TransformersEngine:
 
     def _forward(self, tokens_BT: Tensor, mask_BT: Tensor, cache: DynamicCache, **options: int) -> Tensor:
         """Logits (B, V) after the last of the given tokens; the cache grows by them."""
+        self.on_step()
         if self._takes_positions:
             positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
             options = {**options, "position_ids": positions_BT}  # type: ignore[dict-item]

@@ -15,6 +15,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -78,10 +79,20 @@ class Failure:
 
     message: str
     traceback: str
+    out_of_memory: bool = False
+    """A new process, with its memory whole, may succeed where this one did not."""
 
 
-def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing) -> None:
-    """Serve requests until None comes or the learner is gone."""
+def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, beat: Any) -> None:
+    """Serve requests until None comes or the learner is gone.
+
+    Args:
+        pipe: to the learner.
+        spec: the model.
+        params: how to sample.
+        ring: the weights.
+        beat: shared memory that takes the time, on the monotonic clock, of the latest sign of life.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the learner, which ends its workers
     logging.getLogger("transformers").setLevel(logging.ERROR)
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -93,6 +104,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         engine = TransformersEngine(spec.build(), params, version=-1, autocast=spec.autocast)
+        engine.on_step = lambda: setattr(beat, "value", time.monotonic())
         held: dict[str, str] = {}
         while (request := requests.get()) is not None:
             started = time.monotonic()
@@ -105,10 +117,15 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
             probe = engine.probe() if request.probe else None
             replies.put(Reply(request.batch, version, held, completions, started, ended, loaded - started, probe))
     except Exception as error:
-        replies.put(Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        text = f"{type(error).__name__}: {error}"
+        replies.put(Failure(text, traceback.format_exc(), _is_out_of_memory(error)))
     finally:
         replies.put(None)
         sender.join()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _read(pipe: Connection, requests: queue.SimpleQueue[Request | None]) -> None:

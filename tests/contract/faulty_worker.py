@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import torch
 
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -35,6 +38,41 @@ FAULTS = {
     fault.__name__: fault
     for fault in (ignores_the_update, loads_half_of_the_tensors, loads_in_the_wrong_order, transposes_one)
 }
+
+
+def run_hanging_worker(flag, *arguments) -> None:
+    """As run_worker, but the first process to sample version AT hangs in the middle of it."""
+    generate = TransformersEngine.generate
+
+    def hang(engine, prompts, progress=None):
+        if engine.version == AT and _first(flag):
+            engine.on_step()
+            time.sleep(3600)
+        return generate(engine, prompts, progress)
+
+    TransformersEngine.generate = hang
+    run_worker(*arguments)
+
+
+def run_hungry_worker(flag, *arguments) -> None:
+    """As run_worker, but the first process to sample version AT has no memory for it."""
+    generate = TransformersEngine.generate
+
+    def run_out(engine, prompts, progress=None):
+        if engine.version == AT and _first(flag):
+            torch.empty(1 << 60)
+        return generate(engine, prompts, progress)
+
+    TransformersEngine.generate = run_out
+    run_worker(*arguments)
+
+
+def _first(flag: str) -> bool:
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def run_faulty_worker(name, *arguments) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -16,14 +18,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import count_letters
-from faulty_worker import run_faulty_worker
+from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer
+from async_rlhf.checkpoint import Checkpoints, verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.process import GeneratorError, ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import StaleWeightsError
 from async_rlhf.scoring import RewardError
@@ -187,6 +191,69 @@ def test_a_generator_with_wrong_weights_is_caught_in_the_first_batch(
     assert generator_pids() == set()
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [(run_hanging_worker, "gave no sign of life for 2 s"), (run_hungry_worker, "ran out of memory: RuntimeError")],
+)
+def test_a_generator_that_hangs_or_runs_out_of_memory_is_replaced(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, tmp_path, caplog, fault, why
+):
+    undisturbed = trainer_for(make_policy, tokenizer, prompts, make_args("undisturbed", staleness=1))
+    undisturbed.train()
+    monkeypatch.setattr(process, "run_worker", partial(fault, str(tmp_path / "flag")))
+    args = make_args("faulty", staleness=1, generation={"heartbeat_timeout": 2.0})
+    faulty = trainer_for(make_policy, tokenizer, prompts, args)
+    faulty.train()
+    assert (tmp_path / "flag").exists()
+    assert f"generator process 0 {why}" in caplog.text
+    assert "to sample batch 3" in caplog.text
+    for name, tensor in undisturbed.model.state_dict().items():
+        assert torch.equal(tensor, faulty.model.state_dict()[name]), name
+    assert generator_pids() == set()
+
+
+def test_an_error_leaves_the_last_checkpoint_whole(make_policy, tokenizer, prompts, make_args):
+    """Here in a callback; the run then goes on from it."""
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise ArithmeticError("in the fifth batch")
+
+    args = make_args(staleness=1, save_steps=2)
+    with pytest.raises(ArithmeticError, match="in the fifth batch"):
+        trainer_for(make_policy, tokenizer, prompts, args, callbacks=[Breaks()]).train()
+    assert generator_pids() == set()
+    checkpoints = Checkpoints(Path(args.output_dir))
+    assert checkpoints.newest_whole() == checkpoints.path(4)
+    state = trainer_for(make_policy, tokenizer, prompts, make_args(staleness=1, save_steps=2, resume=True)).train()
+    assert state.global_step == 6
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(make_policy, tokenizer, prompts, make_args):
+    """A limit on the size of files stands for the full disk: writing fails in the middle."""
+    whole = trainer_for(make_policy, tokenizer, prompts, make_args("whole"))
+    whole.train()
+    args = make_args(save_steps=2)
+
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+
+    try:
+        with pytest.raises(OSError, match=r"could not be written|File too large"):
+            trainer_for(make_policy, tokenizer, prompts, args, callbacks=[Fill()]).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    folder = Path(args.output_dir)
+    assert sorted(path.name for path in folder.glob("*checkpoint*")) == ["checkpoint-2"]
+    again = trainer_for(make_policy, tokenizer, prompts, make_args(save_steps=2, resume=True))
+    again.train()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+
+
 def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prompts, make_args):
     args = make_args(staleness=1, generation={"probe_steps": 2}, bf16=True)
     trainer_for(make_policy, tokenizer, prompts, args).train()
@@ -287,6 +354,82 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
         assert [json.loads(line)["batch"] for line in complete] == list(range(1, len(complete) + 1))
     finally:
         learner.kill()
+
+
+@pytest.fixture
+def started(tmp_path, make_policy, tokenizer, prompts):
+    """The command on a long run, after its first batches; its output folder; and its options."""
+    write_model(make_policy(), tokenizer, tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (tmp_path / "reward.py").write_text(
+        "def reward(completions, **_):\n    return [float(len(c)) for c in completions]"
+    )
+    out = tmp_path / "out"
+    values = {
+        "model": tmp_path / "model",
+        "reward_funcs": f"[{tmp_path / 'reward.py'}:reward]",
+        "data.train": tmp_path / "data.jsonl",
+        "train.output_dir": out,
+        "train.total_episodes": 4 * 100_000,
+        "train.per_device_train_batch_size": 4,
+        "train.max_prompt_length": 32,
+        "train.non_eos_penalty": "false",
+        "train.progress": "false",
+        "train.generation.response_length": 12,
+    }
+    command = [sys.executable, "-m", "async_rlhf.cli", "train", *(f"--{key}={value}" for key, value in values.items())]
+    learner = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        deadline = time.monotonic() + 180
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
+            assert learner.poll() is None, learner.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield learner, out, command
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(learner.pid, signal.SIGKILL)
+
+
+def test_sigterm_saves_and_the_run_can_be_resumed(started):
+    learner, out, command = started
+    learner.send_signal(signal.SIGTERM)
+    assert learner.wait(timeout=30) == 0
+    assert "SIGTERM: a checkpoint follows" in learner.stderr.read()
+    (checkpoint,) = Checkpoints(out).all()
+    verify(checkpoint)
+    trained = int(checkpoint.name.rpartition("-")[2])
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == trained
+    longer = [*command, "--resume", f"--train.total_episodes={4 * (trained + 2)}", "--train.save_steps=1000"]
+    done = subprocess.run(longer, capture_output=True, text=True, timeout=180, check=True)
+    assert f"resuming after batch {trained}" in done.stderr
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows] == list(range(1, trained + 3))
+
+
+def test_ctrl_c_twice_ends_at_once(started):
+    """After the first one the command waits some seconds for a generator that does not react."""
+    learner, _, _ = started
+    processes = descendants(learner.pid)
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    learner.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert learner.poll() is None
+    learner.send_signal(signal.SIGINT)
+    assert learner.wait(timeout=2) == 130
+    for pid in processes:
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 5
+    while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in processes if _alive(pid)] == []
 
 
 def _alive(pid: int) -> bool:
