@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test lint setup bench clean
+.PHONY: quickstart test lint setup bench faults clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -19,6 +19,9 @@ lint: setup         ## style and types
 
 bench: setup        ## how much of sampling and training overlaps
 	$(BIN)/python benchmarks/overlap.py
+
+faults: setup       ## kill runs with kill -9 at random moments, resume, compare
+	$(BIN)/python benchmarks/faults.py
 
 setup: $(VENV)/.installed
 
