@@ -72,7 +72,7 @@ class ProcessGenerator:
         ]
         self._autocast = autocast
         self._probes: dict[int, list[float]] = {}
-        self._differences: dict[int, float] = {}
+        self._differences: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._replies: dict[int, dict[int, Reply]] = {}
         self._restarts = 0
@@ -114,7 +114,7 @@ class ProcessGenerator:
         groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
         shares = tuple(reply.version for reply in ordered)
-        probed = [self._differences.pop(worker.number) for worker in self.workers if worker.number in self._differences]
+        probed = self._differences.pop(index, None)
         metrics = {"weights/probe_difference": max(probed)} if probed else {}
         return RolloutBatch(index, min(shares), groups, seconds, shares, metrics)
 
@@ -187,7 +187,8 @@ class ProcessGenerator:
                 f"{who} holds the weights of version {reply.version}, but computes other log-probabilities with them: "
                 f"they differ by {found:.3g} nats per token on the probe, and {limit:g} is rounding"
             )
-        self._differences[worker.number] = found
+        # By batch: this answer may have come while an earlier batch is being collected.
+        self._differences.setdefault(reply.batch, []).append(found)
 
     def _restart(self, worker: _Worker, why: str = "") -> None:
         worker.process.join()
