@@ -224,8 +224,8 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
     mask_BT = experience.response_mask_BT
     rewards_BT = -kl_penalties(experience, config)
     tokens_B = mask_BT.sum(dim=1)
-    ended_B = tokens_B > 0  # a completion without tokens has no last one
-    rewards_BT[ended_B, experience.lengths_B[ended_B] - 1] += experience.scores_B[ended_B]
+    nonempty_B = tokens_B > 0  # a completion without tokens has no last one
+    rewards_BT[nonempty_B, experience.lengths_B[nonempty_B] - 1] += experience.scores_B[nonempty_B]
     advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, mask_BT, config.gamma, config.lam)
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, mask_BT)

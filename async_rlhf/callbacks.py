@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.learner import Learner
+
+logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -48,6 +51,9 @@ def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
         logging_steps=config.logging_steps,
         save_strategy="steps" if config.save_steps else "no",
         save_steps=config.save_steps or 500,
+        save_total_limit=config.save_total_limit,
+        metric_for_best_model=config.metric_for_best_model,
+        greater_is_better=config.greater_is_better,
         eval_strategy="steps" if config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
         per_device_train_batch_size=config.per_device_train_batch_size,
@@ -164,8 +170,7 @@ class Callbacks:
 
     def save_state(self, folder: Path) -> None:
         """Write ``trainer_state.json``, with the states of callbacks that have one."""
-        for callback in self._stateful():
-            self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        self.state.stateful_callbacks |= {name: callback.state() for name, callback in self._stateful().items()}
         self.state.save_to_json(str(folder / TRAINER_STATE))
 
     def restore_state(self, folder: Path) -> None:
@@ -174,12 +179,13 @@ class Callbacks:
         for name in ("max_steps", "logging_steps", "save_steps", "eval_steps"):
             setattr(saved, name, getattr(self.state, name))
         self.state = saved
-        for callback in self._stateful():
-            states = saved.stateful_callbacks.get(type(callback).__name__, {})
-            vars(callback).update(states.get("attributes", {}))
+        for name, callback in self._stateful().items():
+            vars(callback).update(saved.stateful_callbacks.get(name, {}).get("attributes", {}))
 
-    def _stateful(self) -> list[Any]:
-        return [callback for callback in self._handler.callbacks if isinstance(callback, ExportableState)]
+    def _stateful(self) -> dict[str, Any]:
+        """By name of the class and number among all callbacks."""
+        every = enumerate(self._handler.callbacks)
+        return {f"{type(c).__name__}_{i}": c for i, c in every if isinstance(c, ExportableState)}
 
     def begin(self) -> None:
         """Before the first batch."""
@@ -214,9 +220,9 @@ class Callbacks:
         if name is None:
             return
         found = [logs[name] for logs in self.state.log_history if name in logs]
-        if not found:
-            known = sorted({key for logs in self.state.log_history for key in logs})
-            raise ConfigError(f"metric_for_best_model: got {name!r}; must be one of {', '.join(known)}")
+        if not found:  # not evaluated yet, or no such metric: in either case the checkpoint itself is good
+            logger.warning("metric_for_best_model: %r has not been logged so far", name)
+            return
         best = self.state.best_metric
         if best is None or (found[-1] > best if config.greater_is_better else found[-1] < best):
             self.state.best_metric, self.state.best_model_checkpoint = found[-1], str(checkpoint)

@@ -17,7 +17,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, OnlineConfig
+from async_rlhf.config.base import dotted, require
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.files import whole_folder
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup
@@ -97,8 +98,8 @@ class ResumeState:
         (folder / "state.json").write_text(text, encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path, stream: PromptStream) -> ResumeState:
-        """What :meth:`write` wrote. The stream gives the prompts of the batches that are sampled already.
+    def read(cls, folder: Path) -> ResumeState:
+        """What :meth:`write` wrote, but for the batches that are sampled already: see :meth:`read_ahead`.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -107,32 +108,51 @@ class ResumeState:
         try:
             state = cls(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
             state.tensors = load_file(folder / "tensors.safetensors")
-            lines = (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-            state.ahead = [_rollout_batch(json.loads(line), stream) for line in lines]
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{str(folder)!r} cannot be read: {type(error).__name__}: {error}") from error
         return state
 
-    def check(self, config: Mapping[str, Any], inputs: Mapping[str, str], anyway: bool) -> None:
-        """Require the configuration and the inputs to be the same, but for keys that may change.
+    def read_ahead(self, folder: Path, stream: PromptStream) -> None:
+        """Read the batches that are sampled already; the stream gives their prompts."""
+        lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+        self.ahead = [_rollout_batch(json.loads(line), stream) for line in lines]
+
+    def check(self, config: OnlineConfig) -> None:
+        """Require the configuration to be the same, but for keys that may change.
 
         Raises:
-            ConfigError: names every key that differs, unless ``anyway``.
+            ConfigError: names every key that differs, unless ``resume_anyway``.
         """
-        old, new = {**self.config, **self.inputs}, {**config, **inputs}
-        differences = [
-            f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
-            for key in sorted(old.keys() | new.keys())
-            if key not in _MAY_CHANGE and old.get(key) != new.get(key)
-        ]
-        if differences and not anyway:
-            raise ConfigError(
-                "resume: the checkpoint is of another run, which could not be continued exactly:\n  "
-                + "\n  ".join(differences)
-                + "\nset them back, or set resume_anyway to go on with the new ones"
-            )
-        for difference in differences:
-            logger.warning("resume_anyway: %s", difference)
+        seen = self.batch * config.batch_size
+        right = f"must be at least the {seen} that the checkpoint has seen"
+        require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
+        _require_same(self.config, as_saved(config), config.resume_anyway)
+
+    def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
+        """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
+        _require_same(self.inputs, inputs, anyway)
+
+
+def as_saved(config: OnlineConfig) -> dict[str, Any]:
+    """A configuration as JSON gives it back, keys with dots, with the name of its algorithm."""
+    algorithm = next(name for name, kind in ALGORITHM_CONFIGS.items() if isinstance(config, kind))
+    return json.loads(json.dumps({"algorithm": algorithm, **dotted(asdict(config))}))
+
+
+def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:
+    differences = [
+        f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if key not in _MAY_CHANGE and old.get(key) != new.get(key)
+    ]
+    if differences and not anyway:
+        raise ConfigError(
+            "resume: the checkpoint is of another run, which could not be continued exactly:\n  "
+            + "\n  ".join(differences)
+            + "\nset them back, or set resume_anyway to go on with the new ones"
+        )
+    for difference in differences:
+        logger.warning("resume_anyway: %s", difference)
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -201,14 +221,28 @@ class Checkpoints:
         if limit is None:
             return
         paths = self.all()
-        kept = [path for path in paths if best is not None and path == Path(best)]
+        kept = [path for path in paths if best is not None and path.name == Path(best).name]
         room = limit - len(kept)
         kept += [path for path in reversed(paths) if path not in kept][: max(room, 1)]
         for path in paths:
             if path not in kept:
-                # Without its manifest it is no checkpoint any more, whatever is left when deleting is interrupted.
-                (path / _MANIFEST).unlink(missing_ok=True)
+                _delete(path)
+
+    def delete_newer(self, batch: int) -> None:
+        """Delete the checkpoints of a future that a run has gone back from, and what killed runs left half-written."""
+        for path in self.all():
+            if int(path.name.rpartition("-")[2]) > batch:
+                logger.warning("deleting %s: the run goes on from batch %d", path.name, batch)
+                _delete(path)
+        for pattern in (".checkpoint-*.tmp", ".checkpoint-*.old", f".{FINAL}.tmp", f".{FINAL}.old"):
+            for path in self.folder.glob(pattern):
                 shutil.rmtree(path)
+
+
+def _delete(checkpoint: Path) -> None:
+    # Without its manifest it is no checkpoint any more, whatever is left when deleting is interrupted.
+    (checkpoint / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint)
 
 
 def write_whole(folder: Path, write: Iterable[Any]) -> None:
@@ -256,15 +290,21 @@ def _digest(path: Path) -> str:
     return f"{path.stat().st_size} bytes, xxh3 {digest.hexdigest()}"
 
 
-def checkpoint_to_resume(output_dir: Path, resume_from: str | None) -> Path | None:
-    """The checkpoint that a run goes on from; None where there is none and the run starts at the beginning.
+def checkpoint_to_resume(config: OnlineConfig) -> Path | None:
+    """The checkpoint that a run goes on from; None where it starts at the beginning.
+
+    With ``resume`` and ``resume_from`` a run that was started from elsewhere goes on from its own newest checkpoint.
 
     Raises:
-        ConfigError: ``resume_from`` is no whole checkpoint.
+        ConfigError: there is something to go on from, but no whole checkpoint.
     """
-    if resume_from is None:
-        found = Checkpoints(output_dir).newest_whole()
-        if found is None and (Checkpoints(output_dir).all() or (output_dir / FINAL).exists()):
+    if not config.resuming:
+        return None
+    output_dir = Path(config.output_dir)
+    own = Checkpoints(output_dir)
+    if config.resume and (config.resume_from is None or own.all()):
+        found = own.newest_whole()
+        if found is None and (own.all() or (output_dir / FINAL).exists()):
             raise ConfigError(
                 f"resume: {str(output_dir)!r} holds a run but no whole checkpoint to go on from; set "
                 "overwrite_output_dir instead to delete it and start at the beginning"
@@ -272,13 +312,13 @@ def checkpoint_to_resume(output_dir: Path, resume_from: str | None) -> Path | No
         if found is None:
             logger.warning("resume: there is no checkpoint in %s; starting at the beginning", output_dir)
         return found
-    folder = Path(resume_from).expanduser()
+    folder = Path(str(config.resume_from)).expanduser()
     try:
         verify(folder)
         if not (folder / "resume").is_dir():
             raise CheckpointError("it holds a policy, but not the state of a run")
     except CheckpointError as error:
-        raise ConfigError(f"resume_from: got {resume_from!r}; must be a whole checkpoint: {error}") from error
+        raise ConfigError(f"resume_from: got {str(folder)!r}; must be a whole checkpoint: {error}") from error
     return folder
 
 

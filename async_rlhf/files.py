@@ -35,8 +35,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            if file.is_file():
-                _flush_to_disk(file)
+            _flush_to_disk(file)  # of a folder, the names in it
         _flush_to_disk(temporary)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)

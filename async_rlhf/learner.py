@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from async_rlhf.algorithms import Algorithm, kl_penalties
 from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
+from async_rlhf.config.base import require
 from async_rlhf.forward import PolicyAndValueWrapper, response_logprobs, response_values
 from async_rlhf.lora import adapters_off, has_adapters
 from async_rlhf.models import (
@@ -71,6 +72,8 @@ class Learner:
             num_training_steps=config.num_optimizer_steps,
         )
         self.kl_coef = config.kl.coef if isinstance(config, KLPenaltyConfig) else 0.0
+        self._batch_config = config
+        """With the KL coefficient of the batch at hand."""
         self.model.train()
 
     def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
@@ -82,13 +85,17 @@ class Learner:
 
     def _optimizer(self) -> torch.optim.AdamW:
         config = self.config
-        groups = [{"params": _trainable(self.policy), "lr": config.learning_rate}]
+        trained = _trainable(self.policy)
+        right = "has no weight that is to be trained; load adapters with is_trainable=True"
+        require(bool(trained), "model", type(self.policy).__name__, right)
+        groups = [{"params": trained, "lr": config.learning_rate}]
         if self.value is not None:
             assert isinstance(config, PPOConfig)
             rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
             groups.append({"params": _trainable(self.value), "lr": rate})
         return torch.optim.AdamW(
             groups,
+            lr=config.learning_rate,  # some schedules ask for the default
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
@@ -115,7 +122,7 @@ class Learner:
             experience = self._add(experience, self._by_reference)
         if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
             experience = self._add(experience, self._before_update)
-        config = self._adapted_config()
+        config = self._batch_config = self._adapted_config()
         metrics = _objective_metrics(experience, config)
         if self.config.samples_per_prompt > 1:
             scores_PK = scored.scores_PK[rewarded_P]
@@ -200,7 +207,7 @@ class Learner:
 
     def _backward(self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], watch: _Watch) -> None:
         """Accumulate the gradient of (sum of losses) / weight over micro-batches of like length, and the metrics."""
-        config, device = self._adapted_config(), self.policy.device
+        config, device = self._batch_config, self.policy.device
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
         for units_U in by_length(longest_U, self.config.per_device_train_batch_size):
             micro_batch = mini_batch.select(units_U).map(lambda _, x: x.to(device, non_blocking=True))
@@ -269,10 +276,11 @@ class Learner:
         self.kl_coef = values["kl_coef"]
 
     def fingerprint(self) -> str:
-        """A checksum of what stays as it is: the reference policy, or the weights below the adapters."""
+        """A checksum of what stays as it is: the reference policy, and the weights below adapters."""
+        fixed = {name: p.data for name, p in self.model.named_parameters() if not p.requires_grad}
         if self.reference is not None:
-            return checksum(named_weights(self.reference))
-        return checksum({n: p.data for n, p in self.policy.named_parameters() if not p.requires_grad})
+            fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(self.reference).items()}
+        return checksum(fixed)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the policy in the standard format, and the value model or head into ``value_model``."""

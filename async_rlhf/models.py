@@ -132,7 +132,11 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     except ValueError as error:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
     check_reward_model(model, "value_model")
-    model.base_model.load_state_dict(policy.base_model.state_dict(), strict=False)
+    prefix = f"{policy.base_model_prefix}."
+    body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
+    missing = model.base_model.load_state_dict(body, strict=False).missing_keys
+    if missing:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing[0]}")
     nn.init.zeros_(model.score.weight)
     return disable_dropout(model).to(policy.device)
 

@@ -10,7 +10,7 @@ worker takes the newest version there is when it starts; these are the schedule'
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -121,9 +121,9 @@ class Rollouts:
 
     def _due(self, version: int) -> list[int]:
         """The batches that can be asked for once a version is there."""
+        due: Iterable[int] = batches_for(version, self.staleness, self.num_batches, self.start)
         if self.recorded is not None:
-            return [index for index, shares in self.recorded.items() if max(shares) == version]
-        due = batches_for(version, self.staleness, self.num_batches, self.start)
+            due = (index for index, shares in self.recorded.items() if max(shares) == version and index > self.start)
         return [index for index in due if index not in self._ahead]
 
     def _version(self, index: int, published: int) -> Version:

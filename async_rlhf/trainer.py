@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf import random_state
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState
-from async_rlhf.checkpoint import FINAL, Checkpoints, ResumeState, write_whole
+from async_rlhf.checkpoint import FINAL, Checkpoints, ResumeState, as_saved, write_whole
 from async_rlhf.config import OnlineConfig
-from async_rlhf.config.base import dotted
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.generation.protocol import Engine
@@ -75,14 +72,17 @@ class TrainingLoop:
         self.folder = Path(config.output_dir)
         self.checkpoints = Checkpoints(self.folder)
 
-    def run(self, logs: Mapping[str, int] | None = None) -> OnlineTrainerState:
+    def run(self, resumed: ResumeState | None = None, logs: Mapping[str, int] | None = None) -> OnlineTrainerState:
         """Train on every batch that is left and save the final policy.
 
         Args:
-            logs: bytes of each log file to go on behind, of a run that is resumed.
+            resumed: the state that learner and callbacks have been put into.
+            logs: bytes of each log file to go on behind.
         """
         with self._open_logs(logs or {}):
             self.callbacks.begin()
+            if resumed is not None:  # only now: a callback may have drawn from the generators as the run began
+                random_state.restore(resumed.tensors, resumed.values["random"])
             self.rollouts.publish(self.learner.policy, version=self.callbacks.state.global_step)
             started = time.monotonic()
             for batch in self.rollouts:
@@ -125,7 +125,7 @@ class TrainingLoop:
         with self.trace.span("save", batch=batch):
             resume = ResumeState(
                 batch=batch,
-                config=json.loads(json.dumps(dotted(asdict(config)))),
+                config=as_saved(config),
                 inputs=self.inputs,
                 values={"learner": values, "random": random_values, "rewards": self.scorer.state()},
                 logs={name: log.position() for name, log in self._logs.items()},
@@ -157,9 +157,10 @@ class TrainingLoop:
             self._logs[METRICS].write({**counters, **evaluation})
             self.callbacks.log({**counters, **evaluation})
             self.callbacks.evaluated(evaluation)
-        if control.should_save or self.stop_asked():
+        stop = self.stop_asked()  # asked once: it may become true at any moment
+        if control.should_save or stop:
             self.save()
-        if self.stop_asked():
+        if stop:
             raise SystemExit(0)
         return control.should_training_stop
 

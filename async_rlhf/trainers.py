@@ -7,18 +7,17 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from async_rlhf import random_state
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState, check_integrations
-from async_rlhf.checkpoint import ResumeState, check_output_dir, checkpoint_to_resume, delete_earlier_run
+from async_rlhf.checkpoint import Checkpoints, ResumeState, check_output_dir, checkpoint_to_resume, delete_earlier_run
 from async_rlhf.config import (
     ConfigError,
     GRPOConfig,
@@ -28,7 +27,6 @@ from async_rlhf.config import (
     PPOConfig,
     RLOOConfig,
 )
-from async_rlhf.config.base import dotted
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.placement import make_generator, shared_cores
@@ -111,8 +109,13 @@ class OnlineTrainer:
             raise ConfigError(f"eval_steps: got {args.eval_steps}; must be 0 without eval_dataset")
         check_integrations(args.report_to)
         output_dir = Path(args.output_dir)
-        check_output_dir(output_dir, args.overwrite_output_dir or args.resuming)
-        self._checkpoint = checkpoint_to_resume(output_dir, args.resume_from) if args.resuming else None
+        self._checkpoint = checkpoint_to_resume(args)
+        self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
+        if self._resumed is not None:
+            self._resumed.check(args)
+        self._here = self._checkpoint is not None and self._checkpoint.parent.resolve() == output_dir.resolve()
+        afresh = args.overwrite_output_dir or (args.resume and self._checkpoint is None)
+        check_output_dir(output_dir, afresh or self._here)
         self._recorded = None
         if args.replay_from is not None:
             self._recorded = read_schedule(Path(args.replay_from), args.generation.workers, args.num_batches)
@@ -129,6 +132,7 @@ class OnlineTrainer:
         self.model.generation_config.eos_token_id = list(self._params.stop_token_ids)
         scoring_model = self._reward_model(reward_model, device)
         self._scorer = Scorer(self.processing_class, args, scoring_model, reward_funcs, prompt_field)
+        _check_json(self._scorer.state())
         reference = load_policy(ref_model, device, "ref_model") if isinstance(ref_model, str) else ref_model
         if reference is not None:
             self._check_embeddings(reference.to(device), "ref_model")
@@ -137,6 +141,9 @@ class OnlineTrainer:
             add_adapters(self.model, args.lora, args.seed)
         self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value)
         self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
+        self._inputs = self._fingerprints()
+        if self._resumed is not None:
+            self._resumed.check_inputs(self._inputs, args.resume_anyway)
         self._started = False
 
     def train(self) -> OnlineTrainerState:
@@ -151,16 +158,18 @@ class OnlineTrainer:
             raise RuntimeError("this trainer has trained already; make a new one to train again")
         self._started = True
         folder = Path(self.args.output_dir)
-        inputs = self._fingerprints()
-        resumed = self._restore(inputs) if self._checkpoint is not None else None
+        resumed = self._resumed
+        if resumed is not None:
+            self._restore(resumed)
         with ExitStack() as stack:
             stop_asked = stack.enter_context(ending_on_sigterm())
             threads = stack.enter_context(shared_cores(self.args, self.model.device))
             trace = stack.enter_context(closing(Trace()))
             generator = make_generator(self.args, self.model, self._params, trace, threads)
             stack.enter_context(closing(generator))
-            here = self._checkpoint is not None and self._checkpoint.parent.resolve() == folder.resolve()
-            if not here:
+            if resumed is not None and self._here:
+                Checkpoints(folder).delete_newer(resumed.batch)
+            else:
                 delete_earlier_run(folder)
             if self.args.trace:
                 trace.write_to(folder / (f"trace-from-{resumed.batch}.json" if resumed else "trace.json"))
@@ -185,28 +194,23 @@ class OnlineTrainer:
                 self.callbacks,
                 trace,
                 None if self._eval_stream is None else (self._eval_stream, self._eval_engine()),
-                inputs,
+                self._inputs,
                 stop_asked,
             )
-            return loop.run(resumed.logs if resumed and here else None)
+            return loop.run(resumed, resumed.logs if resumed and self._here else None)
 
-    def _restore(self, inputs: dict[str, str]) -> ResumeState:
-        """Put learner, callbacks and random generators where the checkpoint was written."""
+    def _restore(self, resumed: ResumeState) -> None:
+        """Put learner, callbacks and rewards where the checkpoint was written."""
         assert self._checkpoint is not None
-        found = ResumeState.read(self._checkpoint, self._stream)
-        config = json.loads(json.dumps(dotted(asdict(self.args))))
-        found.check(config, inputs, self.args.resume_anyway)
-        self.learner.restore(self._checkpoint, found.tensors, found.values["learner"])
+        resumed.read_ahead(self._checkpoint, self._stream)
+        self.learner.restore(self._checkpoint, resumed.tensors, resumed.values["learner"])
         self.callbacks.restore_state(self._checkpoint)
-        self._scorer.restore(found.values["rewards"])
-        random_state.restore(found.tensors, found.values["random"])
-        logger.info("resuming after batch %d, from %s", found.batch, self._checkpoint)
-        return found
+        self._scorer.restore(resumed.values["rewards"])
+        logger.info("resuming after batch %d, from %s", resumed.batch, self._checkpoint)
 
     def _fingerprints(self) -> dict[str, str]:
         """Of everything that came from outside and decides the run, under the names of the arguments."""
         found = {
-            "algorithm": self.algorithm,
             "train_dataset": self._stream.fingerprint(),
             "ref_model": self.learner.fingerprint(),
             "reward_funcs": ", ".join(self._scorer.reward_funcs),
@@ -309,6 +313,8 @@ class PPOTrainer(OnlineTrainer):
             return self._value_head(value_model, device)
         if isinstance(value_model, str):
             value = load_reward_model(value_model, device, "value_model")
+        elif value_model is not None and value_model is reward_model:
+            raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
         elif value_model is not None:
             value = check_reward_model(value_model, "value_model").to(device)
         else:
@@ -342,6 +348,13 @@ def _tokenizer(model: Model, tokenizer: PreTrainedTokenizerBase | None) -> PreTr
     if not name:
         raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
     return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model")
+
+
+def _check_json(state: dict[str, Any]) -> None:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
 
 
 def _in_float32(model: PreTrainedModel) -> PreTrainedModel:

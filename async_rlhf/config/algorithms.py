@@ -95,6 +95,12 @@ class KLPenaltyConfig(OnlineConfig):
 
     kl: KLConfig = field(default_factory=KLConfig)
 
+    def check(self) -> None:
+        super().check()
+        completions = self.batch_size * self.samples_per_prompt
+        right = f"must be at least the {completions} completions of a batch with kl.target"
+        require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", self.kl.horizon, right)
+
     @property
     def uses_reference(self) -> bool:
         return self.kl.coef > 0

@@ -28,8 +28,8 @@ class GenerationConfig(Checked):
         num_threads: CPU threads of each generator process; null shares the cores evenly with the learner.
         max_restarts: how often dead generator processes are started again before the run stops.
         timeout: seconds without an answer from a generator process after which the run stops with an error.
-        heartbeat_timeout: seconds without a sign of life (one decoding step) after which a busy generator process is
-            held to hang, and is killed and started again.
+        heartbeat_timeout: seconds without a sign of life (a layer of the model computed) after which a generator
+            process that has begun to sample is held to hang, and is killed and started again.
         probe_steps: batches between two probes, which compare log-probabilities of fixed sequences by generator and
             learner; 0 for none. The checksum of every tensor is compared always.
     """
@@ -98,7 +98,8 @@ class OnlineConfig(Checked):
         samples_per_prompt: K, completions per prompt.
         per_device_train_batch_size: what one forward and backward pass holds: pairs of completions for DPO, else
             completions.
-        gradient_accumulation_steps: such passes per optimiser step.
+        gradient_accumulation_steps: with num_mini_batches it makes up the batch, see above. An optimiser step has so
+            many passes; of RLOO, PPO and GRPO, which train on every completion, samples_per_prompt times as many.
         num_mini_batches: N, optimiser steps per epoch over a batch.
         num_epochs: T, epochs over each batch.
         learning_rate: peak rate of AdamW.
@@ -110,8 +111,8 @@ class OnlineConfig(Checked):
         adam_epsilon: of AdamW.
         max_grad_norm: gradients are clipped to this norm; 0 turns clipping off.
         bf16: forward and backward under bfloat16 autocast; the weights stay float32.
-        gradient_checkpointing: trade compute for memory in the policy.
-        annotate_batch_size: rows of one pass without gradient (reference policy, reward model).
+        gradient_checkpointing: trade compute for memory in what is trained.
+        annotate_batch_size: rows of one pass without gradient (reference, reward and value model, old policy).
         max_prompt_length: prompts with more tokens are dropped, and counted.
         non_eos_penalty: a completion that did not end by itself scores penalty_reward_value instead.
         penalty_reward_value: that score.
@@ -217,6 +218,8 @@ class OnlineConfig(Checked):
             'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
             'use placement "process"',
         )
+        right = "must be false with resume: what is to be gone on from cannot be deleted"
+        require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", True, right)
         require(
             self.replay_from is None or self.staleness_mode == "bounded",
             "replay_from",

@@ -6,6 +6,7 @@ So the state of the stream is one integer, and any process can say what batch b 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -89,10 +90,11 @@ class PromptStream:
         return len(self._kept)
 
     def fingerprint(self) -> str:
-        """A checksum of the prompts' tokens, in the order of the rows."""
+        """A checksum of the prompts' tokens and of all columns, in the order of the rows."""
         digest = xxhash.xxh3_128()
         for row in self._kept.tolist():
-            digest.update(np.array([row, *self._tokens[row]], dtype=np.int64).tobytes())
+            columns = json.dumps(dict(self.rows[row]), sort_keys=True, default=str)
+            digest.update(f"{row} {self._tokens[row]} {columns}".encode(errors="backslashreplace"))
         return digest.hexdigest()
 
     def prompt(self, draw: int) -> Prompt:

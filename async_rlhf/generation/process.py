@@ -1,19 +1,23 @@
 """Sampling in processes of their own: the learner's side.
 
-Each worker has one pipe. The learner sends requests into it and reads answers only when it needs them; a worker that
-dies is started again and gets its open requests again, whose weights are still in the ring.
+Each worker has one pipe, and two threads here that keep it moving. A worker that dies or hangs is started again and
+gets its open requests again, whose weights are still in the ring.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
+import queue
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -65,9 +69,10 @@ class ProcessGenerator:
                 "find it; must be in a module of its own, or use staleness 0"
             )
         spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads, autocast)
+        self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
         devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
         self.workers = [
-            _Worker(number, replace(spec, device=devices[number]), params, self.ring)
+            _Worker(number, replace(spec, device=devices[number]), params, self.ring, self._arrived)
             for number in range(config.workers)
         ]
         self._autocast = autocast
@@ -126,29 +131,33 @@ class ProcessGenerator:
 
     def _wait(self, seconds: float) -> bool:
         """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
+        pause, asked = min(max(seconds, 0.0), self.config.heartbeat_timeout / 4), time.monotonic()
+        try:
+            worker, start, answer = self._arrived.get(timeout=pause)
+        except queue.Empty:
+            if time.monotonic() - asked > pause + self.config.heartbeat_timeout / 4:  # this process was stopped
+                for worker in self.workers:
+                    worker.since = time.monotonic()
+                return True
+            self._look_for_the_silent(seconds)
+            return False
+        return start == worker.starts and self._receive(worker, answer)
+
+    def _look_for_the_silent(self, seconds: float) -> None:
         busy = [worker for worker in self.workers if worker.open]
-        sources: dict[Any, _Worker] = {
-            source: worker for worker in busy for source in (worker.pipe, worker.process.sentinel)
-        }
-        ready = wait(list(sources), timeout=max(0.0, min(seconds, self.config.heartbeat_timeout / 4)))
-        if not ready and seconds <= 0:
+        if seconds <= 0:
             raise GeneratorError(
                 f"no answer from generator process {', '.join(str(worker.number) for worker in busy)} "
                 f"for {self.config.timeout:g} s (generation.timeout)"
             )
         for worker in busy:
-            if not ready and worker.silent_for() > self.config.heartbeat_timeout:
+            limit = self.config.heartbeat_timeout
+            if worker.silent_for() > limit:
                 worker.process.kill()
-                self._restart(worker, f"gave no sign of life for {self.config.heartbeat_timeout:g} s")
-        received = [self._receive(worker) for worker in {sources[source] for source in ready}]
-        return any(received)
+                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
 
-    def _receive(self, worker: _Worker) -> bool:
-        try:
-            if not worker.pipe.poll():  # only its sentinel woke us
-                raise EOFError
-            reply = worker.pipe.recv()
-        except (EOFError, OSError):  # it died, perhaps in the middle of a message
+    def _receive(self, worker: _Worker, reply: Reply | Failure | None) -> bool:
+        if reply is None:  # it died, perhaps in the middle of a message
             self._restart(worker)
             return False
         if isinstance(reply, Failure) and reply.out_of_memory:
@@ -206,17 +215,26 @@ class ProcessGenerator:
         )
         worker.start()
         for request in worker.open:
-            with suppress(OSError):  # dead again already: the next wait sees it, and counts it
-                worker.pipe.send(request)
+            worker.send(request)
 
 
 class _Worker:
-    """One generator process and what it still has to answer, in order."""
+    """One generator process and what it still has to answer, in order.
 
-    def __init__(self, number: int, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing) -> None:
+    Two threads keep its pipe moving, so that a process that is stopped in the middle of a message blocks nobody.
+
+    Args:
+        arrived: takes (worker, number of its start, answer), with None for an answer when the process has died.
+    """
+
+    def __init__(
+        self, number: int, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, arrived: queue.SimpleQueue[Any]
+    ) -> None:
         self.number = number
         self.open: list[Request] = []
+        self.starts = 0
         self._arguments = (spec, params, ring)
+        self._arrived = arrived
         self.start()
 
     def start(self) -> None:
@@ -224,43 +242,77 @@ class _Worker:
         # interpreter needs seconds. It holds no threads and has touched no GPU, so the fork is safe.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["async_rlhf.generation.worker"])
-        self.pipe, theirs = context.Pipe()
+        pipe, theirs = context.Pipe()
         self.beat = context.RawValue("d", 0.0)
-        self._since = time.monotonic()
+        self.since = time.monotonic()
+        self.starts += 1
         self.process = context.Process(
-            target=run_worker, args=(theirs, *self._arguments, self.beat), name=f"generator-{self.number}", daemon=True
+            target=run_worker,
+            args=(theirs, *self._arguments, self.beat),
+            name=f"generator-{self.number}",
+            daemon=True,
         )
-        with _main_left_alone():
+        with _main_left_alone(), _sigterm_blocked():
             self.process.start()
         theirs.close()  # only the worker holds it now, so that its death ends our reading
+        self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(pipe, self.starts), daemon=True).start()
+        threading.Thread(target=_write, args=(pipe, self._outbox), daemon=True).start()
+
+    def _read(self, pipe: Connection, start: int) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._arrived.put((self, start, pipe.recv()))
+        self._arrived.put((self, start, None))
 
     def silent_for(self) -> float:
         """Seconds since its last sign of life while it had something to do; 0 before the first."""
-        return time.monotonic() - max(self.beat.value, self._since) if self.beat.value else 0.0
+        return time.monotonic() - max(self.beat.value, self.since) if self.beat.value else 0.0
 
     def answered(self) -> Request:
         """The request that an answer has come to; the next one's time begins."""
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         return self.open.pop(0)
 
     def submit(self, request: Request) -> None:
         if not self.open:
-            self._since = time.monotonic()
+            self.since = time.monotonic()
         self.open.append(request)
+        self.send(request)
+
+    def send(self, request: Request) -> None:
         # If it has died, collecting will notice, start it again and send all open requests.
-        with suppress(OSError):
-            self.pipe.send(request)
+        self._outbox.put(request)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.pipe.send(None)
+        self._outbox.put(None)
         if self.open:  # nobody waits for these any more
-            self.process.terminate()
+            self.process.kill()
         self.process.join(timeout=5)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        self.pipe.close()
+
+
+def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:
+    """Send requests until one is None, which ends the process, or the process is gone."""
+    with suppress(OSError):
+        while True:
+            request = outbox.get()
+            pipe.send(request)
+            if request is None:
+                return
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Processes started within ignore SIGTERM: a scheduler sends it to all of a job, and the learner needs them yet."""
+    resource_tracker.ensure_running()  # starting it would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def worker_device(device: str | None, number: int, learner: torch.device) -> str:

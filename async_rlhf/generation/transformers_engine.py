@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rlhf.generation.probe import probe_logprobs
@@ -37,11 +37,16 @@ class TransformersEngine:
         self.params = params
         self.version = version
         self.autocast = autocast
-        self.on_step: Callable[[], None] = lambda: None
-        """Called before every forward pass: a sign of life."""
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def beat_with(self, beat: Callable[[], None]) -> None:
+        """Call ``beat`` before every layer of every forward pass: a sign of life, also within a long one."""
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList):
+                for layer in module:
+                    layer.register_forward_pre_hook(lambda *_: beat())
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Copy new weights into the model. The digests are of what the model holds afterwards, in the precision that it
@@ -137,7 +142,6 @@ class TransformersEngine:
 
     def _forward(self, tokens_BT: Tensor, mask_BT: Tensor, cache: DynamicCache, **options: int) -> Tensor:
         """Logits (B, V) after the last of the given tokens; the cache grows by them."""
-        self.on_step()
         if self._takes_positions:
             positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
             options = {**options, "position_ids": positions_BT}  # type: ignore[dict-item]

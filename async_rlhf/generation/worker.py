@@ -104,7 +104,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         engine = TransformersEngine(spec.build(), params, version=-1, autocast=spec.autocast)
-        engine.on_step = lambda: setattr(beat, "value", time.monotonic())
+        engine.beat_with(lambda: setattr(beat, "value", time.monotonic()))
         held: dict[str, str] = {}
         while (request := requests.get()) is not None:
             started = time.monotonic()

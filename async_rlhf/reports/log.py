@@ -20,6 +20,7 @@ class JsonLines:
     def __init__(self, path: Path, keep: int = 0) -> None:
         self._file: BinaryIO = path.open("ab" if keep else "wb")
         self._file.truncate(min(keep, self._file.tell()))
+        self._file.seek(0, os.SEEK_END)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line, whole, and hand it to the operating system."""

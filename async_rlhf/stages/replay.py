@@ -29,6 +29,8 @@ def run_replay(config: ReplayConfig) -> dict[str, Any]:
     if not (run / RUN_FILE).is_file() or not (run / "metrics.jsonl").is_file():
         raise ConfigError(f"run: got {config.run!r}; must be the output folder of a run, with {RUN_FILE} in it")
     original, _ = parse(RunConfig, "train", ["--config", str(run / RUN_FILE)])
+    if original.train.resume_from is not None:
+        raise ConfigError(f"run: {config.run!r} was branched from a checkpoint of another run, and cannot be replayed")
     changes: dict[str, Any] = {
         "output_dir": config.output_dir or str(run / "replay"),
         "overwrite_output_dir": config.overwrite,

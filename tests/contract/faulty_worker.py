@@ -46,7 +46,6 @@ def run_hanging_worker(flag, *arguments) -> None:
 
     def hang(engine, prompts, progress=None):
         if engine.version == AT and _first(flag):
-            engine.on_step()
             time.sleep(3600)
         return generate(engine, prompts, progress)
 

@@ -8,11 +8,11 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -79,8 +79,15 @@ def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy,
     assert generator_pids() == set()
 
 
-def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, prompts, make_args):
-    """An answer larger than the pipe lies half-sent until the learner reads: the usual state while it trains."""
+def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, prompts, make_args, monkeypatch):
+    """An answer larger than the pipe lies half-sent, for nobody reads it before the process is killed."""
+    read, goes_on = process._Worker._read, threading.Event()
+
+    def read_later(worker, pipe, start):
+        goes_on.wait()
+        read(worker, pipe, start)
+
+    monkeypatch.setattr(process._Worker, "_read", read_later)
     args = make_args(generation={"placement": "process"})
     policy, params = make_policy(), SamplingParams(400, 0.7, 48, (256,), 0)
     generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
@@ -88,14 +95,51 @@ def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, 
     try:
         generator.publish(policy, 0)
         generator.submit(1, 0, stream.batch(1, 16))
-        assert wait([generator.workers[0].pipe], timeout=60)  # it has begun to send
-        time.sleep(0.5)
-        os.kill(generator.workers[0].process.pid, signal.SIGKILL)
+        worker = generator.workers[0]
+        while worker.beat.value == 0 or time.monotonic() - worker.beat.value < 2:  # it has sampled, and begun to send
+            time.sleep(0.1)
+        os.kill(worker.process.pid, signal.SIGKILL)
+        goes_on.set()
         batch = generator.collect(1)
     finally:
         generator.close()
     assert [len(group.rollouts) for group in batch.groups] == [400] * 16
     assert generator._restarts == 1
+
+
+def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, tokenizer, prompts, make_args, caplog):
+    """Stopped in the middle of things, with requests and answers larger than the pipe; it is given up and replaced."""
+    args = make_args(generation={"placement": "process", "heartbeat_timeout": 2.0})
+    policy, params = make_policy(), SamplingParams(400, 0.7, 48, (256,), 0)
+    generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
+    stream = PromptStream(prompts, tokenizer)
+    try:
+        generator.publish(policy, 0)
+        generator.submit(1, 0, stream.batch(1, 16))
+        assert len(generator.collect(1).groups) == 16
+        os.kill(generator.workers[0].process.pid, signal.SIGSTOP)
+        generator.submit(2, 0, stream.batch(2, 20_000))
+        generator.config = replace(generator.config, max_restarts=0)
+        with pytest.raises(GeneratorError, match=r"gave no sign of life for 2 s \(generation.heartbeat_timeout\)"):
+            generator.collect(2)
+    finally:
+        generator.close()
+
+
+def test_sigterm_to_the_whole_job_leaves_the_generators_to_the_learner(make_policy, tokenizer, prompts, make_args):
+    """A scheduler sends it to every process; the learner still needs their answers for its checkpoint."""
+
+    class TerminateAll(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                for pid in {*descendants(os.getpid()), *generator_pids(), os.getpid()}:
+                    os.kill(pid, signal.SIGTERM)
+
+    args = make_args(staleness=2, generation={"max_restarts": 0})
+    with pytest.raises(SystemExit, match=r"^0$"):
+        trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
+    verify(Path(args.output_dir) / "checkpoint-2")
+    assert generator_pids() == set()
 
 
 def test_too_many_deaths_end_the_run(make_policy, tokenizer, prompts, make_args):

@@ -65,7 +65,7 @@ class NoisyReward:
         self.calls = state["calls"]
 
 
-def run(make_policy, tokenizer, prompts, args, name="online_dpo", callbacks=(), reward=None, **options):
+def run(make_policy, tokenizer, prompts, args, name="online_dpo", callbacks=(), reward=None, final=False, **options):
     """The metrics, the samples, and every trained tensor, as they are after the run or where it was stopped."""
     trainer = TRAINERS[next(a for a in TRAINERS if name.startswith(a))](
         make_policy(),
@@ -82,7 +82,7 @@ def run(make_policy, tokenizer, prompts, args, name="online_dpo", callbacks=(), 
     stopped = any(isinstance(callback, StopAfter) for callback in callbacks)
     with pytest.raises(SystemExit, match=r"^0$") if stopped else nullcontext():
         trainer.train()
-    assert (Path(args.output_dir) / "final").exists() == (not stopped)
+    assert (Path(args.output_dir) / "final").exists() == (not stopped or final)
     return trainer, *logs_of(args)
 
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_a_model_that_stops(make_policy, tokenizer, prompts, mak
         assert model.generation_config.eos_token_id == [256]
 
 
-def test_the_newest_and_the_best_checkpoints_are_kept(make_policy, tokenizer, prompts, make_args):
+def test_the_newest_and_the_best_checkpoints_are_kept(make_policy, tokenizer, prompts, make_args, caplog):
     """The reward falls from batch to batch, so the first checkpoint is the best."""
     calls = []
 
@@ -153,8 +153,10 @@ def test_the_newest_and_the_best_checkpoints_are_kept(make_policy, tokenizer, pr
     kept = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*"))
     assert kept == ["checkpoint-1", "checkpoint-5", "checkpoint-6"]
     assert trainer.callbacks.state.best_model_checkpoint.endswith("checkpoint-1")
-    with pytest.raises(ConfigError, match=r"metric_for_best_model: got 'score'; must be one of .*objective/scores"):
-        run(make_policy, tokenizer, prompts, make_args("b", save_steps=1, metric_for_best_model="score"))
+    args = make_args("other", save_steps=3, metric_for_best_model="score")
+    run(make_policy, tokenizer, prompts, args)
+    assert "metric_for_best_model: 'score' has not been logged so far" in caplog.text
+    assert (Path(args.output_dir) / "checkpoint-6").exists()
 
 
 def damage_truncate(folder: Path) -> None:
@@ -233,6 +235,47 @@ def test_what_would_break_exactness_is_named(make_policy, tokenizer, prompts, ma
     _, metrics, _ = run(make_policy, tokenizer, prompts, make_args(**changed, resume_anyway=True))
     assert [row["batch"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert "resume_anyway: learning_rate: was 0.001, is 0.0005" in caplog.text
+
+
+def test_a_second_stop_before_anything_is_logged(make_policy, tokenizer, prompts, make_args):
+    """The position in the logs is right from the moment of resuming."""
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", logging_steps=3))
+    for stop in (3, 4, 5):
+        args = make_args("stopped", logging_steps=3, resume=True)
+        run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(stop)])
+    assert_same(run(make_policy, tokenizer, prompts, make_args("stopped", logging_steps=3, resume=True)), whole)
+
+
+def test_going_back_deletes_the_future_that_was(make_policy, tokenizer, prompts, make_args):
+    args = make_args(save_steps=1)
+    whole = run(make_policy, tokenizer, prompts, args)
+    back = make_args(save_steps=1, save_total_limit=2, resume_from=str(Path(args.output_dir) / "checkpoint-2"))
+    (Path(args.output_dir) / ".checkpoint-4.tmp").mkdir()
+    run(make_policy, tokenizer, prompts, back, callbacks=[StopAfter(3)], final=True)
+    assert sorted(p.name for p in Path(args.output_dir).glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+    again = make_args(save_steps=1, save_total_limit=2, resume=True)
+    assert_same(run(make_policy, tokenizer, prompts, again), whole)
+
+
+def test_resuming_from_elsewhere_deletes_no_other_run(make_policy, tokenizer, prompts, make_args):
+    first, second = make_args("first", save_steps=2), make_args("second", save_steps=2)
+    run(make_policy, tokenizer, prompts, first)
+    run(make_policy, tokenizer, prompts, second)
+    source = str(Path(first.output_dir) / "checkpoint-2")
+    with pytest.raises(ConfigError, match=r"output_dir: .*second' holds an earlier run"):
+        run(make_policy, tokenizer, prompts, make_args("second", save_steps=2, resume_from=source))
+    # A branch that was stopped goes on from its own checkpoint when it is started in the same way again.
+    branch = make_args("third", save_steps=2, resume_from=source, resume=True)
+    run(make_policy, tokenizer, prompts, branch, callbacks=[StopAfter(5)])
+    trainer, metrics, _ = run(make_policy, tokenizer, prompts, branch)
+    assert trainer._checkpoint.name == "checkpoint-5"
+    assert [row["batch"] for row in metrics] == [3, 4, 5, 6]
+
+
+def test_a_run_is_not_made_shorter_than_its_checkpoint(make_policy, tokenizer, prompts, make_args):
+    run(make_policy, tokenizer, prompts, make_args(), callbacks=[StopAfter(4)])
+    with pytest.raises(ConfigError, match="total_episodes: got 24; must be at least the 32"):
+        run(make_policy, tokenizer, prompts, make_args(resume=True, total_episodes=24))
 
 
 def test_a_run_can_be_made_longer(make_policy, tokenizer, prompts, make_args):

@@ -13,6 +13,7 @@ from conftest import count_letters
 from transformers import AutoModelForSequenceClassification
 
 from async_rlhf import KLConfig, OffPolicyConfig, PPOTrainer
+from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.config import ConfigError
 from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_scores
 from async_rlhf.models import new_value_model
@@ -130,6 +131,19 @@ def test_a_value_head_is_trained_saved_and_restored(make_policy, tokenizer, prom
         PPOTrainer(make_policy(), again_args, prompts, value_model=str(Path(args.output_dir)), **options)
 
 
+def test_the_reward_model_itself_is_no_value_model(make_policy, make_reward_model, tokenizer, prompts, make_args):
+    model = make_reward_model()
+    with pytest.raises(ConfigError, match="value_model: got the reward model itself"):
+        PPOTrainer(
+            make_policy(),
+            make_args(algorithm="ppo"),
+            prompts,
+            reward_model=model,
+            value_model=model,
+            processing_class=tokenizer,
+        )
+
+
 def test_only_ppo_takes_a_value_model(make_policy, make_reward_model, tokenizer, prompts, make_args):
     with pytest.raises(ConfigError, match=r"value_model: [\s\S]*rloo has no value model"):
         TRAINERS["rloo"](
@@ -212,6 +226,37 @@ def test_an_adaptive_coefficient_follows_its_formula(make_policy, tokenizer, pro
         assert line["objective/kl_coef"] == pytest.approx(expected)
         expected *= 1 + min(max(line["objective/kl"] / 0.5 - 1, -0.2), 0.2) * 16 / 40
     assert abs(metrics[-1]["objective/kl_coef"] - 0.1) > 1e-3
+
+
+def test_the_coefficient_of_a_batch_is_the_one_that_is_logged(make_policy, tokenizer, prompts, make_args):
+    """With the penalty in the loss too: it is adapted after the batch, not between its credit and its loss."""
+    used = []
+
+    def loss(output, rows, config):
+        used.append(config.kl.coef)
+        return rloo.loss(output, rows, config)
+
+    rloo = ALGORITHMS["rloo"]
+    args = make_args(
+        algorithm="rloo",
+        total_episodes=32,
+        num_mini_batches=1,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        kl=KLConfig(coef=0.1, where="loss", estimator="k3", target=0.5, horizon=40),
+    )
+    trainer = TRAINERS["rloo"](make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer.learner.algorithm = replace(rloo, loss=loss)
+    trainer.train()
+    logged = [line["objective/kl_coef"] for line in metrics_of(args)]
+    assert sorted(set(used), key=used.index) == logged
+    assert len(set(logged)) == 2
+
+
+def test_every_schedule_of_the_learning_rate_ends_where_it_should(make_policy, tokenizer, prompts, make_args):
+    args = make_args(lr_scheduler_type="polynomial", learning_rate=1e-3)
+    _, metrics = train(make_policy, tokenizer, prompts, args, "online_dpo")
+    assert metrics[-1]["lr"] == pytest.approx(1e-7, rel=0.2)  # transformers' own end
 
 
 def test_no_reference_is_held_without_a_penalty(make_policy, tokenizer, prompts, make_args):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from async_rlhf import KLConfig, LoRAConfig
 from async_rlhf.config import ConfigError
 from async_rlhf.lora import adapters_off, add_adapters, unwrap
+from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
 from async_rlhf.weights import SnapshotRing, named_weights
 
@@ -135,6 +136,21 @@ def test_a_users_own_peft_model_is_trained(make_policy, tokenizer, prompts, make
     moved = {name for name, p in own.named_parameters() if not torch.equal(p, before[name])}
     assert moved
     assert all("lora_" in name for name in moved)
+
+
+def test_a_peft_model_that_was_loaded_frozen_is_refused(make_policy, tokenizer, prompts, make_args, tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM")
+    peft.get_peft_model(make_policy(), config).save_pretrained(tmp_path / "adapter")
+    frozen = peft.PeftModel.from_pretrained(make_policy(), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="is_trainable=True"):
+        TRAINERS["online_dpo"](frozen, make_args(), prompts, reward_funcs=count_letters, processing_class=tokenizer)
+
+
+def test_a_value_model_on_an_adapted_policy_has_its_merged_body(make_policy):
+    policy = add_adapters(make_policy(), LoRAConfig(rank=2), seed=0)
+    stir(policy)
+    hidden = new_value_model(policy).base_model(TOKENS_BT).last_hidden_state
+    torch.testing.assert_close(hidden, policy.base_model(TOKENS_BT).last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_that_cannot_be_merged_are_refused(make_policy):
