@@ -346,6 +346,7 @@ def _earlier_run(folder: Path) -> list[Path]:
     names = ("metrics.jsonl", "samples.jsonl", "schedule.jsonl", FINAL)
     return [
         path
-        for path in (*(folder / name for name in names), *folder.glob("trace*.json"), *folder.glob("checkpoint-*"))
+        # Checkpoints first: were deleting interrupted, one without its logs could be resumed from.
+        for path in (*folder.glob("checkpoint-*"), *(folder / name for name in names), *folder.glob("trace*.json"))
         if path.exists()
     ]

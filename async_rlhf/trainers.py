@@ -108,14 +108,7 @@ class OnlineTrainer:
         if args.eval_steps and eval_dataset is None:
             raise ConfigError(f"eval_steps: got {args.eval_steps}; must be 0 without eval_dataset")
         check_integrations(args.report_to)
-        output_dir = Path(args.output_dir)
-        self._checkpoint = checkpoint_to_resume(args)
-        self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
-        if self._resumed is not None:
-            self._resumed.check(args)
-        self._here = self._checkpoint is not None and self._checkpoint.parent.resolve() == output_dir.resolve()
-        afresh = args.overwrite_output_dir or (args.resume and self._checkpoint is None)
-        check_output_dir(output_dir, afresh or self._here)
+        self._find_checkpoint()
         self._recorded = None
         if args.replay_from is not None:
             self._recorded = read_schedule(Path(args.replay_from), args.generation.workers, args.num_batches)
@@ -146,6 +139,17 @@ class OnlineTrainer:
             self._resumed.check_inputs(self._inputs, args.resume_anyway)
         self._started = False
 
+    def _find_checkpoint(self) -> None:
+        """What the run goes on from, if anything, and whether its folder may be written to."""
+        args, output_dir = self.args, Path(self.args.output_dir)
+        self._checkpoint = checkpoint_to_resume(args)
+        self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
+        if self._resumed is not None:
+            self._resumed.check(args)
+        self._here = self._checkpoint is not None and self._checkpoint.parent.resolve() == output_dir.resolve()
+        afresh = args.overwrite_output_dir or (args.resume and self._checkpoint is None)
+        check_output_dir(output_dir, afresh or self._here)
+
     def train(self) -> OnlineTrainerState:
         """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
 
@@ -169,6 +173,9 @@ class OnlineTrainer:
             stack.enter_context(closing(generator))
             if resumed is not None and self._here:
                 Checkpoints(folder).delete_newer(resumed.batch)
+                # A kill may have come between the last checkpoint and the deletion of old ones.
+                best = self.callbacks.state.best_model_checkpoint
+                Checkpoints(folder).delete_old(self.args.save_total_limit, best)
             else:
                 delete_earlier_run(folder)
             if self.args.trace:

@@ -19,7 +19,9 @@ class JsonLines:
 
     def __init__(self, path: Path, keep: int = 0) -> None:
         self._file: BinaryIO = path.open("ab" if keep else "wb")
-        self._file.truncate(min(keep, self._file.tell()))
+        if self._file.tell() < keep:
+            raise OSError(f"{str(path)!r} has {self._file.tell()} bytes, but {keep} when the checkpoint was written")
+        self._file.truncate(keep)
         self._file.seek(0, os.SEEK_END)
 
     def write(self, row: Mapping[str, Any]) -> None:
