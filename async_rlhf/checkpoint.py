@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -334,6 +335,10 @@ def check_output_dir(folder: Path, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir: {str(folder)!r} cannot be made: {error}") from error
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"output_dir: {str(folder)!r} cannot be written to: {error}") from error
 
 
 def delete_earlier_run(folder: Path) -> None:
