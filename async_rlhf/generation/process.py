@@ -6,6 +6,7 @@ gets its open requests again, whose weights are still in the ring.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import queue
@@ -81,6 +82,8 @@ class ProcessGenerator:
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._replies: dict[int, dict[int, Reply]] = {}
         self._restarts = 0
+        # Before multiprocessing's own exit, which would wait for ever for processes that do not heed SIGTERM.
+        atexit.register(self.close)
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into shared memory."""
@@ -125,6 +128,7 @@ class ProcessGenerator:
 
     def close(self) -> None:
         """End the processes."""
+        atexit.unregister(self.close)
         for worker in self.workers:
             worker.close()
         self.ring.close()

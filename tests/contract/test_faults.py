@@ -400,6 +400,32 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
         learner.kill()
 
 
+UNCLOSED = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest
+from async_rlhf.config import GenerationConfig
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.process import ProcessGenerator
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.reports.trace import Trace
+from transformers import GPTNeoXForCausalLM
+policy = GPTNeoXForCausalLM(conftest.tiny_config())
+generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), GenerationConfig(), 0, Trace())
+generator.publish(policy, 0)
+generator.submit(1, 0, PromptStream([{{"query": "def f():"}}], conftest.byte_tokenizer()).batch(1, 500))
+raise RuntimeError("while the generator samples")
+"""
+
+
+def test_a_program_that_fails_without_closing_its_generator_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED.format(tests=str(Path(__file__).parents[1])))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "RuntimeError: while the generator samples" in done.stderr
+
+
 @pytest.fixture
 def started(tmp_path, make_policy, tokenizer, prompts):
     """The command on a long run, after its first batches; its output folder; and its options."""
