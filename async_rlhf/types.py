@@ -95,8 +95,6 @@ class Experience:
     """1.0 at response tokens (the stop token too), 0.0 at the prompt and at padding."""
     behaviour_logprobs_BT: Tensor
     """By the weights that sampled, from the generator."""
-    versions_BT: Tensor
-    """Version of the weights that produced each response token; -1 elsewhere."""
     scores_B: Tensor
     weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""

@@ -43,9 +43,6 @@ class Engine(Protocol):
     def probe(self) -> list[float]:
         """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by the weights it holds."""
 
-    def close(self) -> None:
-        """Free what it holds."""
-
 
 class Generator(Protocol):
     """Engines and their weights, wherever they run."""

@@ -66,9 +66,6 @@ class TransformersEngine:
         """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
         return probe_logprobs(self.model, self.autocast)
 
-    def close(self) -> None:
-        """Nothing to free: the model belongs to the caller."""
-
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """K completions for each prompt, in the order of the prompts.

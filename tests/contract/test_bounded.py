@@ -68,6 +68,18 @@ def test_versions_are_within_the_bound_and_the_replay_is_identical(
     assert read_schedule(Path(replay_args.output_dir) / "schedule.jsonl", workers, 12) == schedule
 
 
+def test_a_replay_takes_the_versions_of_the_record(tmp_path, make_policy, tokenizer, prompts, make_args):
+    """A record that says the newest weights for each batch makes a run with staleness 2 the synchronous one."""
+    record = tmp_path / "schedule.jsonl"
+    record.write_text("".join(json.dumps({"batch": b, "versions": [b - 1]}) + "\n" for b in range(1, 7)))
+    fresh = make_args("fresh", staleness=2, staleness_mode="bounded", replay_from=str(record))
+    weights, metrics, _ = run(make_policy, tokenizer, prompts, fresh)
+    assert [m["schedule/version"] for m in metrics] == list(range(6))
+    synchronous, _, _ = run(make_policy, tokenizer, prompts, make_args("synchronous"))
+    for name, tensor in synchronous.items():
+        assert torch.equal(tensor, weights[name]), name
+
+
 def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer, prompts, make_args):
     """Stopped before it can start on batch 2, it finds version 1 when it goes on."""
     generation = make_args(generation={"placement": "process"}).generation

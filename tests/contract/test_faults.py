@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from conftest import count_letters
 from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker
 from transformers import TrainerCallback
 
-from async_rlhf import OnlineDPOTrainer
+from async_rlhf import GenerationConfig, OnlineDPOTrainer
 from async_rlhf.checkpoint import Checkpoints, verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
@@ -79,7 +79,19 @@ def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy,
     assert generator_pids() == set()
 
 
-def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, prompts, make_args, monkeypatch):
+@contextmanager
+def large_answer(policy, tokenizer, prompts, **generation):
+    """A generator that samples 6400 completions for batch 1, more than a pipe holds; and its prompts."""
+    config = GenerationConfig(placement="process", num_threads=1, **generation)
+    generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), config, 0, Trace())
+    stream = PromptStream(prompts, tokenizer)
+    with closing(generator):
+        generator.publish(policy, 0)
+        generator.submit(1, 0, stream.batch(1, 16))
+        yield generator, stream
+
+
+def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, prompts, monkeypatch):
     """An answer larger than the pipe lies half-sent, for nobody reads it before the process is killed."""
     read, goes_on = process._Worker._read, threading.Event()
 
@@ -88,42 +100,26 @@ def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, 
         read(worker, pipe, start)
 
     monkeypatch.setattr(process._Worker, "_read", read_later)
-    args = make_args(generation={"placement": "process"})
-    policy, params = make_policy(), SamplingParams(400, 0.7, 48, (256,), 0)
-    generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
-    stream = PromptStream(prompts, tokenizer)
-    try:
-        generator.publish(policy, 0)
-        generator.submit(1, 0, stream.batch(1, 16))
-        worker = generator.workers[0]
+    with large_answer(make_policy(), tokenizer, prompts) as (generator, _):
+        worker, deadline = generator.workers[0], time.monotonic() + 120
         while worker.beat.value == 0 or time.monotonic() - worker.beat.value < 2:  # it has sampled, and begun to send
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(worker.process.pid, signal.SIGKILL)
         goes_on.set()
         batch = generator.collect(1)
-    finally:
-        generator.close()
     assert [len(group.rollouts) for group in batch.groups] == [400] * 16
     assert generator._restarts == 1
 
 
-def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, tokenizer, prompts, make_args, caplog):
+def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, tokenizer, prompts):
     """Stopped in the middle of things, with requests and answers larger than the pipe; it is given up and replaced."""
-    args = make_args(generation={"placement": "process", "heartbeat_timeout": 2.0})
-    policy, params = make_policy(), SamplingParams(400, 0.7, 48, (256,), 0)
-    generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
-    stream = PromptStream(prompts, tokenizer)
-    try:
-        generator.publish(policy, 0)
-        generator.submit(1, 0, stream.batch(1, 16))
+    with large_answer(make_policy(), tokenizer, prompts, heartbeat_timeout=2.0, max_restarts=0) as (generator, stream):
         assert len(generator.collect(1).groups) == 16
         os.kill(generator.workers[0].process.pid, signal.SIGSTOP)
         generator.submit(2, 0, stream.batch(2, 20_000))
-        generator.config = replace(generator.config, max_restarts=0)
         with pytest.raises(GeneratorError, match=r"gave no sign of life for 2 s \(generation.heartbeat_timeout\)"):
             generator.collect(2)
-    finally:
-        generator.close()
 
 
 def test_sigterm_to_the_whole_job_leaves_the_generators_to_the_learner(make_policy, tokenizer, prompts, make_args):

@@ -224,6 +224,9 @@ def test_what_would_break_exactness_is_named(make_policy, tokenizer, prompts, ma
         run(make_policy, tokenizer, prompts, make_args(**changed))
     with pytest.raises(ConfigError, match="train_dataset: was"):
         run(make_policy, tokenizer, prompts[:-1], make_args(resume=True))
+    other = [{**row, "name": row["name"].upper()} for row in prompts]  # a column that a reward may read
+    with pytest.raises(ConfigError, match="train_dataset: was"):
+        run(make_policy, tokenizer, other, make_args(resume=True))
     with pytest.raises(ConfigError, match="ref_model: was"):
         run(lambda: make_policy(4), tokenizer, prompts, make_args(resume=True))
     with pytest.raises(ConfigError, match="reward_model: was None, is"):
@@ -307,6 +310,17 @@ def test_callbacks_with_a_state_get_it_back(make_policy, tokenizer, prompts, mak
     assert counter.seen == 6
     assert trainer.callbacks.state.episode == 48
     assert [logs["step"] for logs in trainer.callbacks.state.log_history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_callback_may_draw_random_numbers_when_the_run_begins(make_policy, tokenizer, prompts, make_args):
+    class Draws(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            random.random(), np.random.rand(), torch.rand(())
+
+    whole = run(make_policy, tokenizer, prompts, make_args("whole"), callbacks=[Draws()])
+    run(make_policy, tokenizer, prompts, make_args("stopped"), callbacks=[Draws(), StopAfter(2)])
+    again = run(make_policy, tokenizer, prompts, make_args("stopped", resume=True), callbacks=[Draws()])
+    assert_same(again, whole)
 
 
 def test_nothing_is_unpickled(make_policy, tokenizer, prompts, make_args):

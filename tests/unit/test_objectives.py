@@ -251,7 +251,6 @@ def ragged_experience(seed: int, P: int, K: int, garbage: float = 0.0) -> tuple[
         response_mask_BT=mask_BT,
         behaviour_logprobs_BT=noise_BT[0],
         reference_logprobs_BT=noise_BT[1],
-        versions_BT=torch.where(mask_BT > 0, 0, -1),
         scores_B=torch.tensor([score for group in scores for score in group]),
         weights_U=torch.ones(B),
     )
