@@ -239,12 +239,20 @@ def test_what_would_break_exactness_is_named(make_policy, tokenizer, prompts, ma
 
 
 def test_a_second_stop_before_anything_is_logged(make_policy, tokenizer, prompts, make_args):
-    """The position in the logs is right from the moment of resuming."""
-    whole = run(make_policy, tokenizer, prompts, make_args("whole", logging_steps=3))
-    for stop in (3, 4, 5):
-        args = make_args("stopped", logging_steps=3, resume=True)
-        run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(stop)])
-    assert_same(run(make_policy, tokenizer, prompts, make_args("stopped", logging_steps=3, resume=True)), whole)
+    """Lines behind the checkpoint are cut off, and the position is right from then on, not from the next line on."""
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 7:
+                raise ArithmeticError("lines of batch 3 and 6 are there, and the checkpoint after batch 4")
+
+    options = {"logging_steps": 3, "save_steps": 4, "total_episodes": 80}
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", **options))
+    with pytest.raises(ArithmeticError):
+        run(make_policy, tokenizer, prompts, make_args("stopped", **options), callbacks=[Breaks()])
+    resumed = make_args("stopped", resume=True, **options)
+    run(make_policy, tokenizer, prompts, resumed, callbacks=[StopAfter(5)])
+    assert_same(run(make_policy, tokenizer, prompts, resumed), whole)
 
 
 def test_going_back_deletes_the_future_that_was(make_policy, tokenizer, prompts, make_args):
