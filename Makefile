@@ -4,13 +4,16 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test lint setup bench faults clean
+.PHONY: quickstart test test-vllm lint setup setup-vllm bench faults clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
 
-test: setup         ## install, then run all tests
+test: setup         ## install, then run all tests that need neither vLLM nor a GPU
 	$(BIN)/python -m pytest
+
+test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
+	$(BIN)/python -m pytest -m vllm tests/vllm
 
 lint: setup         ## style and types
 	$(BIN)/ruff check .
@@ -32,6 +35,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,report]'
+	@touch $@
+
+setup-vllm: $(VENV)/.vllm   ## add vLLM: its CUDA build where there is an NVIDIA GPU, its CPU build elsewhere
+
+$(VENV)/.vllm: $(VENV)/.installed scripts/setup_vllm.py
+	@$(BIN)/python scripts/setup_vllm.py
 	@touch $@
 
 clean:              ## remove what make setup made; results in runs/ stay

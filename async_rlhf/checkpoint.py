@@ -61,6 +61,12 @@ _MAY_CHANGE = {
     "generation.timeout",
     "generation.heartbeat_timeout",
     "generation.probe_steps",
+    "generation.mismatch_samples",
+    "generation.urls",
+    "generation.weights_dir",
+    "generation.vllm.gpu_memory_utilization",
+    "generation.vllm.kv_cache_gb",
+    "generation.vllm.sleep",
 }
 """Keys that do not change what is computed, and the length of the run."""
 

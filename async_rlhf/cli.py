@@ -59,6 +59,11 @@ COMMANDS = {
         "async_rlhf.config:ReplayConfig",
         "async_rlhf.stages.replay:run_replay",
     ),
+    "serve": Command(
+        "start a vLLM server that samples for runs on other devices or hosts",
+        "async_rlhf.config:ServeConfig",
+        "async_rlhf.generation.vllm_serve:run_serve",
+    ),
     "evaluate": Command(
         "compare models on held-out prompts: gold reward, win-rates, KL",
         "async_rlhf.config:EvaluateConfig",

@@ -84,6 +84,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def names_below_adapters(model: nn.Module) -> dict[str, str]:
+    """For every parameter that an adapter sits on: its name in the model without adapters, and its name now."""
+    return {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters() if ".base_layer." in name}
+
+
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and value of every parameter, as if the adapters were merged into the weights; one after the other.
 

@@ -111,7 +111,7 @@ class OnlineTrainer:
         self._find_checkpoint()
         self._recorded = None
         if args.replay_from is not None:
-            self._recorded = read_schedule(Path(args.replay_from), args.generation.workers, args.num_batches)
+            self._recorded = read_schedule(Path(args.replay_from), args.generation.shares, args.num_batches)
         self.processing_class = _tokenizer(model, processing_class)
         # Data before models: its mistakes are found within seconds.
         self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")

@@ -1,22 +1,27 @@
 """Numbered snapshots of the policy's weights: publish, fetch, verify.
 
-A ring of S + 1 slots suffices for staleness S, and no slot is ever overwritten while it can be read: version v lies
-in slot v mod (S + 1) and is needed by batches up to v + 1 + S; version v + S + 1 takes its place only after batch
-v + S + 1 has been trained on, so after it has been sampled.
+S + 1 snapshots suffice for staleness S, and none is ever overwritten or deleted while it can be read: version v is
+needed by batches up to v + 1 + S; version v + S + 1 takes its place only after batch v + S + 1 has been trained on,
+so after it has been sampled. They lie in memory that the processes of one host share, or in a folder that several
+hosts share.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from async_rlhf.lora import has_adapters, merged_parameters
@@ -68,6 +73,26 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
+class Snapshots(Protocol):
+    """Where workers find numbered weights."""
+
+    published: dict[int, dict[str, str]]
+    """The versions there are, with the digest of each tensor."""
+
+    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
+        """Copy the weights, and return their digests."""
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version."""
+
+    @property
+    def newest(self) -> int:
+        """The version published last."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Where one tensor lies within a slot."""
@@ -110,7 +135,7 @@ class SnapshotRing:
         specs, offset = [], 0
         buffers = dict(model.named_buffers())
         for name, tensor in iterate_weights(model):
-            kept = dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
+            kept = _kept_dtype(name, tensor, buffers, dtype)
             specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
             size = tensor.numel() * kept.itemsize
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -149,6 +174,62 @@ class SnapshotRing:
             os.close(self.fd)
             self.fd = -1
         self.published.clear()
+
+
+class SnapshotFolder:
+    """S + 1 snapshots as safetensors files in a folder that several hosts see; each appears whole or not at all.
+
+    Args:
+        folder: of this run alone; made, and removed by :meth:`close`.
+        dtype: parameters are rounded to it.
+        slots: S + 1.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, slots: int) -> None:
+        self.folder, self.dtype, self.slots = folder, dtype, slots
+        self.published: dict[int, dict[str, str]] = {}
+        self.newest = -1
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def file(self, version: int) -> Path:
+        """The file of one version."""
+        return self.folder / f"version-{version}.safetensors"
+
+    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
+        """Write the weights and return their digests."""
+        buffers = dict(model.named_buffers())
+        with torch.no_grad():
+            tensors = {
+                name: tensor.to("cpu", _kept_dtype(name, tensor, buffers, self.dtype)).contiguous()
+                for name, tensor in iterate_weights(model)
+            }
+        try:
+            temporary = self.file(version).with_suffix(".tmp")
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.replace(self.file(version))
+        except SafetensorError as error:  # a full disk comes as this, not as an OSError
+            raise OSError(f"{str(self.file(version))!r} could not be written: {error}") from error
+        self.published[version] = digests(tensors)
+        for old in [v for v in self.published if v <= version - self.slots]:
+            del self.published[old]
+            self.file(old).unlink()
+        self.newest = version
+        return self.published[version]
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version, read back."""
+        return load_file(self.file(version))
+
+    def close(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.published.clear()
+
+
+def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
+    """Parameters are rounded, buffers are not: the frequencies of rotary positions would suffer."""
+    return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
 
 
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:

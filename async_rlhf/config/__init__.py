@@ -13,7 +13,8 @@ from async_rlhf.config.algorithms import (
     RLOOConfig,
 )
 from async_rlhf.config.base import ConfigError
-from async_rlhf.config.online import GenerationConfig, LoRAConfig, OnlineConfig
+from async_rlhf.config.generation import GenerationConfig, ServeConfig, VLLMConfig
+from async_rlhf.config.online import LoRAConfig, OnlineConfig
 from async_rlhf.config.run import (
     DataConfig,
     EvaluateConfig,
@@ -48,4 +49,6 @@ __all__ = [
     "RewardConfig",
     "RunConfig",
     "SFTConfig",
+    "ServeConfig",
+    "VLLMConfig",
 ]

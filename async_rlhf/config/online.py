@@ -6,53 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, require
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class GenerationConfig(Checked):
-    """How completions are sampled, and where.
-
-    Args:
-        placement: "inline" samples in the learner's process, in turn with training (staleness 0 only); "process"
-            samples in processes of their own; "auto" is inline for staleness 0, else process.
-        workers: generator processes; they share the prompts of each batch.
-        temperature: of the sampling distribution. Every log-probability is of the scaled distribution.
-        response_length: most new tokens of a completion, the stop token included.
-        stop_tokens: texts of single tokens that end a completion, beside the model's end-of-sequence tokens.
-        batch_size: most completions decoded together.
-        device: where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the
-            last first, or shares its only one; the workers of a learner on the CPU run there too.
-        dtype: of the generator's weights, and so of the published snapshots. Inline, the learner's own are used.
-        num_threads: CPU threads of each generator process; null shares the cores evenly with the learner.
-        max_restarts: how often dead generator processes are started again before the run stops.
-        timeout: seconds without an answer from a generator process after which the run stops with an error.
-        heartbeat_timeout: seconds without a sign of life (a layer of the model computed) after which a generator
-            process that has begun to sample is held to hang, and is killed and started again.
-        probe_steps: batches between two probes, which compare log-probabilities of fixed sequences by generator and
-            learner; 0 for none. The checksum of every tensor is compared always.
-    """
-
-    placement: Literal["auto", "inline", "process"] = "auto"
-    workers: int = 1
-    temperature: float = 0.7
-    response_length: int = 53
-    stop_tokens: list[str] = field(default_factory=list)
-    batch_size: int = 512
-    device: str | None = None
-    dtype: Dtype = "float32"
-    num_threads: int | None = None
-    max_restarts: int = 3
-    timeout: float = 1800.0
-    heartbeat_timeout: float = 120.0
-    probe_steps: int = 10
-
-    def check(self) -> None:
-        self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
-        self.at_least(0, "max_restarts", "probe_steps")
-        self.above(0, "temperature", "timeout", "heartbeat_timeout")
-        self.is_device("device")
+from async_rlhf.config.generation import GenerationConfig
 
 
 @dataclass(frozen=True)
@@ -227,11 +181,18 @@ class OnlineConfig(Checked):
             'must be null with staleness_mode "exact", which needs no record to be repeated',
         )
         require(
-            self.generation.workers <= self.batch_size,
-            "generation.workers",
-            self.generation.workers,
+            self.generation.shares <= self.batch_size,
+            "generation.urls" if self.generation.urls else "generation.workers",
+            self.generation.shares,
             f"must be at most the batch of {self.batch_size} prompts",
         )
+        in_flight = self.generation.in_flight
+        right = 'must be "bounded" with generation.in_flight: which weights draw a token depends on timing'
+        require(not in_flight or self.staleness_mode == "bounded", "staleness_mode", self.staleness_mode, right)
+        right = "must be null with generation.in_flight: a record of versions by batch cannot repeat it"
+        require(not in_flight or self.replay_from is None, "replay_from", self.replay_from, right)
+        right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
+        require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
 
     @property
     def resuming(self) -> bool:
@@ -259,7 +220,7 @@ class OnlineConfig(Checked):
         return True
 
     @property
-    def placement(self) -> Literal["inline", "process"]:
+    def placement(self) -> Literal["inline", "process", "server"]:
         """Where completions are sampled, "auto" resolved."""
         if self.generation.placement == "auto":
             return "inline" if self.staleness == 0 else "process"
@@ -273,5 +234,5 @@ class OnlineConfig(Checked):
             "batches": self.num_batches,
             "optimiser steps": self.num_optimizer_steps,
             "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
-            "generation": self.placement,
+            "generation": f"{self.generation.engine}, {self.placement}",
         }

@@ -1,16 +1,22 @@
-"""Sampling in the learner's process, in turn with training, from the learner's own weights."""
+"""Sampling in the learner's process, in turn with training."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import nn
+from transformers import PreTrainedModel
 
-from async_rlhf.generation.protocol import Version
+from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.protocol import Engine, GeneratorError, Version
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
+from async_rlhf.weights import differing, digests, named_weights
+
+if TYPE_CHECKING:
+    from async_rlhf.generation.vllm_engine import VLLMEngine
 
 
 class InlineGenerator:
@@ -19,17 +25,22 @@ class InlineGenerator:
     Args:
         engine: on the learner's policy.
         trace: where generation is recorded.
+        agreement: compares the log-probabilities of some completions with the learner's; None for no comparison.
     """
 
-    def __init__(self, engine: TransformersEngine, trace: Trace) -> None:
+    def __init__(self, engine: Engine, trace: Trace, agreement: Agreement | None = None) -> None:
         self.engine = engine
         self.trace = trace
+        self.agreement = agreement
+        self._policy: PreTrainedModel | None = None
         self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Only the number changes hands."""
+        assert isinstance(self.engine, TransformersEngine)
         if policy is not self.engine.model:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
+        self._policy = policy
         self.engine.version = version
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
@@ -48,8 +59,51 @@ class InlineGenerator:
         ended = time.monotonic()
         self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
         groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
-        return RolloutBatch(index, version, groups, ended - started, (version,))
+        return RolloutBatch(index, version, groups, ended - started, (version,), self._measure(index, groups))
 
     def close(self) -> None:
         """Nothing to end."""
         self._requests.clear()
+
+    def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
+        if self.agreement is None or self._policy is None:
+            return {}
+        with self.trace.span("mismatch", batch=index):
+            return self.agreement.measure(self._policy, lambda _: {}, groups)
+
+
+class InlineVLLMGenerator(InlineGenerator):
+    """vLLM in the learner's process, with a copy of the weights; on a GPU the two take turns with the memory.
+
+    Args:
+        engine: vLLM's.
+        trace: where generation is recorded.
+        agreement: see InlineGenerator.
+        sleep: let vLLM sleep while the learner trains.
+    """
+
+    engine: VLLMEngine
+
+    def __init__(self, engine: VLLMEngine, trace: Trace, agreement: Agreement, sleep: bool) -> None:
+        super().__init__(engine, trace, agreement)
+        self._sleeps = sleep
+        self._asleep = False
+
+    def publish(self, policy: PreTrainedModel, version: int) -> None:
+        """Hand vLLM the weights as they are now."""
+        self._policy = policy
+        if self._asleep:
+            self.engine.wake()
+            self._asleep = False
+        weights = named_weights(policy)
+        wrong = differing(self.engine.load(weights, version), digests(weights))
+        if wrong:
+            raise GeneratorError(f"vLLM took weights that are not those of version {version}: {wrong}")
+
+    def collect(self, index: int) -> RolloutBatch:
+        """Sample the batch now."""
+        batch = super().collect(index)
+        if self._sleeps and not self._requests:
+            self.engine.sleep()
+            self._asleep = True
+        return batch

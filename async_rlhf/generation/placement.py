@@ -6,14 +6,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.config import OnlineConfig
-from async_rlhf.generation.inline import InlineGenerator
+from async_rlhf.config import GenerationConfig, OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.inline import InlineGenerator, InlineVLLMGenerator
+from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator, SamplingParams
+from async_rlhf.generation.server import ServerGenerator
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.reports.trace import Trace
 
@@ -27,7 +32,7 @@ def shared_cores(config: OnlineConfig, device: torch.device) -> Iterator[int | N
     """
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = config.placement == "inline" or device.type != "cpu"
+    alone = config.placement != "process" or device.type != "cpu"
     workers = config.generation.workers
     per_worker = config.generation.num_threads or (None if alone else max(1, cores // (workers + 1)))
     learner = config.num_threads or (None if alone else max(1, cores - workers * (per_worker or 0)))
@@ -44,7 +49,33 @@ def make_generator(
 ) -> Generator:
     """The generator that the configuration asks for."""
     autocast = torch.bfloat16 if config.bf16 else None
-    if config.placement == "inline":
-        return InlineGenerator(TransformersEngine(policy, params, autocast=autocast), trace)
     generation = replace(config.generation, num_threads=threads)
-    return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast)
+    max_length = config.max_prompt_length + generation.response_length
+    if config.placement == "inline":
+        return _inline(generation, policy, params, trace, autocast, max_length)
+    if config.placement == "server":
+        folder = Path(generation.weights_dir or Path(config.output_dir) / "weights")
+        return ServerGenerator(policy, params, generation, config.staleness, trace, folder, max_length, autocast)
+    return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast, max_length)
+
+
+def _inline(
+    config: GenerationConfig,
+    policy: PreTrainedModel,
+    params: SamplingParams,
+    trace: Trace,
+    autocast: torch.dtype | None,
+    max_length: int,
+) -> InlineGenerator:
+    if config.engine == "transformers":
+        agreement = Agreement(config, torch.float32, autocast)
+        return InlineGenerator(TransformersEngine(policy, params, autocast=autocast), trace, agreement)
+    from async_rlhf.generation.vllm_engine import VLLMEngine, keep_callable
+
+    dtype, device = getattr(torch, config.dtype), policy.device
+    require(not device.index, "device", str(device), "must be the first GPU with vLLM inline")
+    spec = ModelSpec(type(policy), policy.config, dtype, device.type, vllm=config.vllm, max_length=max_length)
+    engine = VLLMEngine(spec, params)
+    keep_callable(policy)
+    sleep = config.vllm.sleep and device.type == "cuda"
+    return InlineVLLMGenerator(engine, trace, Agreement(config, dtype, autocast), sleep)

@@ -6,26 +6,28 @@ Checksums prove that the right numbers arrived; the probe proves that the engine
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.forward import response_logprobs
 
 ROWS, LENGTH = 4, 16
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Of the mean absolute difference, in nats per token. Rounding alone stays an order of magnitude below."""
+
+
+def probe_tokens(vocabulary: int) -> Tensor:
+    """The sequences, (ROWS, LENGTH), drawn once for all from the vocabulary."""
+    return torch.randint(vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def probe_logprobs(model: PreTrainedModel, autocast: torch.dtype | None = None) -> list[float]:
-    """Log-probability of each token of some fixed sequences, drawn once for all from the vocabulary.
+    """Log-probability of each token of :func:`probe_tokens` but the first of each.
 
     Args:
         model: the policy, wherever it runs.
         autocast: compute in this type.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    tokens_BT = torch.randint(vocabulary, (ROWS, LENGTH), generator=generator).to(model.device)
+    tokens_BT = probe_tokens(model.get_input_embeddings().weight.shape[0]).to(model.device)
     mask_BT = torch.ones(ROWS, LENGTH, device=model.device)
     mask_BT[:, 0] = 0
     training = model.training

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -25,21 +25,17 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, GenerationConfig
-from async_rlhf.generation.probe import TOLERANCE, difference, probe_logprobs
-from async_rlhf.generation.protocol import SamplingParams, Version
-from async_rlhf.generation.worker import Failure, ModelSpec, Reply, Request, run_worker
+from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.worker import run_worker
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
-from async_rlhf.weights import SnapshotRing, differing
+from async_rlhf.weights import SnapshotRing
 
 logger = logging.getLogger(__name__)
 
 
-class GeneratorError(RuntimeError):
-    """A generator process failed. The message holds its own traceback."""
-
-
-class ProcessGenerator:
+class ProcessGenerator(RemoteGenerator):
     """Generator processes that share the prompts of every batch.
 
     Args:
@@ -49,7 +45,10 @@ class ProcessGenerator:
         staleness: S; S + 1 snapshots are kept.
         trace: where generation is recorded.
         autocast: see TransformersEngine.
+        max_length: most tokens of prompt and response together.
     """
+
+    workers: list[_Worker]
 
     def __init__(
         self,
@@ -59,79 +58,32 @@ class ProcessGenerator:
         staleness: int,
         trace: Trace,
         autocast: torch.dtype | None = None,
+        max_length: int | None = None,
     ) -> None:
         dtype = getattr(torch, config.dtype)
-        self.config = config
-        self.trace = trace
         self.ring = SnapshotRing.for_model(policy, dtype, staleness + 1)
         if type(policy).__module__ == "__main__":
             raise ConfigError(
                 f"model: {type(policy).__name__} is defined in the script itself, where generator processes cannot "
                 "find it; must be in a module of its own, or use staleness 0"
             )
-        spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads, autocast)
+        vllm = config.vllm if config.engine == "vllm" else None
+        spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads, autocast, vllm, max_length)
         self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
         devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
-        self.workers = [
+        workers = [
             _Worker(number, replace(spec, device=devices[number]), params, self.ring, self._arrived)
             for number in range(config.workers)
         ]
-        self._autocast = autocast
-        self._probes: dict[int, list[float]] = {}
-        self._differences: dict[int, list[float]] = {}
-        self._prompts: dict[int, Sequence[Prompt]] = {}
-        self._replies: dict[int, dict[int, Reply]] = {}
+        super().__init__(workers, self.ring, config, trace, autocast)
         self._restarts = 0
         # Before multiprocessing's own exit, which would wait for ever for processes that do not heed SIGTERM.
         atexit.register(self.close)
 
-    def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Copy the weights into shared memory."""
-        self.ring.publish(policy, version)
-        self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.ring.published}
-        if self.config.probe_steps and version % self.config.probe_steps == 0:
-            self._probes[version] = probe_logprobs(policy, self._autocast)
-
-    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
-        """Give each worker its share of the batch."""
-        self._prompts[index] = prompts
-        self._replies[index] = {}
-        count = len(self.workers)
-        for worker in self.workers:
-            share = prompts[worker.number * len(prompts) // count : (worker.number + 1) * len(prompts) // count]
-            own = version[worker.number] if isinstance(version, tuple) else version
-            # The columns stay here: they may be large, and only rewards need them.
-            stripped = tuple(replace(prompt, columns={}) for prompt in share)
-            worker.submit(Request(index, own, stripped, probe=own is None or own in self._probes))
-
-    def collect(self, index: int) -> RolloutBatch:
-        """Wait for every share of the batch.
-
-        Raises:
-            GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
-        """
-        replies = self._replies[index]
-        deadline = time.monotonic() + self.config.timeout
-        while len(replies) < len(self.workers):
-            answered = self._wait(deadline - time.monotonic())
-            if answered:
-                deadline = time.monotonic() + self.config.timeout
-        del self._replies[index]
-        ordered = [replies[worker.number] for worker in self.workers]
-        completions = [group for reply in ordered for group in reply.completions]
-        groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
-        seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
-        shares = tuple(reply.version for reply in ordered)
-        probed = self._differences.pop(index, None)
-        metrics = {"weights/probe_difference": max(probed)} if probed else {}
-        return RolloutBatch(index, min(shares), groups, seconds, shares, metrics)
-
     def close(self) -> None:
         """End the processes."""
         atexit.unregister(self.close)
-        for worker in self.workers:
-            worker.close()
-        self.ring.close()
+        super().close()
 
     def _wait(self, seconds: float) -> bool:
         """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
@@ -169,39 +121,8 @@ class ProcessGenerator:
             return False
         if isinstance(reply, Failure):
             raise GeneratorError(f"generator process {worker.number}: {reply.message}\n\n{reply.traceback}")
-        self._check(worker, worker.answered(), reply)
-        self._replies[reply.batch][worker.number] = reply
-        track = f"generator {worker.number}"
-        self.trace.add("load", reply.started, reply.started + reply.load_seconds, track, version=reply.version)
-        self.trace.add(
-            "generate", reply.started + reply.load_seconds, reply.ended, track, batch=reply.batch, version=reply.version
-        )
+        self._accept(worker, reply)
         return True
-
-    def _check(self, worker: _Worker, request: Request, reply: Reply) -> None:
-        """Require the weights that the request names, whole, and an engine that computes what the learner does."""
-        who = f"generator process {worker.number}"
-        if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
-            raise GeneratorError(
-                f"{who} answered batch {reply.batch} with weights of version {reply.version}; batch {request.batch} "
-                f"needs version {request.version}"
-            )
-        if wrong := differing(reply.digests, self.ring.published.get(reply.version, {})):
-            raise GeneratorError(
-                f"{who} sampled batch {reply.batch} with weights that are not those of version {reply.version}: {wrong}"
-            )
-        if reply.probe is None or reply.version not in self._probes:
-            return
-        found = difference(reply.probe, self._probes[reply.version])
-        limit = TOLERANCE[torch.float32 if self._autocast is None else self._autocast]
-        limit = max(limit, TOLERANCE[getattr(torch, self.config.dtype)])
-        if not found <= limit:
-            raise GeneratorError(
-                f"{who} holds the weights of version {reply.version}, but computes other log-probabilities with them: "
-                f"they differ by {found:.3g} nats per token on the probe, and {limit:g} is rounding"
-            )
-        # By batch: this answer may have come while an earlier batch is being collected.
-        self._differences.setdefault(reply.batch, []).append(found)
 
     def _restart(self, worker: _Worker, why: str = "") -> None:
         worker.process.join()
@@ -235,6 +156,7 @@ class _Worker:
         self, number: int, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, arrived: queue.SimpleQueue[Any]
     ) -> None:
         self.number = number
+        self.label = f"generator {number}"
         self.open: list[Request] = []
         self.starts = 0
         self._arguments = (spec, params, ring)

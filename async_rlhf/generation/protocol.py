@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,20 @@ Version = int | tuple[int, ...] | None
 """A version of the weights, or one for each worker, or the newest that there is when a worker starts."""
 
 
+class GeneratorError(RuntimeError):
+    """A generator failed. The message holds its own error."""
+
+
 class Engine(Protocol):
     """Samples with one set of weights at a time."""
+
+    version: int
+    """Of the weights that it holds."""
+    refresh: Callable[[], None] | None
+    """Called between two tokens; may load newer weights, which the tokens after it come from."""
+
+    def beat_with(self, beat: Callable[[], None]) -> None:
+        """Call ``beat`` often while generating: a sign of life."""
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Take new weights, and return the digest of each tensor it now holds, read back from the model."""

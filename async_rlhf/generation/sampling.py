@@ -19,6 +19,9 @@ _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
+CPU_BLOCK = 2**18
+"""Probabilities that a CPU handles at a time: so few that they stay in its caches from one pass to the next."""
+
 
 def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
@@ -54,6 +57,16 @@ def row_uniforms(seed: int, prompts: Sequence[Prompt], samples: int, positions: 
     return ((high >> np.uint64(5)) * 67108864.0 + (low >> np.uint64(6))) / 9007199254740992.0  # 53 bits
 
 
+def request_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
+    """A 62-bit seed for each prompt, for engines with random numbers of their own; it depends on (seed, draw) alone."""
+    draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)
+    zero = np.uint64(0)
+    # A sample number that row_uniforms never reaches.
+    counter = np.broadcast_arrays(zero, _LOW, draw_P & _LOW, draw_P >> _32)
+    high, low, _, _ = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    return ((high >> np.uint64(2) << _32) | low).tolist()
+
+
 def draw_tokens(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution at the given number.
 
@@ -65,6 +78,16 @@ def draw_tokens(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tu
     Returns:
         Token ids (B,) and their float32 log-probabilities (B,) under the scaled distribution.
     """
+    rows = max(1, CPU_BLOCK // logits_BV.shape[-1]) if logits_BV.device.type == "cpu" else len(logits_BV)
+    drawn = [
+        _draw_block(part_BV, part_B, temperature)
+        for part_BV, part_B in zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
+    ]
+    tokens, logprobs = zip(*drawn, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw_block(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     # Float64, and scaled by its own last entry: the sum of 100k rounded probabilities is not exactly 1.
     cumulative_BV = logprobs_BV.exp().double().cumsum(dim=-1)

@@ -16,8 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.generation.static_cache import join, keep_rows, only_grows
 from async_rlhf.types import Prompt, Rollout
 from async_rlhf.weights import digests, named_weights
+
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Prompt tokens in one forward pass, padding included: so few that a CPU's caches hold their activations, so many that
+a GPU is busy. Prompts of like length are padded less, too."""
 
 
 class TransformersEngine:
@@ -37,8 +42,11 @@ class TransformersEngine:
         self.params = params
         self.version = version
         self.autocast = autocast
+        self.refresh: Callable[[], None] | None = None
+        """Called between two steps of decoding. It may load other weights; what is sampled so far is kept."""
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
+        self._cache_only_grows = only_grows(DynamicCache(config=model.config))
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def beat_with(self, beat: Callable[[], None]) -> None:
@@ -99,65 +107,84 @@ class TransformersEngine:
         lengths_R = torch.full((rows,), params.response_length, device=device)
         stopped_R = torch.zeros(rows, dtype=torch.bool, device=device)
         stops = torch.tensor(params.stop_token_ids, device=device)
+        versions: list[int] = []
 
         logits_BV, mask_BT, cache = self._prefill(prompts)
+        longest, positions_B = mask_BT.shape[1] - params.response_length, mask_BT.sum(dim=1) - params.response_length
         live_B = torch.arange(rows, device=device)  # the rows still in the batch
         for step in range(params.response_length):
             tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_TR[step, live_B], params.temperature)
             tokens_TR[step, live_B] = tokens_B
             logprobs_TR[step, live_B] = logprobs_B
+            versions.append(self.version)
             ends_B = torch.isin(tokens_B, stops)
             if ends_B.any():
                 lengths_R[live_B[ends_B]] = step + 1
                 stopped_R[live_B[ends_B]] = True
-                goes_on_B = (~ends_B).nonzero().squeeze(-1)
-                live_B, tokens_B, mask_BT = live_B[goes_on_B], tokens_B[goes_on_B], mask_BT[goes_on_B]
-                if len(live_B) == 0:
-                    break
-                cache.reorder_cache(goes_on_B)
-            if step + 1 < params.response_length:
-                mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(live_B), 1)], dim=1)
-                logits_BV = self._forward(tokens_B[:, None], mask_BT, cache)
-        return self._rollouts(tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R)
+                kept_B = keep_rows(cache, ~ends_B)
+                live_B, tokens_B, mask_BT, positions_B = (x[kept_B] for x in (live_B, tokens_B, mask_BT, positions_B))
+            if len(live_B) == 0 or step + 1 == params.response_length:
+                break
+            if self.refresh is not None:
+                self.refresh()
+            seen_BT, positions_B1 = mask_BT[:, : longest + step + 1], (positions_B + step)[:, None]
+            logits_BV = self._forward(tokens_B[:, None], seen_BT, positions_B1, cache)
+        return self._rollouts(tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R, versions)
 
     def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor, DynamicCache]:
-        """Run each prompt once, padded on the left, and repeat its state for its K samples."""
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        tokens_PT = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask_PT = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            tokens_PT[i, longest - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-            mask_PT[i, longest - len(prompt.tokens) :] = 1
-        cache = DynamicCache(config=self.model.config)
-        mask_PT = mask_PT.to(self.model.device)
-        logits_PV = self._forward(tokens_PT.to(self.model.device), mask_PT, cache, **self._prefill_options)
-        repeat_B = torch.arange(len(prompts), device=self.model.device).repeat_interleave(
-            self.params.samples_per_prompt
-        )
-        cache.reorder_cache(repeat_B)
-        return logits_PV[repeat_B], mask_PT[repeat_B], cache
+        """Run each prompt once, padded on the left, and repeat its state for its K samples.
 
-    def _forward(self, tokens_BT: Tensor, mask_BT: Tensor, cache: DynamicCache, **options: int) -> Tensor:
-        """Logits (B, V) after the last of the given tokens; the cache grows by them."""
-        if self._takes_positions:
-            positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
-            options = {**options, "position_ids": positions_BT}  # type: ignore[dict-item]
-        with torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            output = self.model(
-                input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=True, **options
+        Returns:
+            Logits (B, V) for the first token to be drawn, the mask (B, T) of all tokens that may come, and their cache.
+        """
+        samples, device = self.params.samples_per_prompt, self.model.device
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        longest, length = max(lengths), max(lengths) + self.params.response_length
+        tokens_PT = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask_PT = torch.ones(len(prompts), length, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            tokens_PT[i, longest - lengths[i] :] = torch.tensor(prompt.tokens)
+            mask_PT[i, : longest - lengths[i]] = 0
+        tokens_PT, mask_PT = tokens_PT.to(device), mask_PT.to(device)
+        positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
+
+        at_once = len(prompts)
+        if self._cache_only_grows:
+            at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // longest)
+        caches, logits = [], []
+        for first in range(0, len(prompts), at_once):
+            part = slice(first, first + at_once), slice(longest - max(lengths[first : first + at_once]), longest)
+            caches.append(DynamicCache(config=self.model.config))
+            logits.append(
+                self._forward(tokens_PT[part], mask_PT[part], positions_PT[part], caches[-1], **self._prefill_options)
             )
+        cache = join(caches, len(prompts), samples, length)
+        return torch.cat(logits).repeat_interleave(samples, dim=0), mask_PT.repeat_interleave(samples, dim=0), cache
+
+    def _forward(
+        self, tokens_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: DynamicCache, **options: int
+    ) -> Tensor:
+        """Logits (B, V) after the last of the given tokens; the cache grows by them."""
+        inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
+        if self._takes_positions:
+            inputs["position_ids"] = positions_BT
+        with torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         return output.logits[:, -1]
 
-    def _rollouts(self, tokens_RT: Tensor, logprobs_RT: Tensor, lengths_R: Tensor, stopped_R: Tensor) -> Completions:
-        if not torch.isfinite(logprobs_RT).all():
-            raise FloatingPointError(f"the logits of weights version {self.version} are not finite")
+    def _rollouts(
+        self, tokens_RT: Tensor, logprobs_RT: Tensor, lengths_R: Tensor, stopped_R: Tensor, versions: Sequence[int]
+    ) -> Completions:
+        finite = torch.isfinite(logprobs_RT).all(dim=0).tolist()
+        if not all(finite):
+            raise FloatingPointError(f"the logits of weights version {versions[finite.index(False)]} are not finite")
         k = self.params.samples_per_prompt
         tokens, logprobs = tokens_RT.tolist(), logprobs_RT.tolist()
         rollouts = [
             Rollout(
                 tokens=tuple(tokens[i][:length]),
                 logprobs=tuple(logprobs[i][:length]),
-                versions=(self.version,) * length,
+                versions=tuple(versions[:length]),
                 finish_reason="stop" if stopped else "length",
             )
             for i, (length, stopped) in enumerate(zip(lengths_R.tolist(), stopped_R.tolist(), strict=True))

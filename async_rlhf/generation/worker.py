@@ -13,74 +13,26 @@ import signal
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
-from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
+from async_rlhf.generation.protocol import Engine, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.types import Prompt
 from async_rlhf.weights import SnapshotRing
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Enough to build the policy's architecture; its weights come as snapshots."""
+def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
+    """The engine that the spec asks for, its weights still to be loaded."""
+    if spec.vllm is not None:
+        from async_rlhf.generation.vllm_engine import VLLMEngine
 
-    model_class: type[PreTrainedModel]
-    config: PretrainedConfig
-    dtype: torch.dtype
-    device: str
-    num_threads: int | None
-    """CPU threads; None leaves torch's choice."""
-    autocast: torch.dtype | None = None
-
-    def build(self) -> PreTrainedModel:
-        """The model on its device, with weights still to be loaded."""
-        with torch.device(self.device):
-            model = self.model_class._from_config(self.config, dtype=self.dtype)
-        return model.eval()
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One worker's share of a batch."""
-
-    batch: int
-    version: int | None
-    """None for the newest that there is when the worker starts."""
-    prompts: tuple[Prompt, ...]
-    probe: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The completions of a request, and proof of the weights they come from."""
-
-    batch: int
-    version: int
-    digests: dict[str, str]
-    """Of each tensor, as read back from the engine after it loaded them."""
-    completions: Completions
-    started: float
-    """Monotonic clock."""
-    ended: float
-    load_seconds: float
-    probe: list[float] | None = None
-    """Log-probabilities of the probe's sequences, where the request asked for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The engine raised; the learner raises it again."""
-
-    message: str
-    traceback: str
-    out_of_memory: bool = False
-    """A new process, with its memory whole, may succeed where this one did not."""
+        return VLLMEngine(spec, params)
+    with torch.device(spec.device):
+        model = spec.model_class._from_config(spec.config, dtype=spec.dtype)
+    return TransformersEngine(model.eval(), params, version=-1, autocast=spec.autocast)
 
 
 def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, beat: Any) -> None:
@@ -103,19 +55,25 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     try:
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
-        engine = TransformersEngine(spec.build(), params, version=-1, autocast=spec.autocast)
+        engine = make_engine(spec, params)
         engine.beat_with(lambda: setattr(beat, "value", time.monotonic()))
-        held: dict[str, str] = {}
+        held: dict[int, dict[str, str]] = {}
+
+        def load(version: int) -> None:
+            if version != engine.version:
+                held[version] = engine.load(ring.views(version), version)
+
         while (request := requests.get()) is not None:
             started = time.monotonic()
             version = ring.newest if request.version is None else request.version
-            if version != engine.version:
-                held = engine.load(ring.views(version), version)
+            load(version)
             loaded = time.monotonic()
+            engine.refresh = (lambda: load(ring.newest)) if request.in_flight else None
             completions = engine.generate(request.prompts)
             ended = time.monotonic()
-            probe = engine.probe() if request.probe else None
+            probe = (engine.version, engine.probe()) if request.probe else None
             replies.put(Reply(request.batch, version, held, completions, started, ended, loaded - started, probe))
+            held = {engine.version: held[engine.version]}
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         replies.put(Failure(text, traceback.format_exc(), _is_out_of_memory(error)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import LLAMA_SIZES
 from transformers import (
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -20,9 +21,13 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from async_rlhf.forward import response_logprobs
+from async_rlhf.generation import sampling as sampling_module
+from async_rlhf.generation import transformers_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -240,10 +245,13 @@ def make_model(kind: str, make_policy, seed: int = 0):
         return widened(LlamaForCausalLM(LlamaConfig(**sizes)), seed)
     if kind == "mistral_sliding":
         return widened(MistralForCausalLM(MistralConfig(**sizes, sliding_window=5)), seed)
+    if kind == "qwen2_half_sliding":
+        layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
+        return widened(Qwen2ForCausalLM(Qwen2Config(**sizes, **layers, use_sliding_window=True)), seed)
     return widened(MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)), seed)
 
 
-KINDS = ("gpt_neox", "gpt2", "llama", "mistral_sliding", "mixtral")
+KINDS = ("gpt_neox", "gpt2", "llama", "mistral_sliding", "qwen2_half_sliding", "mixtral")
 
 
 def ragged_prompts(count: int = 5, seed: int = 0) -> list[Prompt]:
@@ -386,6 +394,93 @@ def test_loaded_weights_are_the_ones_sampled_from(make_policy):
     assert_same_completions(after, fresh.generate(prompts), 1e-6)
     assert {v for group in after for rollout in group for v in rollout.versions} == {engine.version} == {8}
     assert tokens_of(after) != tokens_of(before)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
+def test_prompts_that_pass_the_model_apart_are_sampled_as_together(make_policy, monkeypatch, kind):
+    model, prompts = make_model(kind, make_policy), ragged_prompts(9)
+    whole = TransformersEngine(model, params()).generate(prompts)
+    passes = []
+    model.register_forward_pre_hook(lambda _, __, inputs: passes.append(inputs["input_ids"].shape), with_kwargs=True)
+    monkeypatch.setitem(transformers_engine.PREFILL_TOKENS, "cpu", 27)
+    assert_same_completions(TransformersEngine(model, params()).generate(prompts), whole)
+    # Two prompts at once, the longest has 13 tokens. A sliding window needs them all padded alike.
+    widths = [13] if kind == "mistral_sliding" else [1, 4, 8, 13, 13]
+    assert [shape[1] for shape in passes[: len(widths)]] == widths
+    assert passes[len(widths)][1] == 1
+
+
+def test_a_large_vocabulary_is_drawn_from_in_blocks(monkeypatch):
+    logits_BV, uniforms_B = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
+    whole = draw_tokens(logits_BV, uniforms_B, 0.7)
+    for block in (1, 100, 349):
+        monkeypatch.setattr(sampling_module, "CPU_BLOCK", block)
+        for ours, theirs in zip(draw_tokens(logits_BV, uniforms_B, 0.7), whole, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+# New weights while sampling
+
+
+@torch.no_grad()
+def slow_generate_with_switch(old, new, prompt: Prompt, uniforms, steps: int, temperature: float):
+    """One row by the old model for so many steps, then by the new one with the keys and values of the old one."""
+    tokens, logprobs, cache = [], [], DynamicCache(config=old.config)
+    inputs = torch.tensor([prompt.tokens])
+    for t, uniform in enumerate(uniforms):
+        model = old if t < steps else new
+        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1].tolist()
+        token, logprob = slow_draw(logits, float(uniform), temperature)
+        tokens.append(token)
+        logprobs.append(logprob)
+        inputs = torch.tensor([[token]])
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("steps", [1, 4, 9])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
+def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_policy, kind, steps):
+    prompts, sampling = ragged_prompts(), params(stop_token_ids=())
+    old, new = make_model(kind, make_policy, seed=0), make_model(kind, make_policy, seed=9)
+    engine = TransformersEngine(copy.deepcopy(old), sampling, version=3)
+    calls = 0
+
+    def refresh() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == steps:
+            engine.load({name: tensor.clone() for name, tensor in new.state_dict().items()}, 5)
+
+    engine.refresh = refresh
+    switched = engine.generate(prompts)
+    assert calls == sampling.response_length - 1  # between any two tokens
+    uniforms = row_uniforms(sampling.seed, prompts, 3, 10)
+    by_old = TransformersEngine(old, sampling, version=3).generate(prompts)
+    by_new = TransformersEngine(new, sampling, version=5).generate(prompts)
+    for p, prompt in enumerate(prompts):
+        for k, rollout in enumerate(switched[p]):
+            tokens, logprobs = slow_generate_with_switch(old, new, prompt, uniforms[p, k], steps, 0.7)
+            assert rollout.tokens == tuple(tokens)
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+            assert rollout.versions == (3,) * steps + (5,) * (10 - steps)
+            assert rollout.tokens[:steps] == by_old[p][k].tokens[:steps]
+            for other in (by_old[p][k], by_new[p][k]):
+                assert rollout.logprobs[steps] != pytest.approx(other.logprobs[steps], abs=1e-4)
+
+
+def test_rows_that_end_before_new_weights_arrive_hold_the_old_version_only(make_policy):
+    prompts = ragged_prompts(10)
+    engine = TransformersEngine(make_policy(0).eval(), params(), version=1)
+    before = engine.generate(prompts)
+    calls = iter(range(100))
+    engine.refresh = lambda: setattr(engine, "version", 2 if next(calls) >= 4 else 1)
+    after = engine.generate(prompts)
+    assert tokens_of(after) == tokens_of(before)  # the same weights under another number
+    rollouts = [rollout for group in after for rollout in group]
+    assert {rollout.versions for rollout in rollouts} == {
+        (1,) * min(5, len(rollout.tokens)) + (2,) * (len(rollout.tokens) - 5) for rollout in rollouts
+    }
+    assert {len(set(rollout.versions)) for rollout in rollouts} == {1, 2}
 
 
 # Log-probabilities for training

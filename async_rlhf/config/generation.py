@@ -1,0 +1,162 @@
+"""How and where completions are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from async_rlhf.config.base import Checked, require
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class VLLMConfig(Checked):
+    """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; a server has its own.
+
+    Args:
+        gpu_memory_utilization: share of the GPU's memory that vLLM may take in all.
+        kv_cache_gb: GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU.
+        block_size: tokens of a block of keys and values, the unit of prefix caching; null for vLLM's choice.
+        enable_prefix_caching: compute a prompt once for its K completions.
+        enforce_eager: do not capture CUDA graphs nor compile; null for false on a GPU and true on a CPU, where
+            compiling costs minutes.
+        sleep: give the GPU's memory to the learner while it trains ("inline" only).
+        options: more arguments of ``vllm.LLM``, by name.
+    """
+
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gb: float | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool | None = None
+    sleep: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        self.above(0, "gpu_memory_utilization", "kv_cache_gb")
+        self.at_least(1, "block_size")
+        share = self.gpu_memory_utilization
+        require(share <= 1, "gpu_memory_utilization", share, "must be at most 1")
+        for name in ("model", "load_format", "dtype", "logprobs_mode", "seed"):
+            require(name not in self.options, f"options.{name}", self.options.get(name), "is decided by the run itself")
+
+
+@dataclass(frozen=True)
+class GenerationConfig(Checked):
+    """How completions are sampled, and where.
+
+    Args:
+        engine: "transformers" decodes with the models of that library, bit for bit repeatable; "vllm" with vLLM, whose
+            log-probabilities differ by the rounding of its kernels (``pip install 'async-rlhf[vllm]'``).
+        placement: "inline" samples in the learner's process, in turn with training (staleness 0 only); "process"
+            samples in processes of their own; "server" in vLLM servers reached by URL; "auto" is inline for staleness
+            0, else process.
+        workers: generator processes; they share the prompts of each batch.
+        urls: of the servers, started by ``async-rlhf serve``; they share the prompts of each batch.
+        weights_dir: folder in which servers find the weights: the learner writes it, every server reads it under the
+            same name; null for ``weights`` in output_dir.
+        in_flight: load new weights between two tokens of the completions under way, instead of before a batch; needs
+            staleness_mode "bounded". Each token is recorded with the version that drew it.
+        temperature: of the sampling distribution. Every log-probability is of the scaled distribution.
+        response_length: most new tokens of a completion, the stop token included.
+        stop_tokens: texts of single tokens that end a completion, beside the model's end-of-sequence tokens.
+        batch_size: most completions decoded together.
+        device: where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the
+            last first, or shares its only one; the workers of a learner on the CPU run there too.
+        dtype: of the generator's weights, and so of the published snapshots. Inline, the learner's own are used.
+        num_threads: CPU threads of each generator process; null shares the cores evenly with the learner.
+        max_restarts: how often dead generator processes are started again before the run stops.
+        timeout: seconds without an answer from a generator process after which the run stops with an error.
+        heartbeat_timeout: seconds without a sign of life (a layer of the model computed) after which a generator
+            process that has begun to sample is held to hang, and is killed and started again.
+        probe_steps: batches between two probes, which compare log-probabilities of fixed sequences by generator and
+            learner; 0 for none. The checksum of every tensor is compared always.
+        mismatch_samples: completions of each batch whose log-probabilities the learner computes too, with the weights
+            that sampled them: what differs is the engine's doing, not the policy's lag; 0 for none.
+        vllm: options of vLLM.
+    """
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    placement: Literal["auto", "inline", "process", "server"] = "auto"
+    workers: int = 1
+    urls: list[str] = field(default_factory=list)
+    weights_dir: str | None = None
+    in_flight: bool = False
+    temperature: float = 0.7
+    response_length: int = 53
+    stop_tokens: list[str] = field(default_factory=list)
+    batch_size: int = 512
+    device: str | None = None
+    dtype: Dtype = "float32"
+    num_threads: int | None = None
+    max_restarts: int = 3
+    timeout: float = 1800.0
+    heartbeat_timeout: float = 120.0
+    probe_steps: int = 10
+    mismatch_samples: int = 8
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+    def check(self) -> None:
+        self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
+        self.at_least(0, "max_restarts", "probe_steps", "mismatch_samples")
+        self.above(0, "temperature", "timeout", "heartbeat_timeout")
+        self.is_device("device")
+        served = self.placement == "server"
+        right = 'must be "vllm" with placement "server"'
+        require(not served or self.engine == "vllm", "engine", self.engine, right)
+        right = 'must name at least one server with placement "server", such as "http://localhost:8000"'
+        require(not served or bool(self.urls), "urls", self.urls, right)
+        require(served or not self.urls, "urls", self.urls, 'must be empty unless placement is "server"')
+        for url in self.urls:
+            require(url.startswith(("http://", "https://")), "urls", url, "must begin with http:// or https://")
+        require(len(set(self.urls)) == len(self.urls), "urls", self.urls, "must name each server once")
+        right = 'must be at least 0.01 with engine "vllm", which samples no colder'
+        require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
+
+    @property
+    def shares(self) -> int:
+        """How many processes or servers share the prompts of a batch."""
+        return len(self.urls) or self.workers
+
+
+@dataclass(frozen=True)
+class ServeConfig(Checked):
+    """A vLLM server for runs with ``generation.placement: server``.
+
+    Only the architecture of the model is read; its weights come from the run. vLLM's own endpoints for loading weights
+    are open to whoever reaches the port: keep it within a network that you trust.
+
+    Args:
+        model: a folder with the policy's config.json, or a hub name.
+        host: address to listen on; "0.0.0.0" for every one.
+        port: to listen on.
+        dtype: of the weights; as ``generation.dtype`` of the run.
+        max_model_len: most tokens of prompt and response together; null for what the model can take.
+        tensor_parallel_size: GPUs that share the model.
+        gpu_memory_utilization: share of each GPU's memory that vLLM may take in all.
+        kv_cache_gb: GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU.
+        num_threads: CPU threads; null for vLLM's own choice.
+        enforce_eager: do not capture CUDA graphs nor compile; null for false on a GPU and true on a CPU.
+        options: more arguments of ``vllm serve``, by name.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: Dtype = "bfloat16"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gb: float | None = None
+    num_threads: int | None = None
+    enforce_eager: bool | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        self.at_least(1, "port", "max_model_len", "tensor_parallel_size", "num_threads")
+        self.above(0, "gpu_memory_utilization", "kv_cache_gb")
+        require(self.port < 65536, "port", self.port, "must be below 65536")
+        require(
+            self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "must be at most 1"
+        )

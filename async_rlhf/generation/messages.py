@@ -1,0 +1,70 @@
+"""What the learner and the processes that sample for it say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from async_rlhf.config import VLLMConfig
+from async_rlhf.generation.protocol import Completions
+from async_rlhf.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Enough to build the policy's architecture; its weights come as snapshots."""
+
+    model_class: type[PreTrainedModel]
+    config: PretrainedConfig
+    dtype: torch.dtype
+    device: str
+    num_threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+    autocast: torch.dtype | None = None
+    vllm: VLLMConfig | None = None
+    """None for the engine on transformers."""
+    max_length: int | None = None
+    """Most tokens of prompt and response together; None for what the model can take. vLLM reserves memory by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One worker's share of a batch."""
+
+    batch: int
+    version: int | None
+    """None for the newest that there is when the worker starts."""
+    prompts: tuple[Prompt, ...]
+    probe: bool = False
+    in_flight: bool = False
+    """Go on with newer weights as soon as there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The completions of a request, and proof of the weights they come from."""
+
+    batch: int
+    version: int
+    """Of the weights that the first tokens come from."""
+    digests: dict[int, dict[str, str]]
+    """By version: of each tensor, as read back from the engine after it loaded them."""
+    completions: Completions
+    started: float
+    """Monotonic clock."""
+    ended: float
+    load_seconds: float
+    probe: tuple[int, list[float]] | None = None
+    """Version, and log-probabilities of the probe's sequences by it, where the request asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The engine raised; the learner raises it again."""
+
+    message: str
+    traceback: str
+    out_of_memory: bool = False
+    """A new process, with its memory whole, may succeed where this one did not."""

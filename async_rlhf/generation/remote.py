@@ -1,0 +1,159 @@
+"""What every generator outside the learner's process shares: numbered snapshots, shares of a batch, proof of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from async_rlhf.config import GenerationConfig
+from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.messages import Reply, Request
+from async_rlhf.generation.probe import difference, probe_logprobs
+from async_rlhf.generation.protocol import GeneratorError, Version
+from async_rlhf.reports.trace import Trace
+from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
+from async_rlhf.weights import Snapshots, differing
+
+
+class Worker(Protocol):
+    """One process or server, and what it still has to answer, in order."""
+
+    number: int
+    label: str
+    open: list[Request]
+
+    def submit(self, request: Request) -> None:
+        """Ask. Returns at once."""
+
+    def answered(self) -> Request:
+        """The request that an answer has come to."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class RemoteGenerator:
+    """Workers that share the prompts of every batch; subclasses wait for them.
+
+    Args:
+        workers: at least one.
+        snapshots: where the workers find the weights.
+        config: of generation.
+        trace: where generation is recorded.
+        autocast: type that the learner computes in; None for that of its weights.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        snapshots: Snapshots,
+        config: GenerationConfig,
+        trace: Trace,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.workers = workers
+        self.snapshots = snapshots
+        self.config = config
+        self.trace = trace
+        self._autocast = autocast
+        self._agreement = Agreement(config, getattr(torch, config.dtype), autocast)
+        self._policy: PreTrainedModel | None = None
+        self._probes: dict[int, list[float]] = {}
+        self._differences: dict[int, list[float]] = {}
+        self._prompts: dict[int, Sequence[Prompt]] = {}
+        self._replies: dict[int, dict[int, Reply]] = {}
+
+    def publish(self, policy: PreTrainedModel, version: int) -> None:
+        """Copy the weights to where the workers find them."""
+        self._policy = policy
+        self.snapshots.publish(policy, version)
+        self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
+        if self.config.probe_steps and version % self.config.probe_steps == 0:
+            self._probes[version] = probe_logprobs(policy, self._autocast)
+
+    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
+        """Give each worker its share of the batch."""
+        self._prompts[index] = prompts
+        self._replies[index] = {}
+        count = len(self.workers)
+        for worker in self.workers:
+            share = prompts[worker.number * len(prompts) // count : (worker.number + 1) * len(prompts) // count]
+            own = version[worker.number] if isinstance(version, tuple) else version
+            # The columns stay here: they may be large, and only rewards need them.
+            stripped = tuple(replace(prompt, columns={}) for prompt in share)
+            probe = own is None or own in self._probes
+            worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight))
+
+    def collect(self, index: int) -> RolloutBatch:
+        """Wait for every share of the batch.
+
+        Raises:
+            GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
+        """
+        replies = self._replies[index]
+        deadline = time.monotonic() + self.config.timeout
+        while len(replies) < len(self.workers):
+            answered = self._wait(deadline - time.monotonic())
+            if answered:
+                deadline = time.monotonic() + self.config.timeout
+        del self._replies[index]
+        ordered = [replies[worker.number] for worker in self.workers]
+        completions = [group for reply in ordered for group in reply.completions]
+        groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
+        seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
+        shares = tuple(reply.version for reply in ordered)
+        return RolloutBatch(index, min(shares), groups, seconds, shares, self._measure(index, groups))
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
+        self.snapshots.close()
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for an answer, for at most so long. True where one has come."""
+        raise NotImplementedError
+
+    def _accept(self, worker: Worker, reply: Reply) -> None:
+        """Note an answer, once it has proven its weights."""
+        self._check(worker, worker.answered(), reply)
+        self._replies[reply.batch][worker.number] = reply
+        loaded = reply.started + reply.load_seconds
+        self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
+        self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
+
+    def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
+        """Require the weights that the request names, whole, and an engine that computes what the learner does."""
+        if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
+            raise GeneratorError(
+                f"{worker.label} answered batch {reply.batch} with weights of version {reply.version}; batch "
+                f"{request.batch} needs version {request.version}"
+            )
+        drawn = {version for group in reply.completions for rollout in group for version in rollout.versions}
+        for version in sorted(drawn | {reply.version}):
+            wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
+            if wrong:
+                raise GeneratorError(
+                    f"{worker.label} sampled batch {reply.batch} with weights that are not those of version "
+                    f"{version}: {wrong}"
+                )
+        if reply.probe is None or reply.probe[0] not in self._probes:
+            return
+        version, logprobs = reply.probe
+        found = difference(logprobs, self._probes[version])
+        self._agreement.require(f"{worker.label} holds the weights of version {version}", found, "the probe")
+        # By batch: this answer may have come while an earlier batch is being collected.
+        self._differences.setdefault(reply.batch, []).append(found)
+
+    def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
+        """What is known of the engine's log-probabilities against the learner's, for the same weights."""
+        probed = self._differences.pop(index, None)
+        metrics = {"weights/probe_difference": max(probed)} if probed else {}
+        assert self._policy is not None
+        with self.trace.span("mismatch", batch=index):
+            return metrics | self._agreement.measure(self._policy, self.snapshots.views, groups)

@@ -1,0 +1,250 @@
+"""Sampling in vLLM servers reached by URL: the learner's side. ``async-rlhf serve`` starts them.
+
+Each server has one thread here, which hands it one batch's share after the other, each with the weights that the
+schedule names. A server labels every token with the weights that drew it, so one that was restarted, or was given
+other weights by somebody else, cannot go unnoticed: its share is sampled again, with the right weights loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from asyncio import Event, Runner, Task, TaskGroup, current_task, sleep
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from async_rlhf.config import GenerationConfig
+from async_rlhf.generation.messages import Reply, Request
+from async_rlhf.generation.probe import probe_tokens
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.sampling import request_seeds
+from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server
+from async_rlhf.reports.trace import Trace
+from async_rlhf.types import Prompt, Rollout
+from async_rlhf.weights import SnapshotFolder, differing
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_RETRY_SECONDS = 1.0
+_LOOK_FOR_WEIGHTS_SECONDS = 0.05
+
+
+class ServerGenerator(RemoteGenerator):
+    """Servers that share the prompts of every batch.
+
+    Args:
+        policy: what they must serve; its weights are loaded before anything is sampled.
+        params: how to sample.
+        config: where the servers are.
+        staleness: S; S + 1 snapshots are kept.
+        trace: where generation is recorded.
+        folder: learner and servers find the weights there; only a folder of this run's own within it is touched.
+        max_length: most tokens of prompt and response together.
+        autocast: type that the learner computes in; None for that of its weights.
+
+    Raises:
+        ConfigError: a server is none that can be used, or serves another model.
+    """
+
+    workers: list[_Server]
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        params: SamplingParams,
+        config: GenerationConfig,
+        staleness: int,
+        trace: Trace,
+        folder: Path,
+        max_length: int,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        for url in config.urls:
+            check_server(url, policy.config, max_length, config.heartbeat_timeout)
+        run = uuid.uuid4().hex[:12]
+        snapshots = SnapshotFolder(folder.absolute() / run, getattr(torch, config.dtype), staleness + 1)
+        self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
+        vocabulary = policy.get_input_embeddings().weight.shape[0]
+        workers = [
+            _Server(number, url, run, params, snapshots, vocabulary, lambda *answer: self._arrived.put(answer))
+            for number, url in enumerate(config.urls)
+        ]
+        super().__init__(workers, snapshots, config, trace, autocast)
+
+    def _wait(self, seconds: float) -> bool:
+        try:
+            worker, answer = self._arrived.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open]
+            raise GeneratorError(
+                f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}"
+            ) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        self._accept(worker, answer)
+        return True
+
+
+class _Server:
+    """One server, and the thread that talks to it.
+
+    Args:
+        number: of the share.
+        url: where it is.
+        run: distinguishes this run's weights from those of others.
+        params: how to sample.
+        snapshots: the weights.
+        vocabulary: tokens of the policy.
+        answer: called with this object and a reply, or what went wrong.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        url: str,
+        run: str,
+        params: SamplingParams,
+        snapshots: SnapshotFolder,
+        vocabulary: int,
+        answer: Callable[[_Server, Reply | BaseException], None],
+    ) -> None:
+        self.number = number
+        self.label = f"server {url}"
+        self.trouble = ""
+        self.open: list[Request] = []
+        self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
+        self._prefix = f"{run}:"
+        self._answer = answer
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._runner = Runner()
+        self._task: Task[Any] | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=self.label)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Ask. Returns at once."""
+        self.open.append(request)
+        self._requests.put(request)
+
+    def answered(self) -> Request:
+        """The request that an answer has come to."""
+        return self.open.pop(0)
+
+    def close(self) -> None:
+        """Stop talking to the server, which goes on running; it drops what is under way."""
+        self._requests.put(None)
+        task = self._task
+        if task is not None:
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        self._thread.join(timeout=10)
+
+    def _serve(self) -> None:
+        with self._runner:
+            while (request := self._requests.get()) is not None:
+                try:
+                    reply: Reply | BaseException = self._runner.run(self._persist(request))
+                except BaseException as error:
+                    reply = error
+                self._answer(self, reply)
+                if isinstance(reply, BaseException):
+                    return
+
+    async def _persist(self, request: Request) -> Reply:
+        """Answer a request, however often the server goes away meanwhile."""
+        self._task = current_task()
+        async with ServerClient(self.url) as client:
+            while True:
+                try:
+                    reply = await self._sample(client, request)
+                    self.trouble = ""
+                    return reply
+                except ServerGoneError as error:
+                    if not self.trouble:
+                        again = f"batch {request.batch} is sampled again once it is back"
+                        logger.warning("%s: %s; %s", self.label, error, again)
+                    self.trouble = f" ({error})"
+                    await sleep(_RETRY_SECONDS)
+
+    async def _sample(self, client: ServerClient, request: Request) -> Reply:
+        started = time.monotonic()
+        version = self.snapshots.newest if request.version is None else request.version
+        held = {version: await self._load(client, version)}
+        loaded = time.monotonic()
+        if request.in_flight:
+            groups = await self._generate_in_flight(client, request.prompts, held)
+        else:
+            groups = await self._generate(client, request.prompts)
+        ended = time.monotonic()
+        probe = (
+            (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
+        )
+        return Reply(request.batch, version, held, groups, started, ended, loaded - started, probe)
+
+    async def _load(self, client: ServerClient, version: int) -> dict[str, str]:
+        """Have the server hold a version. Returns the digests of what it took."""
+        expected = self.snapshots.published[version]
+        if await client.weight_version() == f"{self._prefix}{version}":
+            return expected  # proven when they were loaded; the server forgets the label when it ends
+        for found in await client.load(self.snapshots.file(version)):  # one answer for each of the server's workers
+            wrong = differing(found, expected)
+            if wrong:
+                raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")
+        await client.forget_cached()
+        await client.set_weight_version(f"{self._prefix}{version}")
+        await client.resume()  # also where an earlier run has left it paused
+        return expected
+
+    async def _generate(self, client: ServerClient, prompts: Sequence[Prompt]) -> list[tuple[Rollout, ...]]:
+        seeds = request_seeds(self.params.seed, prompts)
+        return await _together(
+            client.generate(prompt.tokens, self.params, seed, self._prefix)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        )
+
+    async def _generate_in_flight(
+        self, client: ServerClient, prompts: Sequence[Prompt], held: dict[int, dict[str, str]]
+    ) -> list[tuple[Rollout, ...]]:
+        """The same, with every newer version loaded as soon as there is one."""
+        ended = Event()
+
+        async def sample() -> list[tuple[Rollout, ...]]:
+            try:
+                return await self._generate(client, prompts)
+            finally:
+                ended.set()
+
+        async def keep_new() -> list[tuple[Rollout, ...]]:
+            while not ended.is_set():
+                newest = self.snapshots.newest
+                if newest > max(held):
+                    await client.pause()
+                    held[newest] = await self._load(client, newest)
+                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
+            return []
+
+        return (await _together([sample(), keep_new()]))[0]
+
+
+async def _together(coroutines: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Their results; the first error ends them all, and is raised as itself."""
+    try:
+        async with TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    return [task.result() for task in tasks]

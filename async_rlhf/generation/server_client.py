@@ -1,0 +1,208 @@
+"""What is said to a vLLM server over HTTP: tokens in, tokens out, and the weights they are drawn with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from transformers import PretrainedConfig
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import require
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.types import FinishReason, Rollout
+
+_TIMEOUT = httpx.Timeout(None, connect=10.0)
+"""Sampling takes as long as it takes; the generator has a limit of its own."""
+_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+class ServerGoneError(RuntimeError):
+    """The server does not answer, or has forgotten the weights: it was ended or restarted. Worth another try."""
+
+
+class ServerClient:
+    """One server.
+
+    Args:
+        url: such as "http://localhost:8000".
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=_TIMEOUT, limits=limits, trust_env=False)
+
+    async def __aenter__(self) -> ServerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def generate(
+        self, tokens: Sequence[int], params: SamplingParams, seed: int, prefix: str
+    ) -> tuple[Rollout, ...]:
+        """K completions of a prompt. The labels of their weights are ``prefix`` and the version.
+
+        Raises:
+            ServerGoneError: some tokens come from weights with another label.
+        """
+        fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed)}
+        answer = await self._post("/inference/v1/generate", json=fields)
+        return tuple(_rollout(choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))
+
+    async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Log-probability of each token of some rows but the first of each."""
+        found = []
+        for row in rows:
+            fields = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            answer = await self._post(
+                "/inference/v1/generate", json={"token_ids": list(row), "sampling_params": fields}
+            )
+            logprobs = answer["prompt_logprobs"]
+            found += [logprobs[i][str(token)]["logprob"] for i, token in enumerate(row) if i > 0]
+        return found
+
+    async def weight_version(self) -> str:
+        """The label of the weights that the server holds."""
+        return (await self._request("GET", "/weight_info"))["weight_version"]
+
+    async def load(self, file: Path) -> list[dict[str, str]]:
+        """Have a file loaded that the server sees under the same name; the digests of each of its workers."""
+        answer = await self._post("/collective_rpc", json={"method": "load_snapshot", "args": [str(file)]})
+        return answer["results"]
+
+    async def forget_cached(self) -> None:
+        """Drop what was computed with earlier weights; requests under way compute it again."""
+        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": True})
+        if not answer["success"]:
+            raise GeneratorError(f"{self.url} did not drop what it has cached with the old weights")
+
+    async def set_weight_version(self, label: str) -> None:
+        """Label what is drawn from now on."""
+        await self._post("/update_weight_version", json={"new_version": label})
+
+    async def pause(self) -> None:
+        """Hold requests where they are; returns once nothing is being computed."""
+        await self._post("/pause", params={"mode": "keep"})
+
+    async def resume(self) -> None:
+        """Go on with them."""
+        await self._post("/resume")
+
+    async def _post(self, path: str, **options: Any) -> Any:
+        return await self._request("POST", path, **options)
+
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            answer = await self._http.request(method, path, **options)
+            if answer.is_success:
+                return answer.json()
+            # A server whose engine has died answers with errors for a while before it ends.
+            dying = answer.status_code >= 500 and not (await self._http.get("/health")).is_success
+        except (httpx.TransportError, ValueError) as error:
+            raise ServerGoneError(f"does not answer: {type(error).__name__} {error}".rstrip()) from error
+        if dying:
+            raise ServerGoneError(f"is ending: {_reason(answer)}")
+        raise GeneratorError(f"{self.url}{path} answered {answer.status_code}: {_reason(answer)}")
+
+
+def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: float) -> None:
+    """Require a server that can be used, with the policy's architecture.
+
+    Args:
+        url: the server's.
+        config: the policy's.
+        max_length: most tokens of prompt and response together.
+        seconds: how long to wait for a server that is still starting.
+
+    Raises:
+        ConfigError: says what is wrong with it.
+    """
+    right = "start it with: async-rlhf serve --model MODEL --port PORT (vLLM 0.32 or newer)"
+    with httpx.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
+        _wait_until_up(http, url, seconds)
+        found = http.get("/weight_info")
+        reset = found.is_success and http.post("/collective_rpc", json={"method": "describe_model"})
+        if not reset or not reset.is_success:
+            answer = http.get("/version")
+            version = answer.json().get("version") if answer.is_success else None
+            what = "is no vLLM server" if version is None else f"runs vLLM {version} without what the weights need"
+            raise ConfigError(f"generation.urls: the server at {url!r} {what}; {right}")
+        described = reset.json()["results"][0]
+    served, ours = described["config"], config.to_dict()
+    differing = [
+        f"{name} {served.get(name)!r} instead of {ours.get(name)!r}"
+        for name in _SIZES
+        if name in ours and served.get(name) != ours[name]
+    ]
+    right = "must be a server of the policy's architecture"
+    require(not differing, "generation.urls", url, f"it serves a model with {', '.join(differing)}; {right}")
+    mode, length = described["logprobs_mode"], described["max_model_len"]
+    right = 'must run with --logprobs-mode processed_logprobs, as "async-rlhf serve" does'
+    require(mode == "processed_logprobs", "generation.urls", url, f"its log-probabilities are {mode!r}; {right}")
+    right = f"must take max_prompt_length + response_length = {max_length} (--max-model-len)"
+    require(length >= max_length, "generation.urls", url, f"it takes at most {length} tokens; {right}")
+
+
+def _wait_until_up(http: httpx.Client, url: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            http.get("/health")
+            return
+        except httpx.TransportError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"generation.urls: no server answers at {url!r} after {seconds:g} s "
+                    f"(generation.heartbeat_timeout): {type(error).__name__} {error}"
+                ) from error
+        time.sleep(min(1.0, seconds))
+
+
+def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Fields of vLLM's sampling parameters; every default of its that would change the distribution is off."""
+    return {
+        "n": params.samples_per_prompt,
+        "temperature": params.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": params.response_length,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,  # the stop tokens are the run's own, not those of the model's configuration
+        "logprobs": 0,
+        "seed": seed,
+    }
+
+
+def _rollout(choice: dict[str, Any], prefix: str) -> Rollout:
+    tokens = tuple(choice["token_ids"])
+    logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+    versions = [-1] * len(tokens)
+    for span in choice["weight_versions"] or []:
+        if not span["version"].startswith(prefix):
+            raise ServerGoneError("holds other weights than it was given: it was restarted, or somebody else uses it")
+        version = int(span["version"].removeprefix(prefix))
+        versions[span["start"] : span["end"]] = [version] * (span["end"] - span["start"])
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise ServerGoneError(f"ended a completion for another reason: {choice['finish_reason']}")
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
+    reason: FinishReason = choice["finish_reason"]
+    return Rollout(tokens, logprobs, tuple(versions), reason)
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:300]

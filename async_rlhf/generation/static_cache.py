@@ -1,0 +1,106 @@
+"""The keys and values of the rows being decoded, in memory taken once.
+
+transformers' own ``DynamicCache`` copies all it holds at every step, and again whenever rows leave the batch. Here a
+step writes its own keys and values only, and a row that leaves is overwritten by one from the end of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+
+class StaticLayer(DynamicLayer):
+    """One layer with room for a fixed number of rows and tokens.
+
+    Args:
+        parts: layers that hold the keys and values of the prompts, some prompts each, each part padded on the left.
+        repeats: rows for each prompt.
+        length: most tokens that a row will have.
+    """
+
+    def __init__(self, parts: Sequence[CacheLayerMixin], repeats: int, length: int) -> None:
+        super().__init__()
+        self._filled = max(part.get_seq_length() for part in parts)
+        self._keys, self._values = (
+            _room(states, repeats, self._filled, length)
+            for states in ([part.keys for part in parts], [part.values for part in parts])
+        )
+        self._rows = len(self._keys)
+        self.is_initialized = True
+        self._set_views()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values (rows, heads, tokens, head size); returns those of all tokens so far."""
+        start, self._filled = self._filled, self._filled + key_states.shape[-2]
+        self._set_views()
+        self.keys[:, :, start:] = key_states
+        self.values[:, :, start:] = value_states
+        return self.keys, self.values
+
+    def keep(self, rows: int, gaps: Tensor, movers: Tensor) -> None:
+        """Put the rows ``movers`` where ``gaps`` are, and keep the first ``rows``."""
+        for states in (self.keys, self.values):
+            states[gaps] = states[movers]
+        self._rows = rows
+        self._set_views()
+
+    def _set_views(self) -> None:
+        self.keys = self._keys[: self._rows, :, : self._filled]
+        self.values = self._values[: self._rows, :, : self._filled]
+
+
+def _room(parts: Sequence[Tensor], repeats: int, filled: int, length: int) -> Tensor:
+    """The states of each prompt, ``repeats`` times, up to token ``filled``; zeros elsewhere."""
+    _, heads, _, size = parts[0].shape
+    room = parts[0].new_zeros(sum(map(len, parts)), repeats, heads, length, size)
+    for rows, states in zip(room.split([len(part) for part in parts]), parts, strict=True):
+        rows[:, :, :, filled - states.shape[-2] : filled] = states[:, None]
+    return room.flatten(0, 1)
+
+
+def only_grows(cache: DynamicCache) -> bool:
+    """Whether a token is added at the end of every layer and nothing else: no sliding window, no recurrent state."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def join(caches: Sequence[DynamicCache], prompts: int, repeats: int, length: int) -> DynamicCache:
+    """One cache of all prompts from those of some prompts each.
+
+    Args:
+        caches: a single one where not all layers only grow; such layers stay transformers' own.
+        prompts: how many there are in all.
+        repeats: rows for each prompt.
+        length: tokens that there is room for in a row.
+    """
+    cache = caches[0]
+    for i, parts in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+        if type(parts[0]) is DynamicLayer and parts[0].is_initialized:
+            cache.layers[i] = StaticLayer(parts, repeats, length)
+        else:
+            parts[0].reorder_cache(torch.arange(prompts).repeat_interleave(repeats))
+    return cache
+
+
+def keep_rows(cache: DynamicCache, stays_B: Tensor) -> Tensor:
+    """Drop the rows that do not stay; the last ones move into their places.
+
+    Returns:
+        For each row that is left, where it was before: (rows,).
+    """
+    rows = int(stays_B.sum())
+    gaps, movers = (~stays_B[:rows]).nonzero().squeeze(-1), stays_B[rows:].nonzero().squeeze(-1) + rows
+    order_B = torch.arange(rows, device=stays_B.device)
+    order_B[gaps] = movers
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            layer.keep(rows, gaps, movers)
+        else:
+            layer.reorder_cache(order_B)
+    return order_B

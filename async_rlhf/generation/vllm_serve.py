@@ -1,0 +1,64 @@
+"""Start a vLLM server that a run can give weights to."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+from typing import NoReturn
+
+import torch
+
+from async_rlhf.config import ConfigError, ServeConfig
+from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB
+
+
+def run_serve(config: ServeConfig) -> NoReturn:
+    """Become the server: signals and exit code are its own."""
+    if find_spec("vllm") is None:
+        raise ConfigError("serve: needs vLLM; pip install 'async-rlhf[vllm]', or on a CPU: make setup-vllm")
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give a server weights
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    if config.num_threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(config.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(config, torch.cuda.is_available())]
+    print(f"async-rlhf serve: http://{config.host}:{config.port} will answer in a minute or so", file=sys.stderr)
+    os.execve(sys.executable, words, environment)
+
+
+def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
+    """Of vLLM's own server."""
+    kv_cache_gb = config.kv_cache_gb
+    if kv_cache_gb is None and not has_gpu:
+        kv_cache_gb = CPU_KV_CACHE_GB
+    options = {
+        "model": config.model,
+        "host": config.host,
+        "port": config.port,
+        "dtype": config.dtype,
+        "load_format": "dummy",  # the run loads its own weights before anything is sampled
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",  # of the temperature-scaled distribution
+        "enable_scale_out": True,  # the endpoint for tokens
+        "worker_extension_cls": "async_rlhf.generation.vllm_weights.SnapshotLoader",
+        "uvicorn_log_level": "warning",
+        "max_model_len": config.max_model_len,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        "enforce_eager": not has_gpu if config.enforce_eager is None else config.enforce_eager,
+        **config.options,
+    }
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return words

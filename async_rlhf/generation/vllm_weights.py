@@ -1,0 +1,99 @@
+"""Loading a snapshot into vLLM's own model, within the process that holds it, and proving that it took.
+
+vLLM keeps weights in another shape than a checkpoint does: fused, padded, and on a CPU packed for its kernels, so they
+cannot be read back and compared. What is proven instead: every tensor came with the right bytes under the right name
+(the digests are of what vLLM's loader was handed), every parameter was written (all hold NaN before), and
+every packed copy was made anew. That vLLM computes with them what the learner does, the probe and the comparison of
+log-probabilities show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import vllm
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+import async_rlhf
+from async_rlhf.weights import digests
+
+
+class SnapshotLoader:
+    """What ``async-rlhf serve`` adds to the workers of a vLLM server (``--worker-extension-cls``)."""
+
+    def load_snapshot(self, path: str) -> dict[str, str]:
+        """Load a file that the learner has published. Returns the digest of each tensor."""
+        return load_weights(self, load_file(Path(path)))
+
+    def describe_model(self) -> dict[str, Any]:
+        """The architecture and the versions of what computes it."""
+        model = self.vllm_config.model_config  # type: ignore[attr-defined]  # of vLLM's worker
+        versions = {module.__name__: module.__version__ for module in (async_rlhf, vllm, transformers, torch)}
+        # Only plain types: vLLM's reply would hang on any other.
+        found = {
+            "config": model.hf_config.to_dict(),
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": model.logprobs_mode,
+            "versions": versions,
+        }
+        return json.loads(json.dumps(found, default=str))
+
+
+def load_weights(worker: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Load a snapshot in the place of the weights that the model holds.
+
+    Args:
+        worker: of vLLM.
+        tensors: under their names in transformers' model.
+
+    Returns:
+        The digest of each tensor that vLLM took.
+
+    Raises:
+        RuntimeError: some weights are still the old ones.
+    """
+    model, config = worker.model_runner.get_model(), worker.vllm_config
+    handed: dict[str, str] = {}
+
+    def handing_over() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            handed.update(digests({name: tensor}))
+            yield name, tensor
+
+    with torch.no_grad(), set_current_vllm_config(config):
+        packed = _packed(model)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(float("nan"))
+        initialize_layerwise_reload(model)
+        model.load_weights(handing_over())
+        finalize_layerwise_reload(model, config.model_config)
+        _pack_tied(model, packed)
+    stale = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    stale += [name for name, gemm in _packed(model).items() if gemm is packed.get(name)]
+    if stale:
+        raise RuntimeError(
+            f"vLLM kept old weights, or was given NaN: {', '.join(stale[:5])}{' and more' if len(stale) > 5 else ''}"
+        )
+    worker.model_runner.reset_lora_state()
+    return handed
+
+
+def _packed(model: nn.Module) -> dict[str, Any]:
+    """On a CPU, the matrix product of each layer, which has its own packed copy of the weight."""
+    return {name: module.cpu_linear for name, module in model.named_modules() if hasattr(module, "cpu_linear")}
+
+
+def _pack_tied(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Pack tied weights again: loading reaches the embedding alone, and the head has a copy of its own."""
+    for name, module in model.named_modules():
+        if name in before and module.cpu_linear is before[name] and module.weight.numel() > 0:
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,149 @@
+"""Tokens per second of the decode loop, against transformers' own `generate` and a loop that does nothing but sample.
+
+    python benchmarks/generation.py [--batch 64] [--samples 4] [--rounds 7] [--threads 1]
+
+A GPT-NeoX with random weights. The contestants take turns, round by round, in an order that rotates, so that a machine
+whose speed drifts treats them alike. Ratios are within a round: median, lowest and highest.
+
+    ours         TransformersEngine: also log-probabilities, random numbers by counter, versions, finish reasons
+    generate     model.generate: tokens only
+    bare loop    one pass over the prompts, then forward pass, softmax and torch.multinomial by turns: tokens only
+
+In the first table every row is sampled to its full length. In the second one token of `--new-tokens` ends its row, and
+only tokens up to the first such token count: ours leaves out rows that have ended, the others go on with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.types import Prompt
+
+TEMPERATURE = 0.7
+Contestant = Callable[[], int]
+"""Samples the whole batch; says how many tokens it kept."""
+
+
+def make_model(options: argparse.Namespace) -> GPTNeoXForCausalLM:
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": options.layers, "num_attention_heads": options.heads}
+    widths = {"hidden_size": options.hidden, "intermediate_size": 4 * options.hidden}
+    config = GPTNeoXConfig(vocab_size=options.vocabulary, **widths, **shape, eos_token_id=None, pad_token_id=0)
+    return GPTNeoXForCausalLM(config).to(options.device).eval()
+
+
+def make_prompts(options: argparse.Namespace) -> list[Prompt]:
+    """So many that their samples fill the batch; of half the longest length and more."""
+    rng, longest = random.Random(0), options.longest_prompt
+    lengths = [rng.randint(longest // 2, longest) for _ in range(options.batch // options.samples)]
+    return [Prompt(i, i, tuple(rng.choices(range(1, options.vocabulary), k=n))) for i, n in enumerate(lengths)]
+
+
+def left_padded(prompts: list[Prompt], device: str) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both (P, T)."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    tokens_PT = torch.tensor([[0] * (longest - len(p.tokens)) + [*p.tokens] for p in prompts], device=device)
+    return tokens_PT, (tokens_PT > 0).long()
+
+
+def kept(tokens_BT: Tensor, stops: int) -> int:
+    """How many tokens there are up to the first below ``stops`` of each row. Waits for the device."""
+    stop_BT = (tokens_BT < stops).long()
+    return int((stop_BT.cumsum(dim=1) - stop_BT == 0).sum())
+
+
+def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+    lengths = {"response_length": options.new_tokens, "batch_size": options.batch}
+    params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+    engine = TransformersEngine(model, params)
+    return lambda: sum(len(rollout.tokens) for group in engine.generate(prompts) for rollout in group)
+
+
+def generate(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+    tokens_PT, mask_PT = left_padded(prompts, options.device)
+    ends = {"max_new_tokens": options.new_tokens, "eos_token_id": list(range(stops)) or None}
+    sampling = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "num_return_sequences": options.samples}
+
+    def sample() -> int:
+        output_BT = model.generate(input_ids=tokens_PT, attention_mask=mask_PT, **sampling, **ends)
+        return kept(output_BT[:, tokens_PT.shape[1] :], stops)
+
+    return sample
+
+
+def bare_loop(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+    tokens_PT, mask_PT = left_padded(prompts, options.device)
+
+    @torch.no_grad()
+    def sample() -> int:
+        cache, drawn = DynamicCache(config=model.config), []
+        positions = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
+        output = model(tokens_PT, mask_PT, positions, past_key_values=cache, logits_to_keep=1)
+        cache.batch_repeat_interleave(options.samples)
+        states = (output.logits[:, -1], mask_PT, positions[:, -1:])
+        logits_BV, mask_BT, positions = (x.repeat_interleave(options.samples, dim=0) for x in states)
+        while True:
+            drawn.append(torch.multinomial(torch.softmax(logits_BV / TEMPERATURE, dim=-1), 1))
+            if len(drawn) == options.new_tokens:
+                return kept(torch.cat(drawn, dim=1), stops)
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=1)
+            positions = positions + 1
+            logits_BV = model(drawn[-1], mask_BT, positions, past_key_values=cache).logits[:, -1]
+
+    return sample
+
+
+CONTESTANTS = {"ours": ours, "generate": generate, "bare loop": bare_loop}
+
+
+def run(options: argparse.Namespace, stops: int) -> dict[str, list[float]]:
+    """Tokens per second of every round, by contestant."""
+    model, prompts = make_model(options), make_prompts(options)
+    contestants = {name: make(model, prompts, stops, options) for name, make in CONTESTANTS.items()}
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    for r in range(-1, options.rounds):  # the first round warms up
+        names = list(contestants)
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            started = time.perf_counter()
+            tokens = contestants[name]()
+            if r >= 0:
+                speeds[name].append(tokens / (time.perf_counter() - started))
+    return speeds
+
+
+def table(speeds: dict[str, list[float]]) -> str:
+    """Markdown: medians over rounds, and what the ratios of a round range over."""
+    lines = ["| | tokens/s | / generate | / bare loop |", "|---|---|---|---|"]
+    for name, found in speeds.items():
+        cells = [name, f"{statistics.median(found):.0f}"]
+        for rival in ("generate", "bare loop"):
+            ratios = [a / b for a, b in zip(found, speeds[rival], strict=True)]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"batch": 64, "samples": 4, "rounds": 7, "threads": 1, "new-tokens": 64, "longest-prompt": 64}
+    for name, default in (numbers | {"vocabulary": 4096, "hidden": 256, "layers": 4, "heads": 8}).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, stops=0))}")
+    print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens))}")
+
+
+if __name__ == "__main__":
+    main()
