@@ -19,7 +19,7 @@ from async_rlhf.algorithms import Algorithm, kl_penalties
 from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
 from async_rlhf.config.base import require
 from async_rlhf.forward import PolicyAndValueWrapper, response_logprobs, response_values
-from async_rlhf.lora import adapters_off, has_adapters
+from async_rlhf.lora import adapters_off, has_adapters, is_adapter
 from async_rlhf.models import (
     disable_dropout,
     load_policy,
@@ -241,14 +241,14 @@ class Learner:
         tensors: dict[str, Tensor] = {}
         for i, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
-        tensors |= {f"adapter.{name}": p.data for name, p in self.model.named_parameters() if _is_adapter(name)}
+        tensors |= {f"adapter.{name}": p.data for name, p in self.model.named_parameters() if is_adapter(name)}
         return tensors, {"kl_coef": self.kl_coef, "scheduler_steps": self.scheduler.last_epoch}
 
     def restore(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Go back to where :meth:`save` and :meth:`state` were called."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                if _is_adapter(name):
+                if is_adapter(name):
                     parameter.copy_(tensors[f"adapter.{name}"])
         if not has_adapters(self.policy):
             self.policy.load_state_dict(load_policy(str(folder)).state_dict())
@@ -289,10 +289,6 @@ class Learner:
             write_model(self.value, tokenizer, folder / "value_model")
         elif self.value is not None:
             write_value_head(self.value, folder / "value_model")
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

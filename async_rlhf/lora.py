@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,19 +110,72 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.data
 
 
-def save_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``."""
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every parameter of the adapters."""
+    return ((name, parameter.data) for name, parameter in model.named_parameters() if is_adapter(name))
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every parameter below the adapters, under its name without them."""
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            yield name.replace(".base_layer.", "."), parameter.data
+
+
+def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model below the adapters in the format of transformers, parameters rounded to ``dtype``."""
     from safetensors.torch import save_file
 
-    peft = _peft()
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in base_parameters(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # a model made from a configuration does not have its own name there
+    config.save_pretrained(folder)
+
+
+def only_adapter(model: Any) -> Any:
+    """The configuration of the model's one adapter.
+
+    Raises:
+        ConfigError: it has none, or several.
+    """
+    configs = getattr(model, "peft_config", None) or {}
+    if len(configs) != 1:
+        raise ConfigError(f'lora.publish: got "adapter" with {len(configs)} adapters on the model; must have one')
+    return next(iter(configs.values()))
+
+
+def write_adapter(config: Any, parameters: Mapping[str, Tensor], folder: Path) -> None:
+    """Write an adapter as peft does.
+
+    Args:
+        config: peft's, of this adapter.
+        parameters: under their names in the model; the file's leave out the adapter's own name.
+        folder: must exist.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {
+        "base_model.model." + re.sub(r"(\.lora_[AB])\.[^.]+\.", r"\1.", name): tensor.cpu().contiguous()
+        for name, tensor in parameters.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def save_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``; all but "default" in folders below."""
     for name, config in model.peft_config.items():
-        tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
         place = folder if name == "default" else folder / name
-        place.mkdir(exist_ok=True)
-        prefixed = {f"base_model.model.{key}": tensor.contiguous().cpu() for key, tensor in tensors.items()}
-        save_file(prefixed, place / "adapter_model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(str(place))
+        place.mkdir(parents=True, exist_ok=True)
+        parameters = {key: tensor for key, tensor in adapter_parameters(model) if f".{name}." in key}
+        write_adapter(config, parameters, place)
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from async_rlhf.lora import has_adapters, merged_parameters
+from async_rlhf.lora import adapter_parameters, has_adapters, merged_parameters
 
 _ALIGNMENT = 64
 
@@ -37,8 +37,16 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(iterate_weights(model))
 
 
-def iterate_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same one after the other, so that merged weights need not all be in memory together."""
+def iterate_weights(model: nn.Module, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The same one after the other, so that merged weights need not all be in memory together.
+
+    Args:
+        model: a policy.
+        adapters_only: give the adapters' own parameters instead.
+    """
+    if adapters_only:
+        yield from adapter_parameters(model)
+        return
     if has_adapters(model):
         yield from merged_parameters(model)
     else:
@@ -112,10 +120,18 @@ class SnapshotRing:
         specs: the tensors of one snapshot.
         slots: S + 1. Before the first lies the number of the newest version.
         fd: the memory, when it was made by another process.
+        adapters_only: see iterate_weights.
     """
 
-    def __init__(self, specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: int | None = None) -> None:
-        self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        slot_bytes: int,
+        slots: int,
+        fd: int | None = None,
+        adapters_only: bool = False,
+    ) -> None:
+        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
         size = _ALIGNMENT + slot_bytes * slots
         self.fd = _nameless_file(size) if fd is None else fd
         self._memory = mmap.mmap(self.fd, size)
@@ -130,16 +146,16 @@ class SnapshotRing:
         return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd))
 
     @classmethod
-    def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int) -> SnapshotRing:
+    def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, offset = [], 0
         buffers = dict(model.named_buffers())
-        for name, tensor in iterate_weights(model):
+        for name, tensor in iterate_weights(model, adapters_only):
             kept = _kept_dtype(name, tensor, buffers, dtype)
             specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
             size = tensor.numel() * kept.itemsize
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(specs), offset, slots)
+        return cls(tuple(specs), offset, slots, adapters_only=adapters_only)
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
@@ -161,7 +177,7 @@ class SnapshotRing:
         """Copy the weights into the version's slot and return their digests."""
         views = self.views(version)
         with torch.no_grad():
-            for name, tensor in iterate_weights(model):
+            for name, tensor in iterate_weights(model, self.adapters_only):
                 views[name].copy_(tensor)
         self.published.pop(version - self.slots, None)
         self.published[version] = digests(views)

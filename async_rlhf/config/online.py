@@ -13,17 +13,20 @@ from async_rlhf.config.generation import GenerationConfig
 class LoRAConfig(Checked):
     """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight.
 
-    The reference policy is then the policy with its adapters off. Generators get merged weights. Dropout stays off.
+    The reference policy is then the policy with its adapters off. Dropout stays off.
 
     Args:
         rank: of the adapters; 0 trains every weight.
         alpha: the adapters' output is scaled by alpha / rank.
         target_modules: names of the modules to adapt; empty takes every linear layer but the head.
+        publish: "merged" hands generators weights with the adapters merged in; "adapter" the adapters alone, a small
+            part of the bytes, which the engine applies at every step (vLLM in a process or inline).
     """
 
     rank: int = 0
     alpha: float = 32.0
     target_modules: list[str] = field(default_factory=list)
+    publish: Literal["merged", "adapter"] = "merged"
 
     def check(self) -> None:
         self.at_least(0, "rank")
@@ -186,6 +189,9 @@ class OnlineConfig(Checked):
             self.generation.shares,
             f"must be at most the batch of {self.batch_size} prompts",
         )
+        able = self.generation.engine == "vllm" and self.placement != "server"
+        right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
+        require(self.lora.publish == "merged" or able, "lora.publish", self.lora.publish, right)
         in_flight = self.generation.in_flight
         right = 'must be "bounded" with generation.in_flight: which weights draw a token depends on timing'
         require(not in_flight or self.staleness_mode == "bounded", "staleness_mode", self.staleness_mode, right)

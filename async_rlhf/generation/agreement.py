@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from async_rlhf.config import GenerationConfig
 from async_rlhf.forward import response_logprobs
 from async_rlhf.generation.protocol import GeneratorError
-from async_rlhf.lora import adapters_off, has_adapters, names_below_adapters
+from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
 from async_rlhf.rows import response_tensors
 from async_rlhf.types import RolloutGroup
 
@@ -112,7 +112,7 @@ class _WithWeights:
     def __init__(self, policy: PreTrainedModel, snapshot: Mapping[str, Tensor]) -> None:
         self.policy = policy
         own = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
-        self._merged = has_adapters(policy) and bool(snapshot)
+        self._merged = has_adapters(policy) and any(not is_adapter(name) for name in snapshot)
         names = names_below_adapters(policy) if self._merged else {}
         self._weights = {
             names.get(name, name): tensor.to(policy.device, own[names.get(name, name)].dtype)

@@ -13,7 +13,7 @@ from async_rlhf.generation.protocol import Engine, GeneratorError, Version
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
-from async_rlhf.weights import differing, digests, named_weights
+from async_rlhf.weights import differing, digests, iterate_weights
 
 if TYPE_CHECKING:
     from async_rlhf.generation.vllm_engine import VLLMEngine
@@ -80,12 +80,16 @@ class InlineVLLMGenerator(InlineGenerator):
         trace: where generation is recorded.
         agreement: see InlineGenerator.
         sleep: let vLLM sleep while the learner trains.
+        adapters_only: hand over the adapters of the policy alone.
     """
 
     engine: VLLMEngine
 
-    def __init__(self, engine: VLLMEngine, trace: Trace, agreement: Agreement, sleep: bool) -> None:
+    def __init__(
+        self, engine: VLLMEngine, trace: Trace, agreement: Agreement, sleep: bool, adapters_only: bool = False
+    ) -> None:
         super().__init__(engine, trace, agreement)
+        self._adapters_only = adapters_only
         self._sleeps = sleep
         self._asleep = False
 
@@ -95,7 +99,7 @@ class InlineVLLMGenerator(InlineGenerator):
         if self._asleep:
             self.engine.wake()
             self._asleep = False
-        weights = named_weights(policy)
+        weights = dict(iterate_weights(policy, self._adapters_only))
         wrong = differing(self.engine.load(weights, version), digests(weights))
         if wrong:
             raise GeneratorError(f"vLLM took weights that are not those of version {version}: {wrong}")

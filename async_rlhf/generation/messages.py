@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +26,10 @@ class ModelSpec:
     autocast: torch.dtype | None = None
     vllm: VLLMConfig | None = None
     """None for the engine on transformers."""
+    base: str | None = None
+    """Folder of the weights below the adapters, where only those are published."""
+    adapter: Any = None
+    """peft's configuration of those adapters."""
     max_length: int | None = None
     """Most tokens of prompt and response together; None for what the model can take. vLLM reserves memory by it."""
 

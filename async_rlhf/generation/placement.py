@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel
 
+from async_rlhf import random_state
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.agreement import Agreement
@@ -20,6 +22,7 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator, SamplingParams
 from async_rlhf.generation.server import ServerGenerator
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.lora import only_adapter, write_base
 from async_rlhf.reports.trace import Trace
 
 
@@ -51,12 +54,13 @@ def make_generator(
     autocast = torch.bfloat16 if config.bf16 else None
     generation = replace(config.generation, num_threads=threads)
     max_length = config.max_prompt_length + generation.response_length
+    adapters_only = config.lora.publish == "adapter"
     if config.placement == "inline":
-        return _inline(generation, policy, params, trace, autocast, max_length)
+        return _inline(generation, policy, params, trace, autocast, max_length, adapters_only)
     if config.placement == "server":
         folder = Path(generation.weights_dir or Path(config.output_dir) / "weights")
         return ServerGenerator(policy, params, generation, config.staleness, trace, folder, max_length, autocast)
-    return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast, max_length)
+    return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast, max_length, adapters_only)
 
 
 def _inline(
@@ -66,16 +70,23 @@ def _inline(
     trace: Trace,
     autocast: torch.dtype | None,
     max_length: int,
+    adapters_only: bool,
 ) -> InlineGenerator:
     if config.engine == "transformers":
         agreement = Agreement(config, torch.float32, autocast)
         return InlineGenerator(TransformersEngine(policy, params, autocast=autocast), trace, agreement)
-    from async_rlhf.generation.vllm_engine import VLLMEngine, keep_callable
+    from async_rlhf.generation.vllm_engine import VLLMEngine
 
     dtype, device = getattr(torch, config.dtype), policy.device
     require(not device.index, "device", str(device), "must be the first GPU with vLLM inline")
     spec = ModelSpec(type(policy), policy.config, dtype, device.type, vllm=config.vllm, max_length=max_length)
-    engine = VLLMEngine(spec, params)
-    keep_callable(policy)
-    sleep = config.vllm.sleep and device.type == "cuda"
-    return InlineVLLMGenerator(engine, trace, Agreement(config, dtype, autocast), sleep)
+    with TemporaryDirectory() as folder:
+        if adapters_only:
+            write_base(policy, Path(folder), dtype)
+            spec = replace(spec, base=folder, adapter=only_adapter(policy))
+        before = random_state.capture()
+        engine = VLLMEngine(spec, params)  # seeds every random generator of the process
+        random_state.restore(*before)
+    # Asleep, vLLM forgets its weights, and the ones below an adapter would not come back.
+    sleep = config.vllm.sleep and device.type == "cuda" and not adapters_only
+    return InlineVLLMGenerator(engine, trace, Agreement(config, dtype, autocast), sleep, adapters_only)

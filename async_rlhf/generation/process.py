@@ -12,6 +12,7 @@ import multiprocessing
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
+from async_rlhf.lora import only_adapter, write_base
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import SnapshotRing
 
@@ -46,6 +49,7 @@ class ProcessGenerator(RemoteGenerator):
         trace: where generation is recorded.
         autocast: see TransformersEngine.
         max_length: most tokens of prompt and response together.
+        adapters_only: publish the adapters of the policy, not its weights with the adapters merged.
     """
 
     workers: list[_Worker]
@@ -59,16 +63,30 @@ class ProcessGenerator(RemoteGenerator):
         trace: Trace,
         autocast: torch.dtype | None = None,
         max_length: int | None = None,
+        adapters_only: bool = False,
     ) -> None:
         dtype = getattr(torch, config.dtype)
-        self.ring = SnapshotRing.for_model(policy, dtype, staleness + 1)
+        self.ring = SnapshotRing.for_model(policy, dtype, staleness + 1, adapters_only)
         if type(policy).__module__ == "__main__":
             raise ConfigError(
                 f"model: {type(policy).__name__} is defined in the script itself, where generator processes cannot "
                 "find it; must be in a module of its own, or use staleness 0"
             )
-        vllm = config.vllm if config.engine == "vllm" else None
-        spec = ModelSpec(type(policy), policy.config, dtype, "cpu", config.num_threads, autocast, vllm, max_length)
+        spec = ModelSpec(
+            type(policy),
+            policy.config,
+            dtype,
+            "cpu",
+            config.num_threads,
+            autocast,
+            vllm=config.vllm if config.engine == "vllm" else None,
+            max_length=max_length,
+        )
+        self._base = tempfile.TemporaryDirectory() if adapters_only else None
+        if self._base is not None:
+            write_base(policy, Path(self._base.name), dtype)
+            spec = replace(spec, base=self._base.name, adapter=only_adapter(policy))
+            config = replace(config, probe_steps=0)  # vLLM gives no log-probabilities of prompts with an adapter
         self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
         devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
         workers = [
@@ -84,6 +102,8 @@ class ProcessGenerator(RemoteGenerator):
         """End the processes."""
         atexit.unregister(self.close)
         super().close()
+        if self._base is not None:
+            self._base.cleanup()
 
     def _wait(self, seconds: float) -> bool:
         """Wait for an answer, but wake up in between to see who hangs. True where one has come."""

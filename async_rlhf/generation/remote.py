@@ -61,6 +61,7 @@ class RemoteGenerator:
         self.config = config
         self.trace = trace
         self._autocast = autocast
+        self._probing = config.probe_steps > 0
         self._agreement = Agreement(config, getattr(torch, config.dtype), autocast)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
@@ -73,7 +74,7 @@ class RemoteGenerator:
         self._policy = policy
         self.snapshots.publish(policy, version)
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
-        if self.config.probe_steps and version % self.config.probe_steps == 0:
+        if self._probing and version % self.config.probe_steps == 0:
             self._probes[version] = probe_logprobs(policy, self._autocast)
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
@@ -86,7 +87,7 @@ class RemoteGenerator:
             own = version[worker.number] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
             stripped = tuple(replace(prompt, columns={}) for prompt in share)
-            probe = own is None or own in self._probes
+            probe = self._probing and (own is None or own in self._probes)
             worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight))
 
     def collect(self, index: int) -> RolloutBatch:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, VLLMConfig
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import request_fields
+from async_rlhf.lora import write_adapter
 from async_rlhf.types import FinishReason, Prompt, Rollout
+from async_rlhf.weights import digests
 
 CPU_KV_CACHE_GB = 1.0
 
@@ -38,8 +43,9 @@ class VLLMEngine:
         self.params = params
         self.version = -1
         self.refresh: Callable[[], None] | None = None
-        self._vocabulary = spec.config.get_text_config().vocab_size
+        self._spec = spec
         self._beat: Callable[[], None] = lambda: None
+        self._adapter: Any = None
         self._llm = _start(spec, params)
 
     def beat_with(self, beat: Callable[[], None]) -> None:
@@ -51,14 +57,30 @@ class VLLMEngine:
 
         What was cached with the old weights is dropped; requests under way compute it again with the new ones.
         """
-        from async_rlhf.generation.vllm_weights import load_weights
+        if self._spec.adapter is None:
+            from async_rlhf.generation.vllm_weights import load_weights
 
-        (found,) = self._llm.collective_rpc(load_weights, args=(tensors,))
+            (found,) = self._llm.collective_rpc(load_weights, args=(tensors,))
+        else:
+            found = self._load_adapter(tensors)
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop what it has cached with the old weights")
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
         return found
+
+    def _load_adapter(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Put an adapter in the place of the one before, also for requests under way."""
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(self._spec.adapter, tensors, Path(folder))
+            self._adapter = LoRARequest("policy", 1, folder, load_inplace=True)
+            if not self._llm.llm_engine.add_lora(self._adapter):
+                raise RuntimeError("vLLM did not take the adapter")
+        # With every request vLLM asks for the adapter by number, and would read the folder again.
+        self._adapter = LoRARequest("policy", 1, folder)
+        return digests(tensors)
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """K completions for each prompt, in the order of the prompts."""
@@ -76,7 +98,7 @@ class VLLMEngine:
         """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
         from vllm import SamplingParams as VLLMParams
 
-        rows = probe_tokens(self._vocabulary).tolist()
+        rows = probe_tokens(self._spec.config.get_text_config().vocab_size).tolist()
         params = VLLMParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         outputs = self._run(rows, [params] * len(rows))
         return [
@@ -103,7 +125,7 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         for i, (tokens, given) in enumerate(zip(prompts, params, strict=True)):
             given.output_kind = RequestOutputKind.FINAL_ONLY
-            engine.add_request(str(i), {"prompt_token_ids": list(tokens)}, given)
+            engine.add_request(str(i), {"prompt_token_ids": list(tokens)}, given, lora_request=self._adapter)
         finished: dict[int, Any] = {}
         while engine.has_unfinished_requests():
             if self.refresh is not None:
@@ -133,7 +155,7 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
     """vLLM in this process, with weights still to be loaded."""
     assert spec.vllm is not None
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings speak to whoever started it by hand
     on_cpu = not spec.device.startswith("cuda")
     if not on_cpu and ":" in spec.device and not torch.cuda.is_initialized():
         _show_only(int(spec.device.split(":")[1]))
@@ -141,31 +163,42 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(f"generation.engine: vLLM cannot be imported: {error}") from error
-    options, kv_cache_gb = spec.vllm, spec.vllm.kv_cache_gb
-    if on_cpu and kv_cache_gb is None:
-        kv_cache_gb = CPU_KV_CACHE_GB
-    config = copy.deepcopy(spec.config)
-    config.architectures = [spec.model_class.__name__]
-    with tempfile.TemporaryDirectory() as folder, _threads_left_alone():
-        config.save_pretrained(folder)
-        llm = LLM(
-            folder,
-            load_format="dummy",
+    with tempfile.TemporaryDirectory() as empty, _threads_left_alone(), _class_left_alone(spec.model_class):
+        if spec.base is None:
+            config = copy.deepcopy(spec.config)
+            config.architectures = [spec.model_class.__name__]
+            config.save_pretrained(empty)
+        return LLM(
+            spec.base or empty,
+            load_format="dummy" if spec.base is None else "auto",
             skip_tokenizer_init=True,
             dtype=str(spec.dtype).removeprefix("torch."),
             seed=0,
             logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
             max_model_len=spec.max_length,
             max_num_seqs=params.batch_size,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-            block_size=options.block_size,
-            enable_prefix_caching=options.enable_prefix_caching,
-            enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
+            enable_lora=spec.adapter is not None,
             disable_log_stats=True,
-            **options.options,
+            **_options(spec.vllm, on_cpu),
+            **({} if spec.adapter is None else {"max_lora_rank": _max_rank(spec.adapter.r)}),
         )
-    return llm
+
+
+def _max_rank(rank: int) -> int:
+    """The smallest that vLLM has kernels for."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def _options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
+    kv_cache_gb = CPU_KV_CACHE_GB if on_cpu and config.kv_cache_gb is None else config.kv_cache_gb
+    return {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        "block_size": config.block_size,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        **config.options,
+    }
 
 
 def _show_only(gpu: int) -> None:
@@ -184,12 +217,36 @@ def _threads_left_alone() -> Iterator[None]:
         torch.set_num_threads = before
 
 
-def keep_callable(model: nn.Module) -> None:
-    """Let a model of transformers be called where vLLM runs models of the same class in the same process.
+@contextmanager
+def _class_left_alone(model_class: type[nn.Module]) -> Iterator[None]:
+    """Let models of transformers be built and called as ever where vLLM runs one of the same class.
 
-    vLLM's backend for transformers' models replaces the class's ``__call__`` by one that asks for an attribute which
-    only its own instances have.
+    vLLM's backend for them rewrites construction and call of the class itself, for its own instances; the learner,
+    a reference model or an evaluation in the same process has others.
     """
-    for kind in {type(module) for module in model.modules()}:
-        if "__call__" in vars(kind) and not hasattr(kind, "do_not_compile"):
-            kind.do_not_compile = True  # type: ignore[attr-defined]
+    defined = vars(sys.modules[model_class.__module__]).values()
+    classes = [kind for kind in defined if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    before = {kind: (kind.__init__, kind.__call__) for kind in classes}
+    try:
+        yield
+    finally:
+        for kind, (build, call) in before.items():
+            if kind.__init__ is not build:
+                _divide(kind, build, call)
+
+
+def _divide(kind: type[nn.Module], build: Callable[..., None], call: Callable[..., Any]) -> None:
+    """Give a class its own methods back, but for vLLM's instances."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_build, vllm_call = kind.__init__, kind.__call__
+
+    @functools.wraps(build)
+    def __init__(self: nn.Module, *args: Any, **options: Any) -> None:  # noqa: N807
+        (build if get_current_vllm_config_or_none() is None else vllm_build)(self, *args, **options)
+
+    @functools.wraps(call)
+    def __call__(self: nn.Module, *args: Any, **options: Any) -> Any:  # noqa: N807
+        return (vllm_call if "vllm_config" in vars(self) else call)(self, *args, **options)
+
+    kind.__init__, kind.__call__ = __init__, __call__  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ def run_serve(config: ServeConfig) -> NoReturn:
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give a server weights
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
