@@ -177,14 +177,16 @@ class TrainingLoop:
 
     def _schedule_metrics(self, batch: RolloutBatch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()
+        versions = [v for group in batch.groups for rollout in group.rollouts for v in rollout.versions]
         return {
             "schedule/version": float(batch.version),
             "schedule/lag": float(batch.index - 1 - batch.version),
+            "schedule/lag_mean": batch.index - 1 - sum(versions) / len(versions),
             **batch.metrics,
             "eps": len(batch.groups) / seconds,
             "time/batch": seconds,
             "time/generate": batch.generation_seconds,
-            **{f"time/{name}": spans.get(name, 0.0) for name in ("wait", "score", "annotate", "train", "publish")},
+            **{f"time/{name}": spans.get(name, 0.0) for name in ("wait", "mismatch", "score", "annotate", "train", "publish")},
         }
 
     def _log_samples(self, scored: ScoredBatch) -> None:
