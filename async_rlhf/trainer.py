@@ -27,6 +27,8 @@ from async_rlhf.types import RolloutBatch, RolloutGroup, ScoredBatch
 
 logger = logging.getLogger(__name__)
 
+PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
+"""Spans of the learner whose seconds are logged."""
 METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 
 
@@ -186,7 +188,7 @@ class TrainingLoop:
             "eps": len(batch.groups) / seconds,
             "time/batch": seconds,
             "time/generate": batch.generation_seconds,
-            **{f"time/{name}": spans.get(name, 0.0) for name in ("wait", "mismatch", "score", "annotate", "train", "publish")},
+            **{f"time/{name}": spans.get(name, 0.0) for name in PHASES},
         }
 
     def _log_samples(self, scored: ScoredBatch) -> None:

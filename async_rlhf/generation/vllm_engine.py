@@ -27,6 +27,10 @@ from async_rlhf.types import FinishReason, Prompt, Rollout
 from async_rlhf.weights import digests
 
 CPU_KV_CACHE_GB = 1.0
+CPU_OPTIONS = {
+    # A prompt split over two steps would turn back the request's random numbers, which CPU generators cannot.
+    "enable_chunked_prefill": False,
+}
 
 
 class VLLMEngine:
@@ -197,6 +201,7 @@ def _options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "block_size": config.block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        **(CPU_OPTIONS if on_cpu else {}),
         **config.options,
     }
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from async_rlhf.config import ConfigError, ServeConfig
-from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB
+from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
@@ -52,13 +52,14 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         "enforce_eager": not has_gpu if config.enforce_eager is None else config.enforce_eager,
+        **({} if has_gpu else CPU_OPTIONS),
         **config.options,
     }
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None:
             words += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return words
