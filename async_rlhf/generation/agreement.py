@@ -69,8 +69,7 @@ class Agreement:
         found = [self._log_ratios(_WithWeights(policy, snapshots(version)), version, chosen) for version in versions]
         log_ratios_N = torch.cat(found)
         mean = log_ratios_N.abs().mean().item()
-        if not self.config.in_flight:  # else keys and values of earlier weights may be in use
-            self.require(f"the engine has the weights of version {versions[0]}", mean, "its completions")
+        self.require(f"the engine has the weights of version {versions[0]}", mean, "its completions")
         return {
             "engine/logprob_difference": mean,
             "engine/logprob_difference_max": log_ratios_N.abs().max().item(),

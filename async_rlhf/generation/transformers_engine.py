@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from async_rlhf.generation.decode_cache import join, keep_rows, only_grows
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
-from async_rlhf.generation.static_cache import join, keep_rows, only_grows
 from async_rlhf.types import Prompt, Rollout
 from async_rlhf.weights import digests, named_weights
 
@@ -109,8 +109,8 @@ class TransformersEngine:
         stops = torch.tensor(params.stop_token_ids, device=device)
         versions: list[int] = []
 
-        logits_BV, mask_BT, cache = self._prefill(prompts)
-        longest, positions_B = mask_BT.shape[1] - params.response_length, mask_BT.sum(dim=1) - params.response_length
+        room = params.response_length
+        logits_BV, mask_BT, cache = self._prefill([p.tokens for p in prompts], params.samples_per_prompt, room)
         live_B = torch.arange(rows, device=device)  # the rows still in the batch
         for step in range(params.response_length):
             tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_TR[step, live_B], params.temperature)
@@ -122,43 +122,50 @@ class TransformersEngine:
                 lengths_R[live_B[ends_B]] = step + 1
                 stopped_R[live_B[ends_B]] = True
                 kept_B = keep_rows(cache, ~ends_B)
-                live_B, tokens_B, mask_BT, positions_B = (x[kept_B] for x in (live_B, tokens_B, mask_BT, positions_B))
-            if len(live_B) == 0 or step + 1 == params.response_length:
+                live_B, tokens_B, mask_BT = (x[kept_B] for x in (live_B, tokens_B, mask_BT))
+            room = params.response_length - step - 1
+            if len(live_B) == 0 or room == 0:
                 break
             if self.refresh is not None:
                 self.refresh()
-            seen_BT, positions_B1 = mask_BT[:, : longest + step + 1], (positions_B + step)[:, None]
-            logits_BV = self._forward(tokens_B[:, None], seen_BT, positions_B1, cache)
+            if self.version != versions[-1]:  # what is cached comes from other weights
+                drawn_BT = tokens_TR[: step + 1, live_B].T.tolist()
+                of_B = (live_B // params.samples_per_prompt).tolist()
+                rows = [(*prompts[p].tokens, *drawn) for p, drawn in zip(of_B, drawn_BT, strict=True)]
+                logits_BV, mask_BT, cache = self._prefill(rows, 1, room)
+            else:
+                seen_BT = mask_BT[:, : mask_BT.shape[1] - room]
+                logits_BV = self._forward(tokens_B[:, None], seen_BT, seen_BT.sum(dim=1, keepdim=True) - 1, cache)
         return self._rollouts(tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R, versions)
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor, DynamicCache]:
-        """Run each prompt once, padded on the left, and repeat its state for its K samples.
+    def _prefill(self, rows: Sequence[tuple[int, ...]], samples: int, room: int) -> tuple[Tensor, Tensor, DynamicCache]:
+        """Run each row of tokens once, padded on the left, and repeat its state for its samples.
 
         Returns:
-            Logits (B, V) for the first token to be drawn, the mask (B, T) of all tokens that may come, and their cache.
+            Logits (B, V) for the next token, the mask (B, T) of these tokens and of ``room`` more, and their cache.
         """
-        samples, device = self.params.samples_per_prompt, self.model.device
-        lengths = [len(prompt.tokens) for prompt in prompts]
-        longest, length = max(lengths), max(lengths) + self.params.response_length
-        tokens_PT = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask_PT = torch.ones(len(prompts), length, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            tokens_PT[i, longest - lengths[i] :] = torch.tensor(prompt.tokens)
+        device = self.model.device
+        lengths = [len(row) for row in rows]
+        longest = max(lengths)
+        tokens_PT = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask_PT = torch.ones(len(rows), longest + room, dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens_PT[i, longest - lengths[i] :] = torch.tensor(row)
             mask_PT[i, : longest - lengths[i]] = 0
         tokens_PT, mask_PT = tokens_PT.to(device), mask_PT.to(device)
         positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
 
-        at_once = len(prompts)
+        at_once = len(rows)
         if self._cache_only_grows:
             at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // longest)
         caches, logits = [], []
-        for first in range(0, len(prompts), at_once):
+        for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once), slice(longest - max(lengths[first : first + at_once]), longest)
             caches.append(DynamicCache(config=self.model.config))
             logits.append(
                 self._forward(tokens_PT[part], mask_PT[part], positions_PT[part], caches[-1], **self._prefill_options)
             )
-        cache = join(caches, len(prompts), samples, length)
+        cache = join(caches, len(rows), samples)
         return torch.cat(logits).repeat_interleave(samples, dim=0), mask_PT.repeat_interleave(samples, dim=0), cache
 
     def _forward(

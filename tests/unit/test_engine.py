@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import LLAMA_SIZES
 from transformers import (
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -424,16 +423,14 @@ def test_a_large_vocabulary_is_drawn_from_in_blocks(monkeypatch):
 
 @torch.no_grad()
 def slow_generate_with_switch(old, new, prompt: Prompt, uniforms, steps: int, temperature: float):
-    """One row by the old model for so many steps, then by the new one with the keys and values of the old one."""
-    tokens, logprobs, cache = [], [], DynamicCache(config=old.config)
-    inputs = torch.tensor([prompt.tokens])
+    """One row, each token from a pass over all before it: by the old model for so many steps, then by the new one."""
+    tokens, logprobs = [], []
     for t, uniform in enumerate(uniforms):
         model = old if t < steps else new
-        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1].tolist()
+        logits = model(input_ids=torch.tensor([[*prompt.tokens, *tokens]]), use_cache=False).logits[0, -1].tolist()
         token, logprob = slow_draw(logits, float(uniform), temperature)
         tokens.append(token)
         logprobs.append(logprob)
-        inputs = torch.tensor([[token]])
     return tokens, logprobs
 
 
@@ -456,7 +453,6 @@ def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_poli
     assert calls == sampling.response_length - 1  # between any two tokens
     uniforms = row_uniforms(sampling.seed, prompts, 3, 10)
     by_old = TransformersEngine(old, sampling, version=3).generate(prompts)
-    by_new = TransformersEngine(new, sampling, version=5).generate(prompts)
     for p, prompt in enumerate(prompts):
         for k, rollout in enumerate(switched[p]):
             tokens, logprobs = slow_generate_with_switch(old, new, prompt, uniforms[p, k], steps, 0.7)
@@ -464,8 +460,7 @@ def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_poli
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
             assert rollout.versions == (3,) * steps + (5,) * (10 - steps)
             assert rollout.tokens[:steps] == by_old[p][k].tokens[:steps]
-            for other in (by_old[p][k], by_new[p][k]):
-                assert rollout.logprobs[steps] != pytest.approx(other.logprobs[steps], abs=1e-4)
+            assert rollout.logprobs[steps] != pytest.approx(by_old[p][k].logprobs[steps], abs=1e-4)
 
 
 def test_rows_that_end_before_new_weights_arrive_hold_the_old_version_only(make_policy):

@@ -1,4 +1,4 @@
-"""The keys and values of the rows being decoded, in memory taken once.
+"""The keys and values of the rows being decoded, with room for the next tokens.
 
 transformers' own ``DynamicCache`` copies all it holds at every step, and again whenever rows leave the batch. Here a
 step writes its own keys and values only, and a row that leaves is overwritten by one from the end of the batch.
@@ -13,21 +13,23 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+ROOM = 8
+"""Tokens between two copies. Much more room would be read slower: the heads would lie far apart in memory."""
 
-class StaticLayer(DynamicLayer):
-    """One layer with room for a fixed number of rows and tokens.
+
+class RoomyLayer(DynamicLayer):
+    """One layer with room for further tokens.
 
     Args:
         parts: layers that hold the keys and values of the prompts, some prompts each, each part padded on the left.
         repeats: rows for each prompt.
-        length: most tokens that a row will have.
     """
 
-    def __init__(self, parts: Sequence[CacheLayerMixin], repeats: int, length: int) -> None:
+    def __init__(self, parts: Sequence[CacheLayerMixin], repeats: int) -> None:
         super().__init__()
         self._filled = max(part.get_seq_length() for part in parts)
         self._keys, self._values = (
-            _room(states, repeats, self._filled, length)
+            _with_room(states, repeats, self._filled)
             for states in ([part.keys for part in parts], [part.values for part in parts])
         )
         self._rows = len(self._keys)
@@ -37,8 +39,10 @@ class StaticLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values (rows, heads, tokens, head size); returns those of all tokens so far."""
+        """Write keys and values (rows, heads, 1, head size) of one more token; returns those of all tokens so far."""
         start, self._filled = self._filled, self._filled + key_states.shape[-2]
+        if self._filled > self._keys.shape[-2]:
+            self._keys, self._values = (_with_room([old], 1, start) for old in (self.keys, self.values))
         self._set_views()
         self.keys[:, :, start:] = key_states
         self.values[:, :, start:] = value_states
@@ -56,10 +60,10 @@ class StaticLayer(DynamicLayer):
         self.values = self._values[: self._rows, :, : self._filled]
 
 
-def _room(parts: Sequence[Tensor], repeats: int, filled: int, length: int) -> Tensor:
-    """The states of each prompt, ``repeats`` times, up to token ``filled``; zeros elsewhere."""
+def _with_room(parts: Sequence[Tensor], repeats: int, filled: int) -> Tensor:
+    """The states of each prompt, ``repeats`` times, up to token ``filled`` and zeros elsewhere."""
     _, heads, _, size = parts[0].shape
-    room = parts[0].new_zeros(sum(map(len, parts)), repeats, heads, length, size)
+    room = parts[0].new_zeros(sum(map(len, parts)), repeats, heads, filled + ROOM, size)
     for rows, states in zip(room.split([len(part) for part in parts]), parts, strict=True):
         rows[:, :, :, filled - states.shape[-2] : filled] = states[:, None]
     return room.flatten(0, 1)
@@ -70,19 +74,18 @@ def only_grows(cache: DynamicCache) -> bool:
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def join(caches: Sequence[DynamicCache], prompts: int, repeats: int, length: int) -> DynamicCache:
+def join(caches: Sequence[DynamicCache], prompts: int, repeats: int) -> DynamicCache:
     """One cache of all prompts from those of some prompts each.
 
     Args:
         caches: a single one where not all layers only grow; such layers stay transformers' own.
         prompts: how many there are in all.
         repeats: rows for each prompt.
-        length: tokens that there is room for in a row.
     """
     cache = caches[0]
     for i, parts in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         if type(parts[0]) is DynamicLayer and parts[0].is_initialized:
-            cache.layers[i] = StaticLayer(parts, repeats, length)
+            cache.layers[i] = RoomyLayer(parts, repeats)
         else:
             parts[0].reorder_cache(torch.arange(prompts).repeat_interleave(repeats))
     return cache
@@ -99,7 +102,7 @@ def keep_rows(cache: DynamicCache, stays_B: Tensor) -> Tensor:
     order_B = torch.arange(rows, device=stays_B.device)
     order_B[gaps] = movers
     for layer in cache.layers:
-        if isinstance(layer, StaticLayer):
+        if isinstance(layer, RoomyLayer):
             layer.keep(rows, gaps, movers)
         else:
             layer.reorder_cache(order_B)
