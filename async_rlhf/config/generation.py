@@ -7,6 +7,21 @@ from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, require
 
+DECIDED = (
+    "model",
+    "load_format",
+    "dtype",
+    "logprobs_mode",
+    "seed",
+    "skip_tokenizer_init",
+    "max_model_len",
+    "max_num_seqs",
+    "enable_lora",
+    "max_lora_rank",
+    "disable_log_stats",
+)
+"""Arguments of vLLM that follow from the rest of the configuration."""
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -38,7 +53,7 @@ class VLLMConfig(Checked):
         self.at_least(1, "block_size")
         share = self.gpu_memory_utilization
         require(share <= 1, "gpu_memory_utilization", share, "must be at most 1")
-        for name in ("model", "load_format", "dtype", "logprobs_mode", "seed"):
+        for name in DECIDED:
             require(name not in self.options, f"options.{name}", self.options.get(name), "is decided by the run itself")
 
 

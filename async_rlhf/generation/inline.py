@@ -92,6 +92,7 @@ class InlineVLLMGenerator(InlineGenerator):
         self._adapters_only = adapters_only
         self._sleeps = sleep
         self._asleep = False
+        self._running = True
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Hand vLLM the weights as they are now."""
@@ -111,3 +112,10 @@ class InlineVLLMGenerator(InlineGenerator):
             self.engine.sleep()
             self._asleep = True
         return batch
+
+    def close(self) -> None:
+        """End vLLM."""
+        super().close()
+        if self._running:
+            self._running = False
+            self.engine.close()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import os
 import queue
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -30,6 +31,7 @@ from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.lora import only_adapter, write_base
 from async_rlhf.reports.trace import Trace
@@ -180,14 +182,20 @@ class _Worker:
         self.open: list[Request] = []
         self.starts = 0
         self._arguments = (spec, params, ring)
+        self._method, self._environment = "forkserver", {}
+        if spec.vllm is not None:
+            # An interpreter of its own: vLLM takes as long to import anyway, and libraries can be preloaded.
+            self._method = "spawn"
+            self._environment = {} if spec.device.startswith("cuda") else cpu_environment()
         self._arrived = arrived
         self.start()
 
     def start(self) -> None:
         # A server that has torch and transformers loaded already forks workers in milliseconds, where a fresh
         # interpreter needs seconds. It holds no threads and has touched no GPU, so the fork is safe.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["async_rlhf.generation.worker"])
+        context: Any = multiprocessing.get_context(self._method)
+        if self._method == "forkserver":
+            context.set_forkserver_preload(["async_rlhf.generation.worker"])
         pipe, theirs = context.Pipe()
         self.beat = context.RawValue("d", 0.0)
         self.since = time.monotonic()
@@ -198,7 +206,7 @@ class _Worker:
             name=f"generator-{self.number}",
             daemon=True,
         )
-        with _main_left_alone(), _sigterm_blocked():
+        with _main_left_alone(), _sigterm_blocked(), _added_to_environment(self._environment):
             self.process.start()
         theirs.close()  # only the worker holds it now, so that its death ends our reading
         self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -272,6 +280,21 @@ def worker_device(device: str | None, number: int, learner: torch.device) -> str
     count = torch.cuda.device_count()
     others = [gpu for gpu in reversed(range(count)) if gpu != (learner.index or 0) or learner.type != "cuda"]
     return f"cuda:{others[number % len(others)] if others else 0}"
+
+
+@contextmanager
+def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes started within have these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

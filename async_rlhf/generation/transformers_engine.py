@@ -131,8 +131,8 @@ class TransformersEngine:
             if self.version != versions[-1]:  # what is cached comes from other weights
                 drawn_BT = tokens_TR[: step + 1, live_B].T.tolist()
                 of_B = (live_B // params.samples_per_prompt).tolist()
-                rows = [(*prompts[p].tokens, *drawn) for p, drawn in zip(of_B, drawn_BT, strict=True)]
-                logits_BV, mask_BT, cache = self._prefill(rows, 1, room)
+                so_far = [(*prompts[p].tokens, *drawn) for p, drawn in zip(of_B, drawn_BT, strict=True)]
+                logits_BV, mask_BT, cache = self._prefill(so_far, 1, room)
             else:
                 seen_BT = mask_BT[:, : mask_BT.shape[1] - room]
                 logits_BV = self._forward(tokens_B[:, None], seen_BT, seen_BT.sum(dim=1, keepdim=True) - 1, cache)

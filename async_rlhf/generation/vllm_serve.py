@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from async_rlhf.config import ConfigError, ServeConfig
-from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS
+from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
@@ -23,9 +23,12 @@ def run_serve(config: ServeConfig) -> NoReturn:
         "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give a server weights
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        environment |= cpu_environment()
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(config, torch.cuda.is_available())]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(config, has_gpu)]
     print(f"async-rlhf serve: http://{config.host}:{config.port} will answer in a minute or so", file=sys.stderr)
     os.execve(sys.executable, words, environment)
 
