@@ -66,6 +66,18 @@ def run_hungry_worker(flag, *arguments) -> None:
     run_worker(*arguments)
 
 
+def run_slow_worker(*arguments) -> None:
+    """As run_worker, but a token takes so long that the learner publishes while a batch is being sampled."""
+    forward = TransformersEngine._forward
+
+    def slowly(engine, *inputs, **options):
+        time.sleep(0.01)
+        return forward(engine, *inputs, **options)
+
+    TransformersEngine._forward = slowly
+    run_worker(*arguments)
+
+
 def _first(flag: str) -> bool:
     try:
         os.close(os.open(flag, os.O_CREAT | os.O_EXCL))

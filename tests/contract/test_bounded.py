@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import count_letters
+from faulty_worker import run_slow_worker
 
+from async_rlhf import trainers
 from async_rlhf.config import ConfigError
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation import process
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import read_schedule
+from async_rlhf.rollouts import Rollouts, read_schedule
 from async_rlhf.trainers import TRAINERS
 
 
@@ -100,6 +103,37 @@ def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer
         generator.close()
     assert batch.shares == (1,)
     assert {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions} == {1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, workers
+):
+    """New weights come while a batch is sampled: no completion goes back, none is too old, and all add up."""
+    monkeypatch.setattr(process, "run_worker", run_slow_worker)
+    seen = {}
+
+    class Watched(Rollouts):
+        def _check(self, batch):
+            seen[batch.index] = batch
+            super()._check(batch)
+
+    monkeypatch.setattr(trainers, "Rollouts", Watched)
+    generation = {"placement": "process", "in_flight": True, "response_length": 30, "workers": workers}
+    args = make_args("flight", generation, staleness=2, staleness_mode="bounded", total_episodes=64)
+    _, metrics, _ = run(make_policy, tokenizer, prompts, args)
+    mixed = 0
+    for index, batch in seen.items():
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                assert list(rollout.versions) == sorted(rollout.versions)
+                assert max(0, index - 3) <= rollout.versions[0] <= rollout.versions[-1] < index
+                mixed += len(set(rollout.versions)) > 1
+    assert mixed > 0
+    for row in metrics:
+        assert row["engine/logprob_difference_max"] < 1e-4  # each token by the weights it is recorded with
+        assert 0 <= row["schedule/lag_mean"] <= row["schedule/lag"] <= 2
+    assert any(row["schedule/lag_mean"] < row["schedule/lag"] for row in metrics)
 
 
 def test_a_record_that_does_not_fit_is_named(tmp_path, make_policy, tokenizer, prompts, make_args):

@@ -9,7 +9,7 @@ from torch import nn
 from async_rlhf.generation.process import worker_device
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.weights import SnapshotRing, checksum, differing, digests, named_weights
+from async_rlhf.weights import SnapshotFolder, SnapshotRing, checksum, differing, digests, named_weights
 
 
 def change(model: nn.Module, by: float) -> None:
@@ -33,6 +33,36 @@ def test_the_last_versions_are_there_unharmed(make_policy, staleness):
         assert sorted(ring.published) == list(range(max(0, version - staleness), version + 1))
         change(policy, 0.5)
     ring.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_folder_keeps_the_last_versions_as_whole_files(tmp_path, make_policy, staleness):
+    policy = make_policy()
+    folder = SnapshotFolder(tmp_path / "a" / "run", torch.float32, staleness + 1)
+    published = {}
+    for version in range(5):
+        folder.publish(policy, version)
+        assert folder.newest == version
+        published[version] = {name: tensor.clone() for name, tensor in named_weights(policy).items()}
+        kept = list(range(max(0, version - staleness), version + 1))
+        assert sorted(folder.published) == kept
+        assert sorted(path.name for path in folder.folder.iterdir()) == [f"version-{v}.safetensors" for v in kept]
+        for v in kept:
+            assert folder.published[v] == digests(folder.views(v)) == digests(published[v])
+        change(policy, 0.5)
+    folder.close()
+    assert not folder.folder.exists()
+
+
+def test_a_folder_rounds_parameters_but_no_buffers(tmp_path, make_policy):
+    policy = make_policy()
+    policy.register_buffer("frequencies", torch.linspace(0, 1, 5))
+    folder = SnapshotFolder(tmp_path / "run", torch.bfloat16, 1)
+    folder.publish(policy, 0)
+    tensors = folder.views(0)
+    assert tensors["frequencies"].dtype == torch.float32
+    assert {tensor.dtype for name, tensor in tensors.items() if name != "frequencies"} == {torch.bfloat16}
+    assert folder.published[0] == SnapshotRing.for_model(policy, torch.bfloat16, 1).publish(policy, 0)
 
 
 def test_buffers_that_decide_the_output_are_in_the_snapshot(make_policy):
