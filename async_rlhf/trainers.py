@@ -29,7 +29,7 @@ from async_rlhf.config import (
 )
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.placement import make_generator, shared_cores
+from async_rlhf.generation.placement import check_engine, make_generator, shared_cores
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner import Learner
@@ -108,6 +108,7 @@ class OnlineTrainer:
         if args.eval_steps and eval_dataset is None:
             raise ConfigError(f"eval_steps: got {args.eval_steps}; must be 0 without eval_dataset")
         check_integrations(args.report_to)
+        check_engine(args.generation)
         self._find_checkpoint()
         self._recorded = None
         if args.replay_from is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,6 +46,17 @@ def shared_cores(config: OnlineConfig, device: torch.device) -> Iterator[int | N
         yield per_worker
     finally:
         torch.set_num_threads(before)
+
+
+def check_engine(config: GenerationConfig) -> None:
+    """Require what the engine needs to be installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    here = config.engine == "vllm" and config.placement != "server"
+    right = "needs vLLM: make setup-vllm, or with a GPU pip install 'async-rlhf[vllm]'"
+    require(not here or find_spec("vllm") is not None, "generation.engine", config.engine, right)
 
 
 def make_generator(

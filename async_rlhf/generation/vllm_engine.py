@@ -222,7 +222,7 @@ def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:
     """Keys and values of the longest sequence, in whole blocks."""
     assert spec.vllm is not None
     config = spec.config.get_text_config()
-    block = spec.vllm.block_size or (128 if on_cpu else 16)
+    block = spec.vllm.block_size or (CPU_OPTIONS["block_size"] if on_cpu else 16)
     tokens = math.ceil((spec.max_length or config.max_position_embeddings) / block) * block
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

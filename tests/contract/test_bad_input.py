@@ -19,6 +19,7 @@ from async_rlhf.checkpoint import check_output_dir
 from async_rlhf.config import ConfigError, DataConfig, GRPOConfig, PPOConfig, RLOOConfig, RunConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
+from async_rlhf.generation import placement
 from async_rlhf.models import load_policy, load_reward_model, write_model
 from async_rlhf.scoring import RewardError
 from async_rlhf.stages.data import run_data
@@ -74,6 +75,10 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
     assert seed("--train.seed", "3") == 3
 
 
+VLLM = ["--train.generation.engine", "vllm"]
+SERVER = [*VLLM, "--train.generation.placement", "server"]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -106,6 +111,17 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
         (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
         (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got nan; must be a finite number"),
         (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
+        (["--train.generation.engine", "vlm"], "train.generation.engine.*vlm"),
+        (["--train.generation.placement", "server"], "engine: got 'transformers'; must be \"vllm\" with placement"),
+        ([*VLLM, "--train.generation.placement", "server"], r"urls: got \[\]; must name at least one server"),
+        ([*VLLM, "--train.generation.urls", "[http://a]"], 'urls: got .*; must be empty unless placement is "server"'),
+        ([*SERVER, "--train.generation.urls", "[a:80]"], "urls: got 'a:80'; must begin with http"),
+        ([*SERVER, "--train.generation.urls", "[http://a, http://a]"], "urls: got .*; must name each server once"),
+        ([*VLLM, "--train.generation.temperature", "0.001"], "temperature: got 0.001; must be at least 0.01"),
+        ([*VLLM, "--train.generation.vllm.options", "{seed: 1}"], "options.seed: got 1; is decided by the run"),
+        ([*VLLM, "--train.generation.vllm.gpu_memory_utilization", "2"], "gpu_memory_utilization: got 2.0; must be at"),
+        (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
+        (["--train.lora.publish", "adapter"], "lora.publish: got 'adapter'; must be \"merged\" but with"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(files, words, expected):
@@ -308,6 +324,13 @@ def test_what_cannot_work_is_refused_at_once(make_policy, tokenizer, prompts, ma
         OnlineDPOTrainer(
             make_policy(), make_args(**changes), prompts, reward_funcs=count_letters, processing_class=tokenizer
         )
+
+
+def test_vllm_that_is_not_installed_is_named_before_any_model_is_loaded(prompts, make_args, monkeypatch):
+    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    args = make_args(generation={"engine": "vllm"})
+    with pytest.raises(ConfigError, match=r"generation.engine: got 'vllm'; needs vLLM: make setup-vllm"):
+        OnlineDPOTrainer("no-such-model", args, prompts, reward_funcs=count_letters)
 
 
 def test_rows_that_are_no_text_are_named(make_policy, tokenizer, prompts, make_args):
