@@ -8,6 +8,7 @@ hosts share.
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import os
 import shutil
@@ -23,6 +24,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.lora import adapter_parameters, has_adapters, merged_parameters
 
@@ -148,14 +150,7 @@ class SnapshotRing:
     @classmethod
     def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
-        specs, offset = [], 0
-        buffers = dict(model.named_buffers())
-        for name, tensor in iterate_weights(model, adapters_only):
-            kept = _kept_dtype(name, tensor, buffers, dtype)
-            specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
-            size = tensor.numel() * kept.itemsize
-            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(specs), offset, slots, adapters_only=adapters_only)
+        return cls(*_layout(model, dtype, adapters_only), slots, adapters_only=adapters_only)
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
@@ -190,6 +185,39 @@ class SnapshotRing:
             os.close(self.fd)
             self.fd = -1
         self.published.clear()
+
+
+class DeviceRing(SnapshotRing):
+    """The same in memory of the learner's own device, by CUDA IPC on a GPU: for workers on that device, to whom nothing
+    has to cross the bus.
+
+    Args:
+        specs: the tensors of one snapshot.
+        memory: where they lie.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        slot_bytes: int,
+        slots: int,
+        memory: Tensor,
+        adapters_only: bool = False,
+    ) -> None:
+        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
+        self._bytes, self.fd = memory, -1
+        self.published = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild, arguments = reduce_tensor(self._bytes)
+        return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
+
+    @classmethod
+    def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> DeviceRing:
+        specs, slot_bytes = _layout(model, dtype, adapters_only)
+        device = next(model.parameters()).device
+        memory = torch.zeros(_ALIGNMENT + slot_bytes * slots, dtype=torch.uint8, device=device)
+        return cls(specs, slot_bytes, slots, memory, adapters_only)
 
 
 class SnapshotFolder:
@@ -248,8 +276,32 @@ def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype:
     return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
 
 
+def _layout(model: nn.Module, dtype: torch.dtype, adapters_only: bool) -> tuple[tuple[TensorSpec, ...], int]:
+    """Where the tensors of a snapshot lie within a slot, and the bytes of a slot."""
+    specs, offset = [], 0
+    buffers = dict(model.named_buffers())
+    for name, tensor in iterate_weights(model, adapters_only):
+        kept = _kept_dtype(name, tensor, buffers, dtype)
+        specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
+        size = tensor.numel() * kept.itemsize
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(specs), offset
+
+
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
     return SnapshotRing(specs, slot_bytes, slots, fd.detach())
+
+
+def _attach_device(
+    specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, rebuild: Any, arguments: tuple[Any, ...]
+) -> DeviceRing:
+    if rebuild is rebuild_cuda_tensor and arguments[_DEVICE] >= torch.cuda.device_count():
+        # This process sees its own GPU alone, as the first.
+        arguments = (*arguments[:_DEVICE], 0, *arguments[_DEVICE + 1 :])
+    return DeviceRing(specs, slot_bytes, slots, rebuild(*arguments))
+
+
+_DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 
 
 def _nameless_file(size: int) -> int:

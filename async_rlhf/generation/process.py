@@ -31,11 +31,11 @@ from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.vllm_engine import cpu_environment
+from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.lora import only_adapter, write_base
 from async_rlhf.reports.trace import Trace
-from async_rlhf.weights import SnapshotRing
+from async_rlhf.weights import DeviceRing, SnapshotRing
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,9 @@ class ProcessGenerator(RemoteGenerator):
         adapters_only: bool = False,
     ) -> None:
         dtype = getattr(torch, config.dtype)
-        self.ring = SnapshotRing.for_model(policy, dtype, staleness + 1, adapters_only)
+        devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
+        shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
+        self.ring = (DeviceRing if shared else SnapshotRing).for_model(policy, dtype, staleness + 1, adapters_only)
         if type(policy).__module__ == "__main__":
             raise ConfigError(
                 f"model: {type(policy).__name__} is defined in the script itself, where generator processes cannot "
@@ -90,7 +92,6 @@ class ProcessGenerator(RemoteGenerator):
             spec = replace(spec, base=self._base.name, adapter=only_adapter(policy))
             config = replace(config, probe_steps=0)  # vLLM gives no log-probabilities of prompts with an adapter
         self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
-        devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
         workers = [
             _Worker(number, replace(spec, device=devices[number]), params, self.ring, self._arrived)
             for number in range(config.workers)
@@ -186,7 +187,7 @@ class _Worker:
         if spec.vllm is not None:
             # An interpreter of its own: vLLM takes as long to import anyway, and libraries can be preloaded.
             self._method = "spawn"
-            self._environment = {} if spec.device.startswith("cuda") else cpu_environment()
+            self._environment = gpu_environment(spec.device) if "cuda" in spec.device else cpu_environment()
         self._arrived = arrived
         self.start()
 

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,12 @@ CPU_OPTIONS = {
 }
 
 
+def gpu_environment(device: str) -> dict[str, str]:
+    """Environment of a process in which vLLM runs on one GPU: it takes the first that it sees."""
+    index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+
+
 def cpu_environment() -> dict[str, str]:
     """Environment of a process in which vLLM runs on a CPU: Intel's OpenMP, where vLLM has brought it, is faster."""
     try:
@@ -44,7 +51,9 @@ def cpu_environment() -> dict[str, str]:
     library = next((str(Path(str(file.locate())).resolve()) for file in files if file.name == "libiomp5.so"), None)
     if library is None:
         return {}
-    preloaded = os.environ.get("LD_PRELOAD")
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if re.search(r"lib(i|g|)omp", preloaded):
+        return {}  # one of them is enough, and it was chosen by hand
     # Threads that wait shall sleep at once: the learner may need their core.
     return {"LD_PRELOAD": f"{library}:{preloaded}" if preloaded else library, "KMP_BLOCKTIME": "1"}
 
@@ -184,13 +193,11 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings speak to whoever started it by hand
     on_cpu = not spec.device.startswith("cuda")
-    if not on_cpu and ":" in spec.device and not torch.cuda.is_initialized():
-        _show_only(int(spec.device.split(":")[1]))
     try:
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(f"generation.engine: vLLM cannot be imported: {error}") from error
-    with tempfile.TemporaryDirectory() as empty, _threads_left_alone(), _class_left_alone(spec.model_class):
+    with tempfile.TemporaryDirectory() as empty, _process_left_alone(), _class_left_alone(spec.model_class):
         if spec.base is None:
             config = copy.deepcopy(spec.config)
             config.architectures = [spec.model_class.__name__]
@@ -247,20 +254,19 @@ def _options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def _show_only(gpu: int) -> None:
-    """vLLM takes the first GPU that it sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
-
-
 @contextmanager
-def _threads_left_alone() -> Iterator[None]:
-    """vLLM on a CPU replaces torch.set_num_threads by a warning; the learner may be in the same process."""
-    before = torch.set_num_threads
+def _process_left_alone() -> Iterator[None]:
+    """vLLM on a CPU replaces torch.set_num_threads by a warning, and has every later child preload its OpenMP; the
+    learner may be in the same process.
+    """
+    before, preloaded = torch.set_num_threads, os.environ.get("LD_PRELOAD")
     try:
         yield
     finally:
         torch.set_num_threads = before
+        os.environ.pop("LD_PRELOAD", None)
+        if preloaded is not None:
+            os.environ["LD_PRELOAD"] = preloaded
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def test_serving_becomes_the_server(monkeypatch):
 
 def test_serving_without_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setattr(vllm_serve, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs vLLM; .* or on a CPU: make setup-vllm"):
+    with pytest.raises(ConfigError, match=r"needs vLLM; .* or on a CPU: make setup-vllm"):
         vllm_serve.run_serve(ServeConfig("policy"))
     with pytest.raises(ConfigError, match="port: got 70000; must be below 65536"):
         ServeConfig("policy", port=70000)

@@ -9,7 +9,8 @@ from torch import nn
 from async_rlhf.generation.process import worker_device
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.weights import SnapshotFolder, SnapshotRing, checksum, differing, digests, named_weights
+from async_rlhf.generation.vllm_engine import gpu_environment
+from async_rlhf.weights import DeviceRing, SnapshotFolder, SnapshotRing, checksum, differing, digests, named_weights
 
 
 def change(model: nn.Module, by: float) -> None:
@@ -63,6 +64,44 @@ def test_a_folder_rounds_parameters_but_no_buffers(tmp_path, make_policy):
     assert tensors["frequencies"].dtype == torch.float32
     assert {tensor.dtype for name, tensor in tensors.items() if name != "frequencies"} == {torch.bfloat16}
     assert folder.published[0] == SnapshotRing.for_model(policy, torch.bfloat16, 1).publish(policy, 0)
+
+
+def echo(pipe, ring) -> None:
+    """In another process: the digests of each version that is asked for, and the newest."""
+    while (version := pipe.recv()) is not None:
+        pipe.send((digests(ring.views(version)), ring.newest))
+
+
+@pytest.mark.parametrize("kind", [SnapshotRing, DeviceRing])
+def test_another_process_sees_what_is_published(make_policy, kind):
+    """A DeviceRing on the CPU goes the same way as on a GPU, but for the handle."""
+    policy = make_policy()
+    ring = kind.for_model(policy, torch.float32, 2)
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=echo, args=(theirs, ring), daemon=True)
+    process.start()
+    try:
+        for version in range(4):
+            ring.publish(policy, version)
+            ours.send(version)
+            assert ours.poll(60)
+            assert ours.recv() == (digests(named_weights(policy)), version)
+            change(policy, 0.5)
+        ours.send(2)
+        assert ours.recv() == (ring.published[2], 3)
+    finally:
+        ours.send(None)
+        process.join(10)
+        ring.close()
+
+
+def test_vllm_sees_its_own_gpu_alone(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_environment("cuda:3") == {"CUDA_VISIBLE_DEVICES": "3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert gpu_environment("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert gpu_environment("cuda") == {"CUDA_VISIBLE_DEVICES": "4"}
 
 
 def test_buffers_that_decide_the_output_are_in_the_snapshot(make_policy):
