@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-vllm lint setup setup-vllm bench faults clean
+.PHONY: quickstart test test-vllm test-gpu lint setup setup-vllm bench faults clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -14,6 +14,9 @@ test: setup         ## install, then run all tests that need neither vLLM nor a 
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm
+
+test-gpu: setup     ## run the tests that need a GPU; with vLLM's where it is installed
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 lint: setup         ## style and types
 	$(BIN)/ruff check .

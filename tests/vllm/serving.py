@@ -1,0 +1,78 @@
+"""A real vLLM server, as ``async-rlhf serve`` starts it, that tests may kill and start again on the same port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+SECONDS = 240.0
+"""Within which a server is up. Two slow cores, busy with something else, take one."""
+SESSIONS: set[int] = set()
+"""Of all servers that were ever started."""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Server:
+    """One server.
+
+    Args:
+        model: folder with config.json.
+        log: file for what it prints.
+    """
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self.model, self.log, self.port = model, log, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Returns at once."""
+        options = {"model": self.model, "port": self.port, "dtype": "float32", "kv_cache_gb": 0.05, "num_threads": 1}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        # An engine in this process sets variables of vLLM's, which are not for a server.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "async_rlhf.cli", "serve", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        SESSIONS.add(self.process.pid)
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).is_success:
+                    return
+            printed = self.log.read_text()[-3000:]
+            assert self.process.poll() is None, printed
+            assert time.monotonic() < deadline, printed
+            time.sleep(0.3)
+
+    def kill(self) -> None:
+        """With all its processes, which have no time to say good-bye."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+    def post(self, path: str, **options: object) -> object:
+        answer = httpx.post(f"{self.url}{path}", timeout=60.0, trust_env=False, **options)
+        answer.raise_for_status()
+        return answer.json()

@@ -1,0 +1,100 @@
+"""New weights between two tokens: each token has its version, none too old, each proven by its own weights."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import httpx
+import pytest
+from conftest import LONGEST, PROMPTS, new_policy, run, served_by
+
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.placement import make_generator
+from async_rlhf.generation.process import ProcessGenerator
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.reports.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+STALENESS, BATCHES = 2, 8
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Every batch of rollouts that a generator gives."""
+    seen, collect = [], RemoteGenerator.collect
+
+    def collect_and_keep(generator, index):
+        seen.append(collect(generator, index))
+        return seen[-1]
+
+    monkeypatch.setattr(RemoteGenerator, "collect", collect_and_keep)
+    return seen
+
+
+@pytest.fixture(params=["process", "server"])
+def where(request) -> dict[str, object]:
+    """Options of generation."""
+    return {} if request.param == "process" else served_by(request.getfixturevalue("server"))
+
+
+@pytest.fixture
+def flying_args(make_args, where):
+    return make_args(
+        generation={"in_flight": True, "response_length": 200, **where},
+        staleness=STALENESS,
+        staleness_mode="bounded",
+        total_episodes=8 * BATCHES,
+        learning_rate=5e-3,
+    )
+
+
+def sampling_has_begun(generator) -> bool:
+    if isinstance(generator, ProcessGenerator):
+        return generator.workers[0].beat.value > 0  # a step of vLLM's is done
+    label = httpx.get(f"{generator.workers[0].url}/weight_info", timeout=30.0, trust_env=False).json()
+    return label["weight_version"] == f"{generator.workers[0]._prefix}0"
+
+
+def test_weights_change_between_two_tokens(flying_args, tokenizer):
+    """Two versions are published while one large batch is being sampled by the first."""
+    policy = new_policy(max_position_embeddings=LONGEST)
+    params = SamplingParams(2, 0.7, 200, (256,), 0, batch_size=64)
+    with closing(make_generator(flying_args, policy, params, Trace(), 1)) as generator:
+        generator.publish(policy, 0)
+        generator.submit(1, None, PromptStream(PROMPTS, tokenizer).batch(1, 150))
+        deadline = time.monotonic() + 120
+        while not sampling_has_begun(generator):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for version in (1, 2):
+            time.sleep(0.4)
+            generator.publish(new_policy(version, max_position_embeddings=LONGEST), version)
+        batch = generator.collect(1)
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    assert len(rollouts) == 300
+    assert all(list(rollout.versions) == sorted(rollout.versions) for rollout in rollouts)
+    assert batch.version == min(version for rollout in rollouts for version in rollout.versions) == 0
+    assert {version for rollout in rollouts for version in rollout.versions} == {0, 1, 2}
+    assert sum(len(set(rollout.versions)) > 1 for rollout in rollouts) > 10
+    assert batch.metrics["engine/logprob_difference"] < 1e-4
+
+
+def test_training_keeps_the_bound(flying_args, tokenizer, batches):
+    """Whatever is new when a batch starts, or comes while it is sampled."""
+    metrics = run(flying_args, tokenizer, PROMPTS, new_policy(max_position_embeddings=LONGEST))
+    assert [batch.index for batch in batches] == list(range(1, BATCHES + 1))
+    for batch, row in zip(batches, metrics, strict=True):
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        assert len(rollouts) == 16
+        for rollout in rollouts:
+            assert list(rollout.versions) == sorted(rollout.versions)
+            assert max(0, batch.index - 1 - STALENESS) <= rollout.versions[0]
+            assert rollout.versions[-1] <= batch.index - 1
+        versions = [version for rollout in rollouts for version in rollout.versions]
+        assert row["schedule/version"] == batch.version == min(versions)
+        assert row["schedule/lag_mean"] == pytest.approx(batch.index - 1 - sum(versions) / len(versions))
+        assert row["engine/logprob_difference"] < 1e-4
+    assert batches[-1].version > 0

@@ -1,0 +1,130 @@
+"""Training with a vLLM server over HTTP: the same as with a process, whatever happens to the server meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import PROMPTS, SHORT, SHORT_BATCHES, count_letters, metrics_of, new_policy, run, same_metrics, served_by
+from faulty_vllm import SQUARE, TWIN
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from async_rlhf.generation.protocol import GeneratorError
+from async_rlhf.generation.server_client import ServerClient
+from async_rlhf.weights import SnapshotFolder, named_weights
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def train(server, make_args, tokenizer):
+    """Train through the server; nothing may stay behind in the folder of the weights."""
+
+    def train_served(name: str = "run", generation: dict[str, object] | None = None, **options: object):
+        reward = options.pop("reward", count_letters)
+        callbacks = options.pop("callbacks", [])
+        args = make_args(name, {**served_by(server), **(generation or {})}, **{**SHORT, **options})
+        try:
+            return run(args, tokenizer, PROMPTS, reward=reward, callbacks=callbacks)
+        finally:
+            assert list((Path(args.output_dir) / "weights").glob("*")) == []
+
+    return train_served
+
+
+class After(TrainerCallback):
+    """Does something once, after a batch, while the next one is being sampled."""
+
+    def __init__(self, batch: int, action) -> None:
+        self.batch, self.action = batch, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.batch:
+            self.action()
+
+
+def test_a_server_samples_what_a_process_does(train, undisturbed):
+    metrics = train()
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+    assert max(row["engine/logprob_difference"] for row in metrics) < 1e-4
+
+
+def test_a_server_killed_and_started_again_samples_the_same_again(server, train, undisturbed, caplog):
+    def restart() -> None:
+        server.kill()
+        server.start()
+
+    try:
+        metrics = train(callbacks=[After(2, restart)])
+    finally:
+        server.wait()
+    assert f"server {server.url}: does not answer" in caplog.text
+    assert "is sampled again once it is back" in caplog.text
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+
+
+def test_a_label_that_somebody_changes_is_noticed_and_healed(server, train, undisturbed):
+    """In the middle of sampling: what was drawn under another label is sampled again."""
+    relabel = After(2, lambda: server.post("/update_weight_version", json={"new_version": "somebody:7"}))
+    metrics = train(callbacks=[relabel])
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+
+
+def meddling(server, file: Path, label: str | None):
+    """A reward function that, in the second batch, gives the server other weights; it is idle then, at staleness 0."""
+    save_file(named_weights(new_policy(9)), file)
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(1)
+        if len(calls) == 2:
+            if label is not None:
+                server.post("/update_weight_version", json={"new_version": label})
+            server.post("/collective_rpc", json={"method": "load_snapshot", "args": [str(file)]})
+        return count_letters(prompts, completions)
+
+    reward.__name__ = count_letters.__name__
+    return reward
+
+
+def test_other_weights_between_two_batches_are_replaced(server, train, tmp_path):
+    undisturbed = train("undisturbed", staleness=0)
+    assert [row["schedule/lag"] for row in undisturbed] == [0] * SHORT_BATCHES
+    reward = meddling(server, tmp_path / "theirs.safetensors", "other-run:3")
+    assert same_metrics(train("disturbed", staleness=0, reward=reward), undisturbed)
+
+
+def test_other_weights_under_the_label_of_the_run_stop_it(server, train, tmp_path, monkeypatch):
+    """Loaded at the worst moment, between the proof and the first token: no label tells, but the log-probabilities."""
+    file = tmp_path / "theirs.safetensors"
+    save_file(named_weights(new_policy(9)), file)
+    label = ServerClient.set_weight_version
+
+    async def label_and_meddle(client, version):
+        await label(client, version)
+        if version.endswith(":1"):
+            await client.load(file)
+
+    monkeypatch.setattr(ServerClient, "set_weight_version", label_and_meddle)
+    with pytest.raises(GeneratorError, match=r"the engine has the weights of version 1, but computes other"):
+        train()
+    assert [row["batch"] for row in metrics_of(tmp_path / "run")] == [1, 2]
+
+
+def test_tensors_that_the_server_did_not_take_stop_the_run(train, tmp_path, monkeypatch):
+    """Here the server is handed a file with two tensors exchanged."""
+    publish = SnapshotFolder.publish
+
+    def exchange(folder, policy, version):
+        published = publish(folder, policy, version)
+        if version == 1:
+            tensors = folder.views(version)
+            tensors[SQUARE], tensors[TWIN] = tensors[TWIN], tensors[SQUARE]
+            save_file(tensors, folder.file(version))
+        return published
+
+    monkeypatch.setattr(SnapshotFolder, "publish", exchange)
+    with pytest.raises(GeneratorError, match=rf"not those of version 1: 2 of 28 tensors: {TWIN}, {SQUARE}"):
+        train()
+    assert [row["batch"] for row in metrics_of(tmp_path / "run")] == [1, 2]
