@@ -64,6 +64,7 @@ _MAY_CHANGE = {
     "generation.mismatch_samples",
     "generation.urls",
     "generation.weights_dir",
+    "generation.weights_road",
     "generation.vllm.gpu_memory_utilization",
     "generation.vllm.kv_cache_gb",
     "generation.vllm.sleep",

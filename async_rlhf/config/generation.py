@@ -69,6 +69,8 @@ class GenerationConfig(Checked):
             0, else process.
         workers: generator processes; they share the prompts of each batch.
         urls: of the servers, started by ``async-rlhf serve``; they share the prompts of each batch.
+        weights_road: how weights reach servers: "folder" as files in weights_dir, "network" straight from the learner's
+            memory to theirs, by Gloo between CPUs and NCCL between GPUs.
         weights_dir: folder in which servers find the weights: the learner writes it, every server reads it under the
             same name; null for ``weights`` in output_dir.
         in_flight: load new weights between two tokens of the completions under way, instead of before a batch; needs
@@ -96,6 +98,7 @@ class GenerationConfig(Checked):
     placement: Literal["auto", "inline", "process", "server"] = "auto"
     workers: int = 1
     urls: list[str] = field(default_factory=list)
+    weights_road: Literal["folder", "network"] = "folder"
     weights_dir: str | None = None
     in_flight: bool = False
     temperature: float = 0.7

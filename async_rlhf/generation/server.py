@@ -12,16 +12,17 @@ import queue
 import threading
 import time
 import uuid
-from asyncio import Event, Runner, Task, TaskGroup, current_task, sleep
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from asyncio import Event, Runner, Task, TaskGroup, current_task, sleep, to_thread
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import GenerationConfig
+from async_rlhf.generation.broadcast import Sender
 from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -30,7 +31,7 @@ from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Rollout
-from async_rlhf.weights import SnapshotFolder, differing
+from async_rlhf.weights import SnapshotFolder, SnapshotRing, Snapshots, differing
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +71,23 @@ class ServerGenerator(RemoteGenerator):
         max_length: int,
         autocast: torch.dtype | None = None,
     ) -> None:
-        for url in config.urls:
-            check_server(url, policy.config, max_length, config.heartbeat_timeout)
-        run = uuid.uuid4().hex[:12]
-        snapshots = SnapshotFolder(folder.absolute() / run, getattr(torch, config.dtype), staleness + 1)
+        described = [check_server(url, policy.config, max_length, config.heartbeat_timeout) for url in config.urls]
+        run, dtype = uuid.uuid4().hex[:12], getattr(torch, config.dtype)
+        snapshots: SnapshotFolder | SnapshotRing
+        if config.weights_road == "folder":
+            snapshots = SnapshotFolder(folder.absolute() / run, dtype, staleness + 1)
+            roads: list[_Road] = [_FolderRoad(snapshots) for _ in config.urls]
+        else:
+            snapshots = SnapshotRing.for_model(policy, dtype, staleness + 1)
+            roads = [
+                _NetworkRoad(snapshots, url, len(processes), _device(policy.device, processes))
+                for url, processes in zip(config.urls, described, strict=True)
+            ]
         self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
         vocabulary = policy.get_input_embeddings().weight.shape[0]
         workers = [
-            _Server(number, url, run, params, snapshots, vocabulary, lambda *answer: self._arrived.put(answer))
-            for number, url in enumerate(config.urls)
+            _Server(number, url, run, params, snapshots, road, vocabulary, lambda *answer: self._arrived.put(answer))
+            for number, (url, road) in enumerate(zip(config.urls, roads, strict=True))
         ]
         super().__init__(workers, snapshots, config, trace, autocast)
 
@@ -96,6 +105,45 @@ class ServerGenerator(RemoteGenerator):
         return True
 
 
+class _Road(Protocol):
+    """How weights reach a server."""
+
+    async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
+        """Have the server load a version; the digests of each of its processes."""
+
+
+class _FolderRoad:
+    def __init__(self, snapshots: SnapshotFolder) -> None:
+        self._snapshots = snapshots
+
+    async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
+        return await client.load(self._snapshots.file(version))
+
+
+class _NetworkRoad:
+    def __init__(self, snapshots: SnapshotRing, url: str, receivers: int, device: torch.device) -> None:
+        self._snapshots, self._url, self._receivers, self._device = snapshots, url, receivers, device
+
+    async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
+        tensors = self._snapshots.views(version)
+        sender = Sender(self._url, self._receivers, self._device)
+
+        async def send() -> list[dict[str, str]]:
+            try:
+                await to_thread(sender.send, tensors)
+            except ConnectionError as error:
+                raise ServerGoneError(f"took no weights: {error}") from error
+            return []
+
+        return (await _together([client.receive(sender.invitation(tensors)), send()]))[0]
+
+
+def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> torch.device:
+    """Where the learner's end of a transfer is: both on a GPU, or both in the hosts' memory."""
+    both = learner.type == "cuda" and all(process["device"] == "cuda" for process in processes)
+    return learner if both else torch.device("cpu")
+
+
 class _Server:
     """One server, and the thread that talks to it.
 
@@ -105,6 +153,7 @@ class _Server:
         run: distinguishes this run's weights from those of others.
         params: how to sample.
         snapshots: the weights.
+        road: how they get there.
         vocabulary: tokens of the policy.
         answer: called with this object and a reply, or what went wrong.
     """
@@ -115,7 +164,8 @@ class _Server:
         url: str,
         run: str,
         params: SamplingParams,
-        snapshots: SnapshotFolder,
+        snapshots: Snapshots,
+        road: _Road,
         vocabulary: int,
         answer: Callable[[_Server, Reply | BaseException], None],
     ) -> None:
@@ -124,6 +174,7 @@ class _Server:
         self.trouble = ""
         self.open: list[Request] = []
         self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
+        self._road = road
         self._prefix = f"{run}:"
         self._answer = answer
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -197,7 +248,7 @@ class _Server:
         expected = self.snapshots.published[version]
         if await client.weight_version() == f"{self._prefix}{version}":
             return expected  # proven when they were loaded; the server forgets the label when it ends
-        for found in await client.load(self.snapshots.file(version)):  # one answer for each of the server's workers
+        for found in await self._road.load(client, version):  # one answer for each of the server's processes
             wrong = differing(found, expected)
             if wrong:
                 raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")

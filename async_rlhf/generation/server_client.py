@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -79,6 +80,12 @@ class ServerClient:
         answer = await self._post("/collective_rpc", json={"method": "load_snapshot", "args": [str(file)]})
         return answer["results"]
 
+    async def receive(self, invitation: dict[str, Any]) -> list[dict[str, str]]:
+        """The same with weights that the learner sends meanwhile."""
+        args = [json.dumps(invitation)]
+        answer = await self._post("/collective_rpc", json={"method": "receive_snapshot", "args": args})
+        return answer["results"]
+
     async def forget_cached(self) -> None:
         """Drop what was computed with earlier weights; requests under way compute it again."""
         answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": True})
@@ -114,7 +121,7 @@ class ServerClient:
         raise GeneratorError(f"{self.url}{path} answered {answer.status_code}: {_reason(answer)}")
 
 
-def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: float) -> None:
+def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: float) -> list[dict[str, Any]]:
     """Require a server that can be used, with the policy's architecture.
 
     Args:
@@ -122,6 +129,9 @@ def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: f
         config: the policy's.
         max_length: most tokens of prompt and response together.
         seconds: how long to wait for a server that is still starting.
+
+    Returns:
+        What each of its processes says of itself.
 
     Raises:
         ConfigError: says what is wrong with it.
@@ -136,7 +146,8 @@ def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: f
             version = answer.json().get("version") if answer.is_success else None
             what = "is no vLLM server" if version is None else f"runs vLLM {version} without what the weights need"
             raise ConfigError(f"generation.urls: the server at {url!r} {what}; {right}")
-        described = reset.json()["results"][0]
+        workers = reset.json()["results"]
+        described = workers[0]
     served, ours = described["config"], config.to_dict()
     differing = [
         f"{name} {served.get(name)!r} instead of {ours.get(name)!r}"
@@ -150,6 +161,7 @@ def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: f
     require(mode == "processed_logprobs", "generation.urls", url, f"its log-probabilities are {mode!r}; {right}")
     right = f"must take max_prompt_length + response_length = {max_length} (--max-model-len)"
     require(length >= max_length, "generation.urls", url, f"it takes at most {length} tokens; {right}")
+    return workers
 
 
 def _wait_until_up(http: httpx.Client, url: str, seconds: float) -> None:

@@ -89,7 +89,7 @@ class VLLMEngine:
         if self._spec.adapter is None:
             from async_rlhf.generation.vllm_weights import load_weights
 
-            (found,) = self._llm.collective_rpc(load_weights, args=(tensors,))
+            (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(),))
         else:
             found = self._load_adapter(tensors)
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):

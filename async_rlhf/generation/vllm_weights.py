@@ -10,7 +10,7 @@ log-probabilities show.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import async_rlhf
+from async_rlhf.generation.broadcast import receive
 from async_rlhf.weights import digests
 
 
@@ -31,7 +32,18 @@ class SnapshotLoader:
 
     def load_snapshot(self, path: str) -> dict[str, str]:
         """Load a file that the learner has published. Returns the digest of each tensor."""
-        return load_weights(self, load_file(Path(path)))
+        return load_weights(self, load_file(Path(path)).items())
+
+    def receive_snapshot(self, invitation: str) -> dict[str, str]:
+        """Load what the learner sends. Returns the digest of each tensor.
+
+        Args:
+            invitation: JSON of :meth:`~async_rlhf.generation.broadcast.Sender.invitation`.
+        """
+        fields = json.loads(invitation)
+        device = torch.device("cuda" if fields.pop("backend") == "nccl" else "cpu")
+        rank = self.rank + 1  # type: ignore[attr-defined]  # of vLLM's worker
+        return load_weights(self, receive(rank=rank, device=device, **fields))
 
     def describe_model(self) -> dict[str, Any]:
         """The architecture and the versions of what computes it."""
@@ -42,17 +54,18 @@ class SnapshotLoader:
             "config": model.hf_config.to_dict(),
             "max_model_len": model.max_model_len,
             "logprobs_mode": model.logprobs_mode,
+            "device": self.device.type,  # type: ignore[attr-defined]
             "versions": versions,
         }
         return json.loads(json.dumps(found, default=str))
 
 
-def load_weights(worker: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Load a snapshot in the place of the weights that the model holds.
 
     Args:
         worker: of vLLM.
-        tensors: under their names in transformers' model.
+        tensors: with their names in transformers' model; taken one after the other.
 
     Returns:
         The digest of each tensor that vLLM took.
@@ -64,7 +77,7 @@ def load_weights(worker: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     handed: dict[str, str] = {}
 
     def handing_over() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             handed.update(digests({name: tensor}))
             yield name, tensor
 
