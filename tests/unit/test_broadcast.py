@@ -54,6 +54,7 @@ def test_a_receiver_that_does_not_come_is_an_error(monkeypatch):
 
 
 def test_the_learner_is_invited_to_under_the_address_that_the_server_sees():
-    invitation = Sender("http://localhost:8000", 1, CPU).invitation({})
+    sender = Sender("http://localhost:8000", 1, CPU)
+    invitation = sender.invitation({})
     with socket.create_connection((invitation["host"], invitation["port"]), timeout=5):
         pass
