@@ -107,7 +107,7 @@ class RemoteGenerator:
         completions = [group for reply in ordered for group in reply.completions]
         groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
-        shares = tuple(reply.version for reply in ordered)
+        shares = tuple(_oldest(reply) for reply in ordered)
         return RolloutBatch(index, min(shares), groups, seconds, shares, self._measure(index, groups))
 
     def close(self) -> None:
@@ -158,3 +158,8 @@ class RemoteGenerator:
         assert self._policy is not None
         with self.trace.span("mismatch", batch=index):
             return metrics | self._agreement.measure(self._policy, self.snapshots.views, groups)
+
+
+def _oldest(reply: Reply) -> int:
+    """Version of the first tokens. In flight, newer weights may have come between the start and the first token."""
+    return min((rollout.versions[0] for group in reply.completions for rollout in group), default=reply.version)

@@ -220,17 +220,17 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
         except ValueError as error:
             if "cache" not in str(error):
                 raise
-            gb = _least_kv_cache_gb(spec, on_cpu)
+            gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # two digits of it, rounded down, are still enough
             right = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
             raise ConfigError(f"generation.vllm.kv_cache_gb: got {spec.vllm.kv_cache_gb}; {right}") from error
 
 
 def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:
-    """Keys and values of the longest sequence, in whole blocks."""
+    """Keys and values of the longest sequence, in whole blocks, and the one block that vLLM leaves empty."""
     assert spec.vllm is not None
     config = spec.config.get_text_config()
     block = spec.vllm.block_size or (CPU_OPTIONS["block_size"] if on_cpu else 16)
-    tokens = math.ceil((spec.max_length or config.max_position_embeddings) / block) * block
+    tokens = (math.ceil((spec.max_length or config.max_position_embeddings) / block) + 1) * block
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * spec.dtype.itemsize * tokens / 2**30

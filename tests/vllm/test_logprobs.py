@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -150,3 +151,10 @@ def test_models_of_the_same_class_work_as_ever_beside_the_engine(engine):
     model.gpt_neox.register_forward_hook(lambda *_: calls.append(1))
     model(torch.tensor([[1, 2, 3]]))
     assert calls == [1]
+
+
+def test_an_engine_leaves_the_process_as_it_was(engine):
+    """What vLLM would have every later child preload makes a server crash that preloads another OpenMP."""
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2
+    assert "omp" not in os.environ.get("LD_PRELOAD", "")
