@@ -33,7 +33,7 @@ from async_rlhf.generation.placement import check_engine, make_generator, shared
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner import Learner
-from async_rlhf.lora import add_adapters, has_adapters, unwrap
+from async_rlhf.lora import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models import (
     check_positions,
     check_reward_model,
@@ -133,6 +133,8 @@ class OnlineTrainer:
         value = self._value(value_model, scoring_model, device)
         if args.lora.rank > 0 and not has_adapters(self.model):
             add_adapters(self.model, args.lora, args.seed)
+        if args.lora.publish == "adapter":
+            only_adapter(self.model)
         self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value)
         self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
         self._inputs = self._fingerprints()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from async_rlhf.config.base import Checked, require
 
@@ -19,6 +20,13 @@ DECIDED = (
     "enable_lora",
     "max_lora_rank",
     "disable_log_stats",
+    "enable_sleep_mode",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "worker_extension_cls",
+    "speculative_config",
 )
 """Arguments of vLLM that follow from the rest of the configuration."""
 
@@ -54,7 +62,8 @@ class VLLMConfig(Checked):
         share = self.gpu_memory_utilization
         require(share <= 1, "gpu_memory_utilization", share, "must be at most 1")
         for name in DECIDED:
-            require(name not in self.options, f"options.{name}", self.options.get(name), "is decided by the run itself")
+            right = "is decided by the run itself" if "parallel" not in name else "is for servers: async-rlhf serve"
+            require(name not in self.options, f"options.{name}", self.options.get(name), right)
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class GenerationConfig(Checked):
         require(not served or bool(self.urls), "urls", self.urls, right)
         require(served or not self.urls, "urls", self.urls, 'must be empty unless placement is "server"')
         for url in self.urls:
-            require(url.startswith(("http://", "https://")), "urls", url, "must begin with http:// or https://")
+            require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         require(len(set(self.urls)) == len(self.urls), "urls", self.urls, "must name each server once")
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
@@ -136,6 +145,14 @@ class GenerationConfig(Checked):
     def shares(self) -> int:
         """How many processes or servers share the prompts of a batch."""
         return len(self.urls) or self.workers
+
+
+def _is_url(text: str) -> bool:
+    try:
+        place = urlsplit(text)
+        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 @dataclass(frozen=True)

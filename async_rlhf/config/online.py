@@ -192,6 +192,9 @@ class OnlineConfig(Checked):
         able = self.generation.engine == "vllm" and self.placement != "server"
         right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
         require(self.lora.publish == "merged" or able, "lora.publish", self.lora.publish, right)
+        measured = self.generation.mismatch_samples > 0
+        right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
+        require(self.lora.publish == "merged" or measured, "generation.mismatch_samples", 0, right)
         in_flight = self.generation.in_flight
         right = 'must be "bounded" with generation.in_flight: which weights draw a token depends on timing'
         require(not in_flight or self.staleness_mode == "bounded", "staleness_mode", self.staleness_mode, right)

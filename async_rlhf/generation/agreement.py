@@ -39,6 +39,8 @@ class Agreement:
         self.config = config
         self.autocast = autocast
         self.limit = max(TOLERANCE[dtype], TOLERANCE[autocast or torch.float32])
+        if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
+            self.limit = max(self.limit, TOLERANCE[torch.float16])  # TF32 has as many digits
 
     def measure(
         self,
@@ -81,7 +83,8 @@ class Agreement:
         if not difference <= self.limit:
             raise GeneratorError(
                 f"{who}, but computes other log-probabilities with them: they differ by {difference:.3g} nats per "
-                f"token on {where}, and {self.limit:g} is rounding"
+                f"token on {where}, and {self.limit:g} is rounding (looked at by generation.mismatch_samples and "
+                "generation.probe_steps)"
             )
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.protocol import Engine, GeneratorError, Version
+from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, Version
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
@@ -33,6 +33,7 @@ class InlineGenerator:
         self.trace = trace
         self.agreement = agreement
         self._policy: PreTrainedModel | None = None
+        self._version = engine.version
         self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
@@ -41,21 +42,21 @@ class InlineGenerator:
         if policy is not self.engine.model:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
         self._policy = policy
-        self.engine.version = version
+        self._version = self.engine.version = version
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Note what to sample; :meth:`collect` does it."""
         if isinstance(version, tuple):
             (version,) = version
-        self._requests[index] = (self.engine.version if version is None else version, prompts)
+        self._requests[index] = (self._version if version is None else version, prompts)
 
     def collect(self, index: int) -> RolloutBatch:
         """Sample the batch now."""
         version, prompts = self._requests.pop(index)
-        if version != self.engine.version:
-            raise ValueError(f"batch {index} asks for version {version}; inline weights are at {self.engine.version}")
+        if version != self._version:
+            raise ValueError(f"batch {index} asks for version {version}; inline weights are at {self._version}")
         started = time.monotonic()
-        completions = self.engine.generate(prompts)
+        completions = self._generate(prompts)
         ended = time.monotonic()
         self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
         groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
@@ -64,6 +65,9 @@ class InlineGenerator:
     def close(self) -> None:
         """Nothing to end."""
         self._requests.clear()
+
+    def _generate(self, prompts: Sequence[Prompt]) -> Completions:
+        return self.engine.generate(prompts)
 
     def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
         if self.agreement is None or self._policy is None:
@@ -95,23 +99,28 @@ class InlineVLLMGenerator(InlineGenerator):
         self._running = True
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Hand vLLM the weights as they are now."""
-        self._policy = policy
+        """Note the weights, which stay as they are until the batch is collected."""
+        self._policy, self._version = policy, version
+
+    def _generate(self, prompts: Sequence[Prompt]) -> Completions:
+        """Wake, take the weights as they are now, sample, and sleep again."""
+        assert self._policy is not None
         if self._asleep:
             self.engine.wake()
             self._asleep = False
+        if self.engine.version != self._version:
+            self._load(self._policy, self._version)
+        completions = self.engine.generate(prompts)
+        if self._sleeps:
+            self.engine.sleep()
+            self.engine.version, self._asleep = -1, True
+        return completions
+
+    def _load(self, policy: PreTrainedModel, version: int) -> None:
         weights = dict(iterate_weights(policy, self._adapters_only))
         wrong = differing(self.engine.load(weights, version), digests(weights))
         if wrong:
             raise GeneratorError(f"vLLM took weights that are not those of version {version}: {wrong}")
-
-    def collect(self, index: int) -> RolloutBatch:
-        """Sample the batch now."""
-        batch = super().collect(index)
-        if self._sleeps and not self._requests:
-            self.engine.sleep()
-            self._asleep = True
-        return batch
 
     def close(self) -> None:
         """End vLLM."""

@@ -30,6 +30,8 @@ class ModelSpec:
     """Folder of the weights below the adapters, where only those are published."""
     adapter: Any = None
     """peft's configuration of those adapters."""
+    sleeps: bool = False
+    """Whether vLLM shall be able to give its memory back."""
     max_length: int | None = None
     """Most tokens of prompt and response together; None for what the model can take. vLLM reserves memory by it."""
 
@@ -71,5 +73,7 @@ class Failure:
 
     message: str
     traceback: str
+    is_config: bool = False
+    """It is a ConfigError: the message says all."""
     out_of_memory: bool = False
     """A new process, with its memory whole, may succeed where this one did not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,7 +71,9 @@ def make_generator(
     if config.placement == "inline":
         return _inline(generation, policy, params, trace, autocast, max_length, adapters_only)
     if config.placement == "server":
-        folder = Path(generation.weights_dir or Path(config.output_dir) / "weights")
+        folder = Path(config.output_dir) / "weights"
+        if generation.weights_dir is not None:  # perhaps one that several runs use
+            folder = Path(generation.weights_dir) / f"async_rlhf-{uuid.uuid4().hex[:12]}"
         return ServerGenerator(policy, params, generation, config.staleness, trace, folder, max_length, autocast)
     return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast, max_length, adapters_only)
 
@@ -92,6 +95,9 @@ def _inline(
     dtype, device = getattr(torch, config.dtype), policy.device
     require(not device.index, "device", str(device), "must be the first GPU with vLLM inline")
     spec = ModelSpec(type(policy), policy.config, dtype, device.type, vllm=config.vllm, max_length=max_length)
+    # Asleep, vLLM forgets its weights, and the ones below an adapter would not come back.
+    sleep = config.vllm.sleep and device.type == "cuda" and not adapters_only
+    spec = replace(spec, sleeps=sleep)
     with TemporaryDirectory() as folder:
         if adapters_only:
             write_base(policy, Path(folder), dtype)
@@ -99,6 +105,4 @@ def _inline(
         before = random_state.capture()
         engine = VLLMEngine(spec, params)  # seeds every random generator of the process
         random_state.restore(*before)
-    # Asleep, vLLM forgets its weights, and the ones below an adapter would not come back.
-    sleep = config.vllm.sleep and device.type == "cuda" and not adapters_only
     return InlineVLLMGenerator(engine, trace, Agreement(config, dtype, autocast), sleep, adapters_only)

@@ -142,6 +142,8 @@ class ProcessGenerator(RemoteGenerator):
         if isinstance(reply, Failure) and reply.out_of_memory:
             self._restart(worker, f"ran out of memory: {reply.message}")
             return False
+        if isinstance(reply, Failure) and reply.is_config:
+            raise ConfigError(reply.message)
         if isinstance(reply, Failure):
             raise GeneratorError(f"generator process {worker.number}: {reply.message}\n\n{reply.traceback}")
         self._accept(worker, reply)

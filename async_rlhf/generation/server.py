@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.config import GenerationConfig
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.broadcast import Sender
 from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.probe import probe_tokens
@@ -50,7 +50,7 @@ class ServerGenerator(RemoteGenerator):
         config: where the servers are.
         staleness: S; S + 1 snapshots are kept.
         trace: where generation is recorded.
-        folder: learner and servers find the weights there; only a folder of this run's own within it is touched.
+        folder: learner and servers find the weights there; of this run's own, deleted at the beginning and the end.
         max_length: most tokens of prompt and response together.
         autocast: type that the learner computes in; None for that of its weights.
 
@@ -71,11 +71,14 @@ class ServerGenerator(RemoteGenerator):
         max_length: int,
         autocast: torch.dtype | None = None,
     ) -> None:
-        described = [check_server(url, policy.config, max_length, config.heartbeat_timeout) for url in config.urls]
+        described = [check_server(url, policy.config, config, max_length) for url in config.urls]
         run, dtype = uuid.uuid4().hex[:12], getattr(torch, config.dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if config.weights_road == "folder":
-            snapshots = SnapshotFolder(folder.absolute() / run, dtype, staleness + 1)
+            try:
+                snapshots = SnapshotFolder(folder.absolute(), dtype, staleness + 1)
+            except OSError as error:
+                raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
             roads: list[_Road] = [_FolderRoad(snapshots) for _ in config.urls]
         else:
             snapshots = SnapshotRing.for_model(policy, dtype, staleness + 1)
@@ -117,7 +120,12 @@ class _FolderRoad:
         self._snapshots = snapshots
 
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
-        return await client.load(self._snapshots.file(version))
+        file = self._snapshots.file(version)
+        try:
+            return await client.load(file)
+        except GeneratorError as error:
+            right = f"generation.weights_dir: the server must see {str(file.parent)!r} under the same name"
+            raise GeneratorError(f"{error}; {right}") from error
 
 
 class _NetworkRoad:
@@ -247,14 +255,18 @@ class _Server:
         """Have the server hold a version. Returns the digests of what it took."""
         expected = self.snapshots.published[version]
         if await client.weight_version() == f"{self._prefix}{version}":
+            await client.resume()  # the answer of the last time may have been lost
             return expected  # proven when they were loaded; the server forgets the label when it ends
+        # What another run may have under way shall not be taken for tokens of its own weights.
+        await client.pause()
+        await client.set_weight_version(f"{self._prefix}loading")
         for found in await self._road.load(client, version):  # one answer for each of the server's processes
             wrong = differing(found, expected)
             if wrong:
                 raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")
         await client.forget_cached()
         await client.set_weight_version(f"{self._prefix}{version}")
-        await client.resume()  # also where an earlier run has left it paused
+        await client.resume()
         return expected
 
     async def _generate(self, client: ServerClient, prompts: Sequence[Prompt]) -> list[tuple[Rollout, ...]]:
@@ -280,7 +292,6 @@ class _Server:
             while not ended.is_set():
                 newest = self.snapshots.newest
                 if newest > max(held):
-                    await client.pause()
                     held[newest] = await self._load(client, newest)
                 await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
             return []

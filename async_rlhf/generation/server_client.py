@@ -13,14 +13,29 @@ from typing import Any
 import httpx
 from transformers import PretrainedConfig
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.base import require
+from async_rlhf.generation.probe import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.types import FinishReason, Rollout
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 """Sampling takes as long as it takes; the generator has a limit of its own."""
-_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "layer_norm_eps",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+)
 
 
 class ServerGoneError(RuntimeError):
@@ -36,7 +51,8 @@ class ServerClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # More prompts than this wait here: each connection takes a file descriptor.
+        limits = httpx.Limits(max_connections=256)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=_TIMEOUT, limits=limits, trust_env=False)
 
     async def __aenter__(self) -> ServerClient:
@@ -121,14 +137,14 @@ class ServerClient:
         raise GeneratorError(f"{self.url}{path} answered {answer.status_code}: {_reason(answer)}")
 
 
-def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: float) -> list[dict[str, Any]]:
+def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, max_length: int) -> list[dict[str, Any]]:
     """Require a server that can be used, with the policy's architecture.
 
     Args:
         url: the server's.
-        config: the policy's.
+        policy: its configuration.
+        config: of generation; a server that is still starting is waited for, for ``heartbeat_timeout`` seconds.
         max_length: most tokens of prompt and response together.
-        seconds: how long to wait for a server that is still starting.
 
     Returns:
         What each of its processes says of itself.
@@ -138,20 +154,20 @@ def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: f
     """
     right = "start it with: async-rlhf serve --model MODEL --port PORT (vLLM 0.32 or newer)"
     with httpx.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
-        _wait_until_up(http, url, seconds)
+        _wait_until_up(http, url, config.heartbeat_timeout)
         found = http.get("/weight_info")
-        reset = found.is_success and http.post("/collective_rpc", json={"method": "describe_model"})
-        if not reset or not reset.is_success:
-            answer = http.get("/version")
-            version = answer.json().get("version") if answer.is_success else None
+        answer = found.is_success and http.post("/collective_rpc", json={"method": "describe_model"})
+        if not answer or not answer.is_success:
+            found = http.get("/version")
+            version = found.json().get("version") if found.is_success else None
             what = "is no vLLM server" if version is None else f"runs vLLM {version} without what the weights need"
             raise ConfigError(f"generation.urls: the server at {url!r} {what}; {right}")
-        workers = reset.json()["results"]
+        workers = answer.json()["results"]
         described = workers[0]
-    served, ours = described["config"], config.to_dict()
+    served, ours = described["config"], policy.to_dict()
     differing = [
         f"{name} {served.get(name)!r} instead of {ours.get(name)!r}"
-        for name in _SIZES
+        for name in _ARCHITECTURE
         if name in ours and served.get(name) != ours[name]
     ]
     right = "must be a server of the policy's architecture"
@@ -159,8 +175,11 @@ def check_server(url: str, config: PretrainedConfig, max_length: int, seconds: f
     mode, length = described["logprobs_mode"], described["max_model_len"]
     right = 'must run with --logprobs-mode processed_logprobs, as "async-rlhf serve" does'
     require(mode == "processed_logprobs", "generation.urls", url, f"its log-probabilities are {mode!r}; {right}")
-    right = f"must take max_prompt_length + response_length = {max_length} (--max-model-len)"
-    require(length >= max_length, "generation.urls", url, f"it takes at most {length} tokens; {right}")
+    right = f"must take max_prompt_length + response_length = {max_length} (--max-model-len), and {LENGTH + 1} at least"
+    require(length >= max(max_length, LENGTH + 1), "generation.urls", url, f"it takes at most {length} tokens; {right}")
+    dtype = described["dtype"].removeprefix("torch.")
+    right = f"must be {dtype!r}, in which the server at {url!r} computes, or start that with --dtype {config.dtype}"
+    require(dtype == config.dtype, "generation.dtype", config.dtype, right)
     return workers
 
 
@@ -201,7 +220,7 @@ def _rollout(choice: dict[str, Any], prefix: str) -> Rollout:
     logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
     versions = [-1] * len(tokens)
     for span in choice["weight_versions"] or []:
-        if not span["version"].startswith(prefix):
+        if not span["version"].removeprefix(prefix).isdecimal():
             raise ServerGoneError("holds other weights than it was given: it was restarted, or somebody else uses it")
         version = int(span["version"].removeprefix(prefix))
         versions[span["start"] : span["end"]] = [version] * (span["end"] - span["start"])

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from async_rlhf.config import ConfigError, VLLMConfig
+from async_rlhf.config.base import require
 from async_rlhf.generation.messages import ModelSpec
-from async_rlhf.generation.probe import probe_tokens
-from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.probe import LENGTH, probe_tokens
+from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import request_fields
 from async_rlhf.lora import write_adapter
@@ -39,7 +41,11 @@ CPU_OPTIONS = {
 def gpu_environment(device: str) -> dict[str, str]:
     """Environment of a process in which vLLM runs on one GPU: it takes the first that it sees."""
     index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+    gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
+    require(
+        index < len(gpus), "generation.device", device, f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
+    )
+    return {"CUDA_VISIBLE_DEVICES": gpus[index]}
 
 
 def cpu_environment() -> dict[str, str]:
@@ -178,10 +184,12 @@ class VLLMEngine:
 def _rollout(sample: Any) -> Rollout:
     tokens = tuple(sample.token_ids)
     logprobs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
-    versions = [0] * len(tokens)
+    versions = [-1] * len(tokens)
     for span in sample.weight_versions:
         versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-    reason: FinishReason = "stop" if sample.finish_reason == "stop" else "length"
+    if sample.finish_reason not in ("stop", "length"):
+        raise GeneratorError(f"vLLM ended a completion for another reason: {sample.finish_reason}")
+    reason: FinishReason = sample.finish_reason
     if not all(map(math.isfinite, logprobs)):
         raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
     return Rollout(tokens, logprobs, tuple(versions), reason)
@@ -193,6 +201,9 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings speak to whoever started it by hand
     on_cpu = not spec.device.startswith("cuda")
+    size = _head_size(spec.config)
+    right = 'must be a multiple of 32 for vLLM on a CPU; use engine "transformers"'
+    require(not on_cpu or size % 32 == 0, "model", f"heads of size {size}", right)
     try:
         from vllm import LLM
     except ImportError as error:
@@ -210,16 +221,22 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 dtype=str(spec.dtype).removeprefix("torch."),
                 seed=0,
                 logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
-                max_model_len=spec.max_length,
+                max_model_len=None if spec.max_length is None else max(spec.max_length, LENGTH + 1),  # for the probe
                 max_num_seqs=params.batch_size,
                 enable_lora=spec.adapter is not None,
+                enable_sleep_mode=spec.sleeps,
                 disable_log_stats=True,
                 **_options(spec.vllm, on_cpu),
                 **({} if spec.adapter is None else {"max_lora_rank": _max_rank(spec.adapter.r)}),
             )
+        except TypeError as error:  # of EngineArgs, names the argument
+            raise ConfigError(f"generation.vllm.options: got {spec.vllm.options}; {error}") from error
         except ValueError as error:
-            if "cache" not in str(error):
-                raise
+            if "KV cache" not in str(error) or spec.vllm.kv_cache_gb is None:
+                share = spec.vllm.gpu_memory_utilization
+                raise ConfigError(
+                    f"generation.vllm: vLLM cannot start (gpu_memory_utilization {share:g}): {error}"
+                ) from error
             gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # two digits of it, rounded down, are still enough
             right = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
             raise ConfigError(f"generation.vllm.kv_cache_gb: got {spec.vllm.kv_cache_gb}; {right}") from error
@@ -232,8 +249,12 @@ def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:
     block = spec.vllm.block_size or (CPU_OPTIONS["block_size"] if on_cpu else 16)
     tokens = (math.ceil((spec.max_length or config.max_position_embeddings) / block) + 1) * block
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * spec.dtype.itemsize * tokens / 2**30
+    return 2 * config.num_hidden_layers * heads * _head_size(config) * spec.dtype.itemsize * tokens / 2**30
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _max_rank(rank: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from importlib.util import find_spec
 from typing import NoReturn
@@ -29,6 +30,12 @@ def run_serve(config: ServeConfig) -> NoReturn:
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(config, has_gpu)]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(f"port: got {config.port}; {config.host} cannot be listened on there: {error}") from error
     print(f"async-rlhf serve: http://{config.host}:{config.port} will answer in a minute or so", file=sys.stderr)
     os.execve(sys.executable, words, environment)
 

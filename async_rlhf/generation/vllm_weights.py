@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import vllm
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-import async_rlhf
 from async_rlhf.generation.broadcast import receive
 from async_rlhf.weights import digests
 
@@ -46,16 +44,15 @@ class SnapshotLoader:
         return load_weights(self, receive(rank=rank, device=device, **fields))
 
     def describe_model(self) -> dict[str, Any]:
-        """The architecture and the versions of what computes it."""
+        """The architecture, and how it is computed."""
         model = self.vllm_config.model_config  # type: ignore[attr-defined]  # of vLLM's worker
-        versions = {module.__name__: module.__version__ for module in (async_rlhf, vllm, transformers, torch)}
         # Only plain types: vLLM's reply would hang on any other.
         found = {
             "config": model.hf_config.to_dict(),
             "max_model_len": model.max_model_len,
             "logprobs_mode": model.logprobs_mode,
             "device": self.device.type,  # type: ignore[attr-defined]
-            "versions": versions,
+            "dtype": str(model.dtype),
         }
         return json.loads(json.dumps(found, default=str))
 
@@ -86,18 +83,41 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-        initialize_layerwise_reload(model)
-        model.load_weights(handing_over())
-        finalize_layerwise_reload(model, config.model_config)
+        with _new_memory_is_nan():
+            initialize_layerwise_reload(model)
+            model.load_weights(handing_over())
+            finalize_layerwise_reload(model, config.model_config)
         _pack_tied(model, packed)
+        nan = [name for name in packed if _holds_nan(model.get_submodule(name), config.model_config.dtype)]
     stale = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
-    stale += [name for name, gemm in _packed(model).items() if gemm is packed.get(name)]
+    stale += [name for name, gemm in _packed(model).items() if gemm is packed.get(name) or name in nan]
     if stale:
         raise RuntimeError(
             f"vLLM kept old weights, or was given NaN: {', '.join(stale[:5])}{' and more' if len(stale) > 5 else ''}"
         )
     worker.model_runner.reset_lora_state()
     return handed
+
+
+@contextmanager
+def _new_memory_is_nan() -> Iterator[None]:
+    """vLLM loads into new memory, a layer at a time; what nothing is written to there must show."""
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    options: Any = torch.utils.deterministic
+    filled = options.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    options.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        options.fill_uninitialized_memory = filled
+
+
+def _holds_nan(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether a packed weight does, which cannot be looked at: it shows in the product with zeros."""
+    size = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size_per_partition
+    return bool(layer.cpu_linear(torch.zeros(1, size, dtype=dtype), layer.weight, None).isnan().any())
 
 
 def _packed(model: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import Engine, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -76,7 +77,9 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
             held = {engine.version: held[engine.version]}
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        replies.put(Failure(text, traceback.format_exc(), _is_out_of_memory(error)))
+        is_config = isinstance(error, ConfigError)
+        text = str(error) if is_config else text
+        replies.put(Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error)))
     finally:
         replies.put(None)
         sender.join()

@@ -37,10 +37,10 @@ MODELS = {
 
 
 @pytest.fixture(params=MODELS)
-def pair(request, only_engine):
+def pair(request):
     """An engine, and the model whose weights it has."""
     model = MODELS[request.param]()
-    return (only_engine if request.param == "neox" else start_engine(model)), model
+    return (request.getfixturevalue("engine") if request.param == "neox" else start_engine(model)), model
 
 
 def test_logprobs_are_those_of_transformers(pair):

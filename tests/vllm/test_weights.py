@@ -155,7 +155,7 @@ OTHERWISE = (
     [
         (ignores_the_update, r"version 1: 28 of 28 tensors: gpt_neox.embed_in.weight"),
         (loads_half, KEPT + r"layers\.1\.input_layernorm"),
-        (leaves_one_out, r"version 1: 1 of 28 tensors: " + SQUARE),
+        (leaves_one_out, KEPT + r"layers\.1\.attention\.dense$"),
         (swaps_two, rf"version 1: 2 of 28 tensors: {TWIN}, {SQUARE}"),
         (transposes_one, r"version 1: 1 of 28 tensors: " + SQUARE),
     ],
@@ -180,7 +180,7 @@ def test_a_fault_on_the_way_to_vllm_names_the_tensors(generator, monkeypatch, fa
     [
         (ignores_the_update, KEPT + "model.embed_in.weight"),
         (loads_half, KEPT + r"layers\.1\.input_layernorm"),
-        (leaves_one_out, OTHERWISE),
+        (leaves_one_out, KEPT + r"layers\.1\.attention\.dense$"),
         (swaps_two, OTHERWISE),
         (transposes_one, OTHERWISE),
     ],
@@ -213,19 +213,14 @@ def spoiled(layer: torch.nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "named"),
     [
-        ("gpt_neox.layers.1.input_layernorm.weight", KEPT + r"layers\.1\.input_layernorm\.weight"),
-        (SQUARE, "logits of weights version 1 are not finite"),  # packed for vLLM's kernels, it cannot be looked at
+        ("gpt_neox.layers.1.input_layernorm.weight", r"layers\.1\.input_layernorm\.weight"),
+        (SQUARE, r"layers\.1\.attention\.dense"),  # packed for vLLM's kernels, it cannot be looked at
     ],
 )
-def test_weights_that_are_not_finite_are_an_error(engine, name, message):
+def test_weights_that_are_not_numbers_are_an_error(engine, name, named):
     weights = {key: tensor.clone() for key, tensor in named_weights(new_policy(1)).items()}
     weights[name].view(-1)[0] = float("nan")
-
-    def load_and_sample() -> None:
+    with pytest.raises(RuntimeError, match=KEPT + named):
         engine.load(weights, 1)
-        engine.generate(prompts_of(2))
-
-    with pytest.raises((RuntimeError, FloatingPointError), match=message):
-        load_and_sample()
