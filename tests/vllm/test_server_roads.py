@@ -1,0 +1,81 @@
+"""How weights get to a server, and that nothing which happens on the way can pass unnoticed or hang."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from conftest import PARAMS, PROMPTS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, same_metrics, served_by
+
+from async_rlhf.config import GenerationConfig
+from async_rlhf.generation.server import ServerGenerator
+from async_rlhf.generation.server_client import ServerClient, ServerGoneError
+from async_rlhf.reports.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+
+def train(server, make_args, tokenizer, **generation):
+    return run(make_args("run", {**served_by(server), **generation}, **SHORT), tokenizer, PROMPTS)
+
+
+def test_weights_over_the_network_are_those_of_a_process(server, make_args, tokenizer, undisturbed, tmp_path):
+    metrics = train(server, make_args, tokenizer, weights_road="network")
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+    assert not (tmp_path / "run" / "weights").exists()
+
+
+def test_a_folder_of_ones_own_is_used_and_emptied(server, make_args, tokenizer, undisturbed, tmp_path):
+    kept = tmp_path / "shared" / "of somebody else"
+    kept.parent.mkdir()
+    kept.write_text("")
+    metrics = train(server, make_args, tokenizer, weights_dir=str(tmp_path / "shared"))
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+    assert list((tmp_path / "shared").iterdir()) == [kept]
+
+
+def test_a_lost_answer_leaves_no_server_paused(server, make_args, tokenizer, undisturbed, monkeypatch):
+    resume, calls = ServerClient.resume, []
+
+    async def lose_the_third(client):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ServerGoneError("the connection was lost")
+        await resume(client)
+
+    monkeypatch.setattr(ServerClient, "resume", lose_the_third)
+    metrics = train(server, make_args, tokenizer, timeout=60.0)
+    assert len(calls) > 3
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+
+
+def test_two_runs_on_one_server_never_get_each_others_tokens(server, tmp_path):
+    """They take the weights out of each other's hands, again and again; both get their own completions in the end."""
+    params = replace(PARAMS, stop_token_ids=(), response_length=60)
+    config = GenerationConfig(engine="vllm", placement="server", urls=[server.url], timeout=120.0, response_length=60)
+    policies, prompts = [new_policy(1), new_policy(2)], prompts_of(8)
+    generators = [
+        ServerGenerator(policy, params, config, 0, Trace(), tmp_path / str(i), 96) for i, policy in enumerate(policies)
+    ]
+
+    def sample(i: int) -> list[tuple[tuple[int, ...], ...]]:
+        generators[i].submit(1, 0, prompts)
+        groups = generators[i].collect(1).groups
+        return [tuple(rollout.tokens for rollout in group.rollouts) for group in groups]
+
+    try:
+        for generator, policy in zip(generators, policies, strict=True):
+            generator.publish(policy, 0)
+        alone = [sample(0), sample(1)]
+        assert alone[0] != alone[1]
+        together: dict[int, object] = {}
+        threads = [threading.Thread(target=lambda i=i: together.update({i: sample(i)})) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [together[0], together[1]] == alone
+    finally:
+        for generator in generators:
+            generator.close()
