@@ -232,7 +232,7 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
         except TypeError as error:  # of EngineArgs, names the argument
             raise ConfigError(f"generation.vllm.options: got {spec.vllm.options}; {error}") from error
         except ValueError as error:
-            if "KV cache" not in str(error) or spec.vllm.kv_cache_gb is None:
+            if "cache" not in str(error) or spec.vllm.kv_cache_gb is None:
                 share = spec.vllm.gpu_memory_utilization
                 raise ConfigError(
                     f"generation.vllm: vLLM cannot start (gpu_memory_utilization {share:g}): {error}"

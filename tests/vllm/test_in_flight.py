@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import closing
 
@@ -54,8 +55,8 @@ def flying_args(make_args, where):
 def sampling_has_begun(generator) -> bool:
     if isinstance(generator, ProcessGenerator):
         return generator.workers[0].beat.value > 0  # a step of vLLM's is done
-    label = httpx.get(f"{generator.workers[0].url}/weight_info", timeout=30.0, trust_env=False).json()
-    return label["weight_version"] == f"{generator.workers[0]._prefix}0"
+    told = httpx.get(f"{generator.workers[0].url}/metrics", timeout=30.0, trust_env=False).text
+    return any(float(count) > 0 for count in re.findall(r"^vllm:num_requests_running{.*} (\S+)$", told, re.MULTILINE))
 
 
 def test_weights_change_between_two_tokens(flying_args, tokenizer):
