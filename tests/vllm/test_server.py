@@ -89,9 +89,10 @@ def meddling(server, file: Path, label: str | None):
 
 
 def test_other_weights_between_two_batches_are_replaced(server, train, tmp_path):
+    """Labelled with the very number that the next batch needs, but of another run."""
     undisturbed = train("undisturbed", staleness=0)
     assert [row["schedule/lag"] for row in undisturbed] == [0] * SHORT_BATCHES
-    reward = meddling(server, tmp_path / "theirs.safetensors", "other-run:3")
+    reward = meddling(server, tmp_path / "theirs.safetensors", "other-run:2")
     assert same_metrics(train("disturbed", staleness=0, reward=reward), undisturbed)
 
 
