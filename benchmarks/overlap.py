@@ -78,7 +78,8 @@ def measure(staleness: int, prompts: int, batches: int, both_cores: bool = False
             max_prompt_length=PROMPT_TOKENS,
             progress=False,
             num_threads=2 if both_cores else 1,
-            generation=GenerationConfig(response_length=RESPONSE_TOKENS, **placement),
+            # 8 of these few completions would be a third of a batch; see docs/generation.md for what they cost.
+            generation=GenerationConfig(response_length=RESPONSE_TOKENS, mismatch_samples=0, **placement),
         )
         OnlineDPOTrainer(policy(), args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
