@@ -142,9 +142,10 @@ class ResumeState:
 
 
 def as_saved(config: OnlineConfig) -> dict[str, Any]:
-    """A configuration as JSON gives it back, keys with dots, with the name of its algorithm."""
+    """A configuration as JSON gives it back, keys with dots, with what follows from it and may not change."""
     algorithm = next(name for name, kind in ALGORITHM_CONFIGS.items() if isinstance(config, kind))
-    return json.loads(json.dumps({"algorithm": algorithm, **dotted(asdict(config))}))
+    derived = {"algorithm": algorithm, "number of generation.urls": len(config.generation.urls)}
+    return json.loads(json.dumps({**derived, **dotted(asdict(config))}))
 
 
 def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:

@@ -138,8 +138,19 @@ class GenerationConfig(Checked):
         for url in self.urls:
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         require(len(set(self.urls)) == len(self.urls), "urls", self.urls, "must name each server once")
+        self._check_roads(served)
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
+
+    def _check_roads(self, served: bool) -> None:
+        """Nothing that would be ignored may be set."""
+        right = 'must be null unless placement is "server" and weights_road "folder"'
+        files = served and self.weights_road == "folder"
+        require(files or self.weights_dir is None, "weights_dir", self.weights_dir, right)
+        right = 'must be "folder" unless placement is "server"'
+        require(served or self.weights_road == "folder", "weights_road", self.weights_road, right)
+        right = 'must be left out with placement "server": such options are for async-rlhf serve'
+        require(not served or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
 
     @property
     def shares(self) -> int:

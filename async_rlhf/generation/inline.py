@@ -25,10 +25,10 @@ class InlineGenerator:
     Args:
         engine: on the learner's policy.
         trace: where generation is recorded.
-        agreement: compares the log-probabilities of some completions with the learner's; None for no comparison.
+        agreement: compares the log-probabilities of some completions with the learner's.
     """
 
-    def __init__(self, engine: Engine, trace: Trace, agreement: Agreement | None = None) -> None:
+    def __init__(self, engine: Engine, trace: Trace, agreement: Agreement) -> None:
         self.engine = engine
         self.trace = trace
         self.agreement = agreement
@@ -70,8 +70,7 @@ class InlineGenerator:
         return self.engine.generate(prompts)
 
     def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
-        if self.agreement is None or self._policy is None:
-            return {}
+        assert self._policy is not None
         with self.trace.span("mismatch", batch=index):
             return self.agreement.measure(self._policy, lambda _: {}, groups)
 

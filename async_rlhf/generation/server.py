@@ -124,6 +124,8 @@ class _FolderRoad:
         try:
             return await client.load(file)
         except GeneratorError as error:
+            if "No such file" not in str(error):
+                raise
             right = f"generation.weights_dir: the server must see {str(file.parent)!r} under the same name"
             raise GeneratorError(f"{error}; {right}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.probe import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.types import FinishReason, Rollout
+from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_rollout
+from async_rlhf.types import Rollout
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 """Sampling takes as long as it takes; the generator has a limit of its own."""
@@ -198,38 +198,15 @@ def _wait_until_up(http: httpx.Client, url: str, seconds: float) -> None:
         time.sleep(min(1.0, seconds))
 
 
-def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Fields of vLLM's sampling parameters; every default of its that would change the distribution is off."""
-    return {
-        "n": params.samples_per_prompt,
-        "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": params.response_length,
-        "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": True,  # the stop tokens are the run's own, not those of the model's configuration
-        "logprobs": 0,
-        "seed": seed,
-    }
-
-
 def _rollout(choice: dict[str, Any], prefix: str) -> Rollout:
-    tokens = tuple(choice["token_ids"])
-    logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
-    versions = [-1] * len(tokens)
-    for span in choice["weight_versions"] or []:
-        if not span["version"].removeprefix(prefix).isdecimal():
-            raise ServerGoneError("holds other weights than it was given: it was restarted, or somebody else uses it")
-        version = int(span["version"].removeprefix(prefix))
-        versions[span["start"] : span["end"]] = [version] * (span["end"] - span["start"])
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ServerGoneError(f"ended a completion for another reason: {choice['finish_reason']}")
-    if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
-    reason: FinishReason = choice["finish_reason"]
-    return Rollout(tokens, logprobs, tuple(versions), reason)
+    if choice["finish_reason"] == "abort":
+        raise ServerGoneError("dropped a request")
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+    try:
+        return to_rollout(choice["token_ids"], logprobs, spans, choice["finish_reason"], prefix)
+    except OtherWeightsError as error:
+        raise ServerGoneError(f"{error}: it was restarted, or somebody else uses it") from error
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -23,11 +23,11 @@ from async_rlhf.config import ConfigError, VLLMConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import LENGTH, probe_tokens
-from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
+from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.generation.server_client import request_fields
+from async_rlhf.generation.vllm_requests import request_fields, to_rollout
 from async_rlhf.lora import write_adapter
-from async_rlhf.types import FinishReason, Prompt, Rollout
+from async_rlhf.types import Prompt, Rollout
 from async_rlhf.weights import digests
 
 CPU_KV_CACHE_GB = 1.0
@@ -182,17 +182,9 @@ class VLLMEngine:
 
 
 def _rollout(sample: Any) -> Rollout:
-    tokens = tuple(sample.token_ids)
-    logprobs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
-    versions = [-1] * len(tokens)
-    for span in sample.weight_versions:
-        versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-    if sample.finish_reason not in ("stop", "length"):
-        raise GeneratorError(f"vLLM ended a completion for another reason: {sample.finish_reason}")
-    reason: FinishReason = sample.finish_reason
-    if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
-    return Rollout(tokens, logprobs, tuple(versions), reason)
+    logprobs = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+    spans = [(span.version, span.start, span.end) for span in sample.weight_versions]
+    return to_rollout(sample.token_ids, logprobs, spans, sample.finish_reason)
 
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:
@@ -229,17 +221,20 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 **_options(spec.vllm, on_cpu),
                 **({} if spec.adapter is None else {"max_lora_rank": _max_rank(spec.adapter.r)}),
             )
-        except TypeError as error:  # of EngineArgs, names the argument
+        except TypeError as error:
+            if "EngineArgs" not in str(error):
+                raise
             raise ConfigError(f"generation.vllm.options: got {spec.vllm.options}; {error}") from error
         except ValueError as error:
-            if "cache" not in str(error) or spec.vllm.kv_cache_gb is None:
+            kv_cache_gb = _kv_cache_gb(spec.vllm, on_cpu)
+            if "cache" not in str(error) or kv_cache_gb is None:
                 share = spec.vllm.gpu_memory_utilization
                 raise ConfigError(
                     f"generation.vllm: vLLM cannot start (gpu_memory_utilization {share:g}): {error}"
                 ) from error
             gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # two digits of it, rounded down, are still enough
             right = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
-            raise ConfigError(f"generation.vllm.kv_cache_gb: got {spec.vllm.kv_cache_gb}; {right}") from error
+            raise ConfigError(f"generation.vllm.kv_cache_gb: got {kv_cache_gb}; {right}") from error
 
 
 def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:
@@ -262,8 +257,12 @@ def _max_rank(rank: int) -> int:
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
+def _kv_cache_gb(config: VLLMConfig, on_cpu: bool) -> float | None:
+    return CPU_KV_CACHE_GB if on_cpu and config.kv_cache_gb is None else config.kv_cache_gb
+
+
 def _options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
-    kv_cache_gb = CPU_KV_CACHE_GB if on_cpu and config.kv_cache_gb is None else config.kv_cache_gb
+    kv_cache_gb = _kv_cache_gb(config, on_cpu)
     return {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),

@@ -259,7 +259,7 @@ def watched(watch: Watch) -> Iterator[None]:
 def train(arguments: argparse.Namespace) -> None:
     """Train the tiny policy of the tests; equal arguments give equal runs."""
     import torch
-    from conftest import byte_tokenizer, count_letters, tiny_config
+    from tiny import byte_tokenizer, count_letters, tiny_config
     from transformers import GPTNeoXForCausalLM
 
     from async_rlhf.config import ALGORITHM_CONFIGS, GenerationConfig
@@ -324,7 +324,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def serve() -> None:
     """Answer requests until there are no more."""
     sys.path.insert(0, str(TESTS))
-    for name in ("conftest", "async_rlhf.trainers", "transformers.models.gpt_neox.modeling_gpt_neox"):
+    for name in ("tiny", "async_rlhf.trainers", "transformers.models.gpt_neox.modeling_gpt_neox"):
         import_module(name)
     while line := sys.stdin.readline():
         if (pid := os.fork()) == 0:

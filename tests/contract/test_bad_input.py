@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import byte_tokenizer, count_letters
+from tiny import byte_tokenizer, count_letters
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
@@ -77,6 +77,8 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
 
 VLLM = ["--train.generation.engine", "vllm"]
 SERVER = [*VLLM, "--train.generation.placement", "server"]
+SERVED = [*SERVER, "--train.generation.urls", "[http://a]"]
+NETWORK = ["--train.generation.weights_road", "network"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,10 @@ SERVER = [*VLLM, "--train.generation.placement", "server"]
         ([*VLLM, "--train.generation.temperature", "0.001"], "temperature: got 0.001; must be at least 0.01"),
         ([*VLLM, "--train.generation.vllm.options", "{seed: 1}"], "options.seed: got 1; is decided by the run"),
         ([*VLLM, "--train.generation.vllm.gpu_memory_utilization", "2"], "gpu_memory_utilization: got 2.0; must be at"),
+        ([*SERVED, "--train.generation.vllm.kv_cache_gb", "1"], "vllm: got VLLM.*; must be left out with placement"),
+        (["--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless placement is"),
+        ([*SERVED, *NETWORK, "--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless"),
+        (NETWORK, "weights_road: got 'network'; must be \"folder\" unless placement is"),
         (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
         (["--train.lora.publish", "adapter"], "lora.publish: got 'adapter'; must be \"merged\" but with"),
     ],

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_letters
 from faulty_worker import run_slow_worker
+from tiny import count_letters
 
 from async_rlhf import trainers
 from async_rlhf.config import ConfigError

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_letters
 from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker
+from tiny import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOTrainer
 from async_rlhf.checkpoint import Checkpoints, verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
+from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import GeneratorError, ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.models import write_model
@@ -314,7 +315,11 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             from async_rlhf.generation.transformers_engine import TransformersEngine
 
             self.model = make_policy()
-            self.inner = InlineGenerator(TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)), Trace())
+            self.inner = InlineGenerator(
+                TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)),
+                Trace(),
+                Agreement(GenerationConfig(mismatch_samples=0), torch.float32, None),
+            )
 
         def publish(self, policy, version):
             return None if version else self.inner.publish(policy, version)
@@ -342,7 +347,7 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
 SCRIPT = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-import conftest
+import tiny
 from async_rlhf import OnlineDPOTrainer, OnlineDPOConfig, GenerationConfig
 from transformers import GPTNeoXForCausalLM
 torch.set_num_threads(1)
@@ -350,8 +355,8 @@ args = OnlineDPOConfig(output_dir={out!r}, staleness=1, total_episodes=4 * 10000
                        max_prompt_length=32, non_eos_penalty=False, progress=False,
                        generation=GenerationConfig(response_length=12))
 torch.manual_seed(0)
-trainer = OnlineDPOTrainer(GPTNeoXForCausalLM(conftest.tiny_config()), args, [{{"query": "def f():"}}] * 8,
-                           reward_funcs=conftest.count_letters, processing_class=conftest.byte_tokenizer())
+trainer = OnlineDPOTrainer(GPTNeoXForCausalLM(tiny.tiny_config()), args, [{{"query": "def f():"}}] * 8,
+                           reward_funcs=tiny.count_letters, processing_class=tiny.byte_tokenizer())
 trainer.train()
 """
 
@@ -399,17 +404,17 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
 UNCLOSED = """
 import sys
 sys.path.insert(0, {tests!r})
-import conftest
+import tiny
 from async_rlhf.config import GenerationConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
 from transformers import GPTNeoXForCausalLM
-policy = GPTNeoXForCausalLM(conftest.tiny_config())
+policy = GPTNeoXForCausalLM(tiny.tiny_config())
 generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), GenerationConfig(), 0, Trace())
 generator.publish(policy, 0)
-generator.submit(1, 0, PromptStream([{{"query": "def f():"}}], conftest.byte_tokenizer()).batch(1, 500))
+generator.submit(1, 0, PromptStream([{{"query": "def f():"}}], tiny.byte_tokenizer()).batch(1, 500))
 raise RuntimeError("while the generator samples")
 """
 

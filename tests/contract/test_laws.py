@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_letters
+from tiny import count_letters
 
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
 from async_rlhf.algorithms import ALGORITHMS

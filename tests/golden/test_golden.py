@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import count_letters
+from tiny import count_letters
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig
 from async_rlhf.trainers import TRAINERS

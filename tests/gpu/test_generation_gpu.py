@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_letters, tiny_config
+from tiny import count_letters, tiny_config
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LLAMA_SIZES
+from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import GenerationConfig, LoRAConfig

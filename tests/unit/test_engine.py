@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import LLAMA_SIZES
+from tiny import LLAMA_SIZES
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,

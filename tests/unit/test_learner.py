@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_letters
+from tiny import count_letters
 from transformers import AutoModelForSequenceClassification
 
 from async_rlhf import KLConfig, OffPolicyConfig, PPOTrainer

@@ -8,8 +8,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import LLAMA_SIZES, count_letters
 from safetensors.torch import load_file
+from tiny import LLAMA_SIZES, count_letters
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf import KLConfig, LoRAConfig

@@ -17,7 +17,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from conftest import LLAMA_SIZES
+from tiny import LLAMA_SIZES
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import time
@@ -10,12 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from serving import SESSIONS, Server
+from tiny import PROMPTS, count_letters, tiny_config
 from transformers import GPTNeoXForCausalLM
 
-from async_rlhf import OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.config import GenerationConfig, VLLMConfig
+from async_rlhf import OnlineDPOTrainer
+from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.types import Prompt
@@ -24,24 +25,10 @@ from async_rlhf.weights import named_weights
 pytest.importorskip("vllm", reason="make setup-vllm", exc_type=ImportError)
 
 
-def _shared() -> object:
-    """The conftest of all tests, which this one hides from ``from conftest import``."""
-    path = Path(__file__).parents[1] / "conftest.py"
-    spec = importlib.util.spec_from_file_location("shared_conftest", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-shared = _shared()
-LLAMA_SIZES, byte_tokenizer = shared.LLAMA_SIZES, shared.byte_tokenizer
-count_letters, tiny_config = shared.count_letters, shared.tiny_config
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 """vLLM's attention on a CPU needs heads of 32."""
 STOPS = (256, *range(40))
 """Enough of the 258 tokens that many completions stop, and many do not."""
-PROMPTS = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
 BLOCK = 32
 LONGEST = 256
 """Positions of the policy that the server is started for; the others have 96."""
@@ -108,25 +95,10 @@ def engine(only_engine):
     only_engine.params, only_engine.refresh = PARAMS, None
 
 
-def new_args(
-    folder: Path, name: str = "run", generation: dict[str, object] | None = None, **changes: object
-) -> OnlineDPOConfig:
-    """A configuration of a run of six small batches; keyword arguments change it."""
-    vllm = {"engine": "vllm", "vllm": VLLMConfig(kv_cache_gb=0.05), "response_length": 12, "num_threads": 1}
-    values: dict[str, object] = {
-        "output_dir": str(Path(folder) / name),
-        "staleness": 1,
-        "total_episodes": 48,
-        "per_device_train_batch_size": 4,
-        "num_mini_batches": 2,
-        "learning_rate": 1e-3,
-        "max_prompt_length": 32,
-        "non_eos_penalty": False,
-        "progress": False,
-        "num_threads": 1,
-        "generation": GenerationConfig(**{**vllm, **(generation or {})}),
-    }
-    return OnlineDPOConfig(**values | changes)
+def new_args(folder: Path, name: str = "run", generation: dict[str, object] | None = None, **changes: object):
+    """As tiny.new_args, for a run with vLLM at staleness 1."""
+    vllm = {"engine": "vllm", "vllm": VLLMConfig(kv_cache_gb=0.05), **(generation or {})}
+    return tiny.new_args(Path(folder), name, vllm, **{"staleness": 1, **changes})
 
 
 @pytest.fixture
@@ -163,7 +135,7 @@ def server(served):
 
 def served_by(server) -> dict[str, object]:
     """Options of generation for a run with the server."""
-    return {"placement": "server", "urls": [server.url], "timeout": 300.0}
+    return {"placement": "server", "urls": [server.url], "timeout": 300.0, "vllm": VLLMConfig()}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,8 @@ from contextlib import closing
 
 import httpx
 import pytest
-from conftest import LONGEST, PROMPTS, new_policy, run, served_by
+from conftest import LONGEST, new_policy, run, served_by
+from tiny import PROMPTS
 
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.placement import make_generator

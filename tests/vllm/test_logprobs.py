@@ -10,7 +10,8 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import LLAMA_SIZES, PARAMS, SIZES, STOPS, by_transformers, new_policy, prompts_of, start_engine, widen
+from conftest import PARAMS, SIZES, STOPS, by_transformers, new_policy, prompts_of, start_engine, widen
+from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.generation.probe import difference, probe_logprobs

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from conftest import PROMPTS, new_policy, prompts_of, run, served_by, start_engine, worker_pids
+from conftest import new_policy, prompts_of, run, served_by, start_engine, worker_pids
 from serving import free_port
+from tiny import PROMPTS
 
 from async_rlhf.config import ConfigError, VLLMConfig
 

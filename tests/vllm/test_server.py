@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS, SHORT, SHORT_BATCHES, count_letters, metrics_of, new_policy, run, same_metrics, served_by
+from conftest import SHORT, SHORT_BATCHES, metrics_of, new_policy, run, same_metrics, served_by
 from faulty_vllm import SQUARE, TWIN
 from safetensors.torch import save_file
+from tiny import PROMPTS, count_letters
 from transformers import TrainerCallback
 
 from async_rlhf.generation.protocol import GeneratorError

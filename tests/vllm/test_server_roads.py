@@ -6,7 +6,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from conftest import PARAMS, PROMPTS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, same_metrics, served_by
+from conftest import PARAMS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, same_metrics, served_by
+from tiny import PROMPTS
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.server import ServerGenerator

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import BATCHES, LONG, PROMPTS, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, worker_pids
+from conftest import BATCHES, LONG, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, worker_pids
 from faulty_vllm import run_faulty_worker
+from tiny import PROMPTS
 from transformers import TrainerCallback
 
 from async_rlhf import LoRAConfig
@@ -75,7 +76,8 @@ INLINE = """
 import sys
 sys.path[:0] = [{tests!r}, {parent!r}]
 import torch
-from conftest import PROMPTS, byte_tokenizer, new_args, new_policy, run
+from conftest import new_args, new_policy, run
+from tiny import PROMPTS, byte_tokenizer
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 torch.set_num_threads(1)
 for name in ("first", "second"):

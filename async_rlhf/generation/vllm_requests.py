@@ -1,0 +1,66 @@
+"""What is asked of vLLM and what its answers mean, whether it runs in this process or behind a URL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.types import Rollout
+
+
+class OtherWeightsError(RuntimeError):
+    """Tokens were drawn by weights with a label that is not of this run."""
+
+
+def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Fields of vLLM's sampling parameters; every default of its that would change the distribution is off."""
+    return {
+        "n": params.samples_per_prompt,
+        "temperature": params.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": params.response_length,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,  # the stop tokens are the run's own, not those of the model's configuration
+        "logprobs": 0,
+        "seed": seed,
+    }
+
+
+def to_rollout(
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Iterable[tuple[str, int, int]],
+    finish_reason: Any,
+    prefix: str = "",
+) -> Rollout:
+    """One completion.
+
+    Args:
+        tokens: as drawn.
+        logprobs: of each.
+        spans: labels of weights, with the first token that each drew and the one after the last.
+        finish_reason: vLLM's.
+        prefix: what a label begins with; the version follows.
+
+    Raises:
+        OtherWeightsError: a token has no label, or one of another kind.
+        FloatingPointError: a log-probability is not finite.
+    """
+    versions = [-1] * len(tokens)
+    for label, start, end in spans:
+        number = label.removeprefix(prefix)
+        if not (label.startswith(prefix) and number.isdecimal()):
+            raise OtherWeightsError(f"tokens were drawn by weights labelled {label!r}")
+        versions[start:end] = [int(number)] * (end - start)
+    if -1 in versions:
+        raise OtherWeightsError("tokens were drawn by weights without a label")
+    if finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion for another reason: {finish_reason}")
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
+    return Rollout(tuple(tokens), tuple(logprobs), tuple(versions), finish_reason)

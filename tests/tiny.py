@@ -1,0 +1,75 @@
+"""Tiny real parts that all tests share: a byte-level tokenizer, a GPT-NeoX of 20,000 parameters, a reward, a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
+
+from async_rlhf.config import ALGORITHM_CONFIGS, GenerationConfig, OnlineConfig
+
+LLAMA_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+"""A tiny model of the Llama family, as its configuration spells it."""
+PROMPTS = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token; <eos> is 256 and <pad> 257."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate(alphabet)} | {"<eos>": 256, "<pad>": 257}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+
+
+def tiny_config(**changes: int) -> GPTNeoXConfig:
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 96,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+        "pad_token_id": 257,
+    }
+    return GPTNeoXConfig(**sizes | changes)
+
+
+def count_letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """A reward with few ties: ASCII letters, and a little for length."""
+    return [sum(c.isascii() and c.isalpha() for c in text) + 0.01 * len(text) for text in completions]
+
+
+def new_args(
+    folder: Path,
+    name: str = "run",
+    generation: dict[str, object] | None = None,
+    algorithm: str = "online_dpo",
+    **changes: object,
+) -> OnlineConfig:
+    """A configuration of a run of six small batches; keyword arguments change it."""
+    values: dict[str, object] = {
+        "output_dir": str(folder / name),
+        "staleness": 0,
+        "total_episodes": 48,
+        "per_device_train_batch_size": 4,
+        "num_mini_batches": 2,
+        "learning_rate": 1e-3,
+        "max_prompt_length": 32,
+        "non_eos_penalty": False,
+        "progress": False,
+        "num_threads": 1,
+        "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
+    }
+    return ALGORITHM_CONFIGS[algorithm](**values | changes)
