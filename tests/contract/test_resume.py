@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf.checkpoint import ResumeState, as_saved
 from async_rlhf.config import ConfigError
 from async_rlhf.trainers import TRAINERS
 
@@ -336,3 +337,16 @@ def test_nothing_is_unpickled(make_policy, tokenizer, prompts, make_args):
     run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
     files = [p for p in (Path(args.output_dir) / "checkpoint-2").rglob("*") if p.is_file()]
     assert {p.suffix for p in files} <= {".json", ".jsonl", ".safetensors", ".jinja"}
+
+
+def test_servers_may_move_but_not_multiply(make_args):
+    def served(*urls: str, **changes):
+        generation = {"engine": "vllm", "placement": "server", "urls": list(urls)}
+        return make_args(generation=generation, staleness=1, **changes)
+
+    before = served("http://a:1", "http://a:2")
+    state = ResumeState(batch=1, config=as_saved(before), inputs={}, values={}, logs={})
+    state.check(served("http://b:1", "http://c:2"))
+    with pytest.raises(ConfigError, match=r"number of generation.urls: was 2, is 1"):
+        state.check(served("http://b:1"))
+    state.check(served("http://b:1", resume_anyway=True))

@@ -97,8 +97,10 @@ def engine(only_engine):
 
 def new_args(folder: Path, name: str = "run", generation: dict[str, object] | None = None, **changes: object):
     """As tiny.new_args, for a run with vLLM at staleness 1."""
-    vllm = {"engine": "vllm", "vllm": VLLMConfig(kv_cache_gb=0.05), **(generation or {})}
-    return tiny.new_args(Path(folder), name, vllm, **{"staleness": 1, **changes})
+    generation = {"engine": "vllm", **(generation or {})}
+    if generation.get("placement") != "server":  # servers have their own
+        generation.setdefault("vllm", VLLMConfig(kv_cache_gb=0.05))
+    return tiny.new_args(Path(folder), name, generation, **{"staleness": 1, **changes})
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def server(served):
 
 def served_by(server) -> dict[str, object]:
     """Options of generation for a run with the server."""
-    return {"placement": "server", "urls": [server.url], "timeout": 300.0, "vllm": VLLMConfig()}
+    return {"placement": "server", "urls": [server.url], "timeout": 300.0}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -72,6 +72,13 @@ def test_a_killed_worker_is_restarted_and_samples_the_same_again(undisturbed, ma
     assert worker_pids() == set()
 
 
+def test_a_resumed_run_is_the_uninterrupted_one(make_args, tokenizer, undisturbed, tmp_path):
+    """From the middle, in a new process with an engine of its own; batch 4 had been sampled before it was saved."""
+    run(make_args("saved", save_steps=3, **SHORT), tokenizer, PROMPTS)
+    resumed = make_args("resumed", resume_from=str(tmp_path / "saved" / "checkpoint-3"), **SHORT)
+    assert same_metrics(run(resumed, tokenizer, PROMPTS), undisturbed[3:SHORT_BATCHES])
+
+
 INLINE = """
 import sys
 sys.path[:0] = [{tests!r}, {parent!r}]
