@@ -64,6 +64,7 @@ _MAY_CHANGE = {
     "generation.mismatch_samples",
     "generation.urls",
     "generation.weights_dir",
+    "launch",
     "generation.weights_road",
     "generation.vllm.gpu_memory_utilization",
     "generation.vllm.kv_cache_gb",
@@ -152,7 +153,7 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) 
     differences = [
         f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if key not in _MAY_CHANGE and old.get(key) != new.get(key)
+        if key not in _MAY_CHANGE and not key.startswith("ray.") and old.get(key) != new.get(key)
     ]
     if differences and not anyway:
         raise ConfigError(

@@ -54,6 +54,11 @@ COMMANDS = {
         "async_rlhf.config:RunConfig",
         "async_rlhf.stages.train:run_train",
     ),
+    "plan": Command(
+        "predict speed and the best split of devices from measured or given times",
+        "async_rlhf.config:PlanConfig",
+        "async_rlhf.planning.plan:run_plan",
+    ),
     "replay": Command(
         "repeat a run from its record and compare",
         "async_rlhf.config:ReplayConfig",

@@ -6,9 +6,8 @@ no position ids are needed, and any causal language model of transformers works.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +154,7 @@ class PolicyAndValueWrapper(nn.Module):
             self.policy, tokens_BT, response_mask_BT, temperature, with_entropies, value_head=self.head
         )
         if isinstance(self.value, PreTrainedModel):
-            return replace(output, values_BT=response_values(self.value, tokens_BT, response_mask_BT))
+            return output._replace(values_BT=response_values(self.value, tokens_BT, response_mask_BT))
         return output
 
 
@@ -176,21 +175,40 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     return _scalars(model.score, last_BH)
 
 
-@torch.no_grad()
 def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int, bf16: bool = False) -> Tensor:
+    """Scores of rows of any lengths, in batches of like length; see :func:`score_in_batches`."""
+    return score_in_batches(lambda batches: [score_batch(model, batch, bf16) for batch in batches], rows, batch_size)
+
+
+def score_in_batches(
+    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]], rows: Sequence[tuple[int, ...]], batch_size: int
+) -> Tensor:
     """Scores of rows of any lengths, in batches of like length.
 
     Equal rows are scored once: rounding depends on the padding beside a row, and equal completions must tie.
+
+    Args:
+        score: the scores of each batch, in whatever process; what makes up a batch does not depend on that.
+        rows: tokens of prompt and response.
+        batch_size: most rows of a batch.
 
     Returns:
         (len(rows),) float32 on the CPU.
     """
     number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     unique = list(number)
-    lengths_B = torch.tensor([len(row) for row in unique])
     scores_B = torch.zeros(len(unique))
-    for index in by_length(lengths_B, batch_size):
-        tokens_BT = pad_rows([unique[i] for i in index.tolist()], torch.long).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            scores_B[index] = reward_scores(model, tokens_BT, lengths_B[index].to(model.device)).cpu()
+    indices = list(by_length(torch.tensor([len(row) for row in unique]), batch_size))
+    found = score([[unique[i] for i in index.tolist()] for index in indices])
+    for index, scores in zip(indices, found, strict=True):
+        scores_B[index] = scores
     return scores_B[torch.tensor([number[row] for row in rows])]
+
+
+@torch.no_grad()
+def score_batch(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False) -> Tensor:
+    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU."""
+    tokens_BT = pad_rows(rows, torch.long).to(model.device)
+    lengths_B = torch.tensor([len(row) for row in rows], device=model.device)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+        return reward_scores(model, tokens_BT, lengths_B).float().cpu()

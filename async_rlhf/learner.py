@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,8 @@ from async_rlhf.models import (
 )
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
-from async_rlhf.rows import by_length, response_tensors
+from async_rlhf.parallel import Parallel
+from async_rlhf.rows import by_length, dealt, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
 
@@ -44,6 +45,8 @@ class Learner:
         algorithm: an entry of :data:`~async_rlhf.algorithms.ALGORITHMS`.
         config: of that algorithm.
         value: PPO's value model, or a value head on the policy's states.
+        parallel: how work and weights are divided among ranks; None for a single one.
+        checkpoint: folder and tensors of one to go on from; :meth:`restore` does the rest.
     """
 
     def __init__(
@@ -53,18 +56,29 @@ class Learner:
         algorithm: Algorithm,
         config: OnlineConfig,
         value: PreTrainedModel | nn.Linear | None = None,
+        parallel: Parallel | None = None,
+        checkpoint: tuple[Path, Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.config = config
+        self.parallel = parallel or Parallel()
+        self.ranks = self.parallel.ranks
         self.policy = disable_dropout(policy)
-        self.reference = self._frozen_reference(reference)
+        own_reference = self._frozen_reference(reference)
         self.value = None if value is None else disable_dropout(value)
         self.model = PolicyAndValueWrapper(policy, self.value)
+        self.fingerprint = self._fingerprint(own_reference)
+        """A checksum of what stays as it is: the reference policy, and the weights below adapters."""
+        if checkpoint is not None:
+            self._load_weights(*checkpoint)
         for model in (policy, value):
             if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
                 model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
-        self.optimizer = self._optimizer()
+        # Where weights are spread, nothing from here on may count on having them.
+        self.reference = None if own_reference is None else self.parallel.frozen(own_reference)
+        parts = [self.policy] if self.value is None else [self.policy, self.value]
+        self.optimizer = self.parallel.prepare(self.model, parts, self._optimizer)
         self.scheduler = get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
@@ -113,26 +127,37 @@ class Learner:
         rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
         groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
         rows = response_tensors(groups)
-        experience = Experience(
-            **rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=torch.ones(len(rows["tokens_BT"]))
-        )
-        if len(experience) == 0:
-            return experience, {}
-        if self.config.uses_reference:
-            experience = self._add(experience, self._by_reference)
-        if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
-            experience = self._add(experience, self._before_update)
+        weights_U = torch.ones(len(rows["tokens_BT"]))
+        experience = Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
+        return self._annotate(experience) if len(experience) else (experience, {})
+
+    def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        """The same from rows that say nothing but what was sampled; every rank ends up with all of it."""
+        with self.ranks.calling("annotate", experience):
+            if self.config.uses_reference:
+                experience = self._add(experience, self._by_reference)
+            if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
+                experience = self._add(experience, self._before_update)
         config = self._batch_config = self._adapted_config()
         metrics = _objective_metrics(experience, config)
-        if self.config.samples_per_prompt > 1:
-            scores_PK = scored.scores_PK[rewarded_P]
+        if config.samples_per_prompt > 1:
+            scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
             metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
-        credited = self.algorithm.credit(experience, config)
+        credited = self._credited = self.algorithm.credit(experience, config)
         if isinstance(config, KLPenaltyConfig) and config.kl.target is not None and "objective/kl" in metrics:
             self.kl_coef = adapted_coefficient(
                 self.kl_coef, metrics["objective/kl"], config.kl.target, len(experience), config.kl.horizon
             )
         return credited, metrics
+
+    @property
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """What rank 0 may ask of the others."""
+        return {
+            "annotate": self._annotate,
+            "update": lambda batch: self.update(self._credited, batch),
+            "state": self.state,
+        }
 
     def _adapted_config(self) -> OnlineConfig:
         """The configuration with the KL coefficient as it is now."""
@@ -142,15 +167,20 @@ class Learner:
         return replace(config, kl=replace(config.kl, coef=self.kl_coef))
 
     def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
-        """The rows with more fields, computed without gradient in batches of like length."""
-        fields: dict[str, Any] = {}
+        """The rows with more fields, computed without gradient in batches of like length, by all ranks."""
+        device, found = self.policy.device, []
+        batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
         with torch.no_grad():
-            for index in by_length(rows.lengths_B, self.config.annotate_batch_size):
+            for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
                 part = rows.select(index)
-                found = compute(part.tokens_BT.to(self.policy.device), part.response_mask_BT.to(self.policy.device))
-                for name, values_BT in found.items():
-                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
-                    whole_BT[index, : values_BT.shape[1]] = values_BT.cpu()
+                values = compute(part.tokens_BT.to(device), part.response_mask_BT.to(device))
+                if counts:
+                    found.append((index, {name: values_BT.cpu() for name, values_BT in values.items()}))
+        fields: dict[str, Any] = {}
+        for index, values in (item for items in self.ranks.gather(found) for item in items):
+            for name, values_BT in values.items():
+                whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
+                whole_BT[index, : values_BT.shape[1]] = values_BT
         return replace(rows, **fields)
 
     def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -178,20 +208,27 @@ class Learner:
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""
+        with self.ranks.calling("update", batch):
+            return self._update(experience, batch)
+
+    def _update(self, experience: Experience, batch: int) -> dict[str, float]:
         loss_sums: defaultdict[str, float] = defaultdict(float)
         watch = _Watch()
-        total_weight, steps = 0.0, 0
-        norms = [0.0] * len(self.optimizer.param_groups)
+        total_weight, steps, norms = 0.0, 0, [0.0] * len(self.optimizer.param_groups)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
             weight = float(mini_batch.weights_U.sum())
             if weight > 0:  # a mini-batch of ties only would move the weights by the optimiser's momentum alone
                 self._backward(mini_batch, weight, loss_sums, watch)
-                norms = [total + norm for total, norm in zip(norms, self._step(), strict=True)]
+                limit = self.config.max_grad_norm or float("inf")
+                norms = [total + norm for total, norm in zip(norms, self.parallel.step(limit), strict=False)]
                 total_weight += weight
                 steps += 1
             self.scheduler.step()
-        metrics = {name: value / total_weight for name, value in loss_sums.items()} | watch.metrics()
+        everyone = self.ranks.gather((dict(loss_sums), watch))
+        sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
+        metrics = {name: value / total_weight for name, value in sums.items()}
+        metrics |= _Watch.of([watch for _, watch in everyone]).metrics()
         metrics["optimizer_steps"] = float(steps)
         names = ("grad_norm", "value_grad_norm")
         metrics |= {name: norm / max(steps, 1) for name, norm in zip(names, norms, strict=False)}
@@ -206,46 +243,44 @@ class Learner:
             yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
 
     def _backward(self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], watch: _Watch) -> None:
-        """Accumulate the gradient of (sum of losses) / weight over micro-batches of like length, and the metrics."""
+        """Accumulate the gradient of (sum of losses) / weight over micro-batches of like length, and the metrics.
+
+        The weight is that of the whole mini-batch, of which each rank has some micro-batches.
+        """
         config, device = self._batch_config, self.policy.device
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
-        for units_U in by_length(longest_U, self.config.per_device_train_batch_size):
+        parts = list(by_length(longest_U, self.config.per_device_train_batch_size))
+        mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
+        for number, (units_U, counts) in enumerate(mine, start=1):
             micro_batch = mini_batch.select(units_U).map(lambda _, x: x.to(device, non_blocking=True))
-            with self._autocast():
-                output = self.model(micro_batch.tokens_BT, micro_batch.response_mask_BT, config.generation.temperature)
-            loss = self.algorithm.loss(output, micro_batch, config)
-            (loss.loss_sum / weight).backward()
-            for name, value in loss.metrics.items():
-                loss_sums[name] += float(value)
-            watch.add(output, micro_batch)
-
-    def _step(self) -> list[float]:
-        """One step of the optimiser. Returns the norm of each group's gradient: the policy's, the value model's.
-
-        They are clipped apart: else the large errors of a new value model would hold the policy back.
-        """
-        limit = self.config.max_grad_norm or float("inf")
-        norms = [torch.nn.utils.clip_grad_norm_(group["params"], limit) for group in self.optimizer.param_groups]
-        for norm in norms:
-            if not torch.isfinite(norm):
-                raise FloatingPointError(f"the gradient's norm is {norm.item()}; the weights were not touched")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return [norm.item() for norm in norms]
+            with self.parallel.accumulating(last=number == len(mine)):
+                with self._autocast():
+                    tokens_BT, mask_BT = micro_batch.tokens_BT, micro_batch.response_mask_BT
+                    output = self.parallel.forward(tokens_BT, mask_BT, config.generation.temperature)
+                loss = self.algorithm.loss(output, micro_batch, config)
+                self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
+            if counts:
+                for name, value in loss.metrics.items():
+                    loss_sums[name] += float(value)
+                watch.add(output, micro_batch)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.config.bf16)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What :meth:`restore` needs beside the files of :meth:`save`: tensors, and values for JSON."""
-        tensors: dict[str, Tensor] = {}
-        for i, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
-        tensors |= {f"adapter.{name}": p.data for name, p in self.model.named_parameters() if is_adapter(name)}
+        """What a new learner and its :meth:`restore` need beside the files of :meth:`save`: tensors, and values for
+        JSON. They do not depend on the number of ranks.
+        """
+        with self.ranks.calling("state"):
+            tensors = {f"optimizer.{name}": tensor for name, tensor in self.parallel.moments().items()}
+            for name, p in self.model.named_parameters():
+                if is_adapter(name):
+                    with self.parallel.gathered([p]):
+                        tensors[f"adapter.{name}"] = self.parallel.whole(p.data)
         return tensors, {"kl_coef": self.kl_coef, "scheduler_steps": self.scheduler.last_epoch}
 
-    def restore(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Go back to where :meth:`save` and :meth:`state` were called."""
+    def _load_weights(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Of the models that are trained, as :meth:`save` and :meth:`state` gave them."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if is_adapter(name):
@@ -261,25 +296,21 @@ class Learner:
                 self.value.score.load_state_dict(saved.score.state_dict())
             else:
                 self.value.load_state_dict(saved.state_dict())
-        moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
-        for key, tensor in tensors.items():
-            kind, _, rest = key.partition(".")
-            if kind == "optimizer":
-                index, _, name = rest.partition(".")
-                moments[int(index)][name] = tensor
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Go back to where :meth:`state` was called, of a learner made with that checkpoint. Every rank must."""
         self.scheduler.last_epoch = values["scheduler_steps"]
         # Computed anew: the length of the run may have changed, and with it the rate.
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, factor in zip(groups, self.scheduler.lr_lambdas, strict=True):
+        for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
-        self.optimizer.load_state_dict({"state": dict(moments), "param_groups": groups})
+        prefix = "optimizer."
+        self.parallel.load_moments({n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)})
         self.kl_coef = values["kl_coef"]
 
-    def fingerprint(self) -> str:
-        """A checksum of what stays as it is: the reference policy, and the weights below adapters."""
+    def _fingerprint(self, reference: PreTrainedModel | None) -> str:
         fixed = {name: p.data for name, p in self.model.named_parameters() if not p.requires_grad}
-        if self.reference is not None:
-            fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(self.reference).items()}
+        if reference is not None:
+            fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(reference).items()}
         return checksum(fixed)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -321,6 +352,17 @@ class _Watch:
         self._token_log_ratios: list[Tensor] = []
         self._row_log_ratios: list[Tensor] = []
 
+    @classmethod
+    def of(cls, parts: Sequence[_Watch]) -> _Watch:
+        """All that several have seen."""
+        whole = cls()
+        for part in parts:
+            for name, means in part._row_means.items():
+                whole._row_means[name] += means
+            whole._token_log_ratios += part._token_log_ratios
+            whole._row_log_ratios += part._row_log_ratios
+        return whole
+
     def add(self, output: PolicyOutput, rows: Experience) -> None:
         """Note the rows of one micro-batch."""
         mask_BT = rows.response_mask_BT
@@ -332,9 +374,9 @@ class _Watch:
             "policy/logprob_difference": log_ratios_BT.abs(),
             "val/ratio": log_ratios_BT.exp(),
         }.items():
-            self._row_means[name].append((values_BT * mask_BT).sum(dim=1) / tokens_B)
-        self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()])
-        self._row_log_ratios.append(log_ratios_BT.sum(dim=1))
+            self._row_means[name].append(((values_BT * mask_BT).sum(dim=1) / tokens_B).cpu())
+        self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()].cpu())
+        self._row_log_ratios.append(log_ratios_BT.sum(dim=1).cpu())
 
     def metrics(self) -> dict[str, float]:
         """Means over rows of means over tokens, and statistics of the ratios of tokens and of whole completions."""

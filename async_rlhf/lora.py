@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,33 +92,39 @@ def names_below_adapters(model: nn.Module) -> dict[str, str]:
     return {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters() if ".base_layer." in name}
 
 
-def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every parameter, as if the adapters were merged into the weights; one after the other.
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
+    """Every parameter as if the adapters were merged into the weights, one after the other.
 
     Names and order are those of the model without adapters, and the model itself stays as it is.
+
+    Yields:
+        The name, the parameters that it is computed from, and a function that does so.
     """
     layers = _layers(model)
     for name, parameter in model.named_parameters():
         owner, _, rest = name.partition(".base_layer.")
-        if rest and owner in layers:
-            weight = parameter.data
-            if rest == "weight":
-                weight = sum(
-                    (layers[owner].get_delta_weight(a).detach() for a in layers[owner].active_adapters), weight
-                )
-            yield f"{owner}.{rest}", weight
+        if rest == "weight" and owner in layers:
+            layer = layers[owner]
+            adapters = [p for key, p in layer.named_parameters() if is_adapter(f".{key}")]
+            yield f"{owner}.{rest}", [parameter, *adapters], partial(_merged, layer, parameter)
+        elif rest and owner in layers:
+            yield f"{owner}.{rest}", [parameter], partial(_data, parameter)
         elif not any(name.startswith(f"{layer}.lora_") for layer in layers):
-            yield name, parameter.data
+            yield name, [parameter], partial(_data, parameter)
+
+
+def _merged(layer: Any, weight: nn.Parameter) -> Tensor:
+    deltas = (layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters)
+    return sum(deltas, weight.data)
+
+
+def _data(parameter: nn.Parameter) -> Tensor:
+    return parameter.data
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name belongs to an adapter."""
     return ".lora_" in name
-
-
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every parameter of the adapters."""
-    return ((name, parameter.data) for name, parameter in model.named_parameters() if is_adapter(name))
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -169,13 +176,12 @@ def write_adapter(config: Any, parameters: Mapping[str, Tensor], folder: Path) -
     config.save_pretrained(str(folder))
 
 
-def save_adapters(model: PreTrainedModel, folder: Path) -> None:
+def save_adapters(model: PreTrainedModel, parameters: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``; all but "default" in folders below."""
     for name, config in model.peft_config.items():
         place = folder if name == "default" else folder / name
         place.mkdir(parents=True, exist_ok=True)
-        parameters = {key: tensor for key, tensor in adapter_parameters(model) if f".{name}." in key}
-        write_adapter(config, parameters, place)
+        write_adapter(config, {key: tensor for key, tensor in parameters.items() if f".{name}." in key}, place)
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from transformers import (
 
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.lora import has_adapters, save_adapters
-from async_rlhf.weights import named_weights
+from async_rlhf.parallel import architecture_of, spread_of
+from async_rlhf.weights import iterate_weights, named_weights
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -85,6 +86,15 @@ def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> Pre
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; must be a decoder model with one")
     return model
+
+
+def reward_model_for(model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The given reward model, or the one of that name, which must read the policy's tokens."""
+    if isinstance(model, str):
+        check_vocabulary(tokenizer, load_tokenizer(model, "reward_model"), "reward_model")
+        model = load_reward_model(model)
+    check_embeddings(model, tokenizer, "reward_model")
+    return check_reward_model(model).eval()
 
 
 def _load(kind: Any, name: str, key: str, **options: Any) -> PreTrainedModel:
@@ -152,10 +162,20 @@ def load_value_head(folder: Path, head: nn.Linear) -> None:
         raise ConfigError(f"value_model: {str(file)!r} holds no head for this policy: {error}") from error
 
 
+def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
+    """A value head on the policy's states that says 0 everywhere, or the one in a folder."""
+    head = nn.Linear(policy.get_output_embeddings().in_features, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    if folder is not None:
+        load_value_head(Path(folder), head)
+    return head
+
+
 def write_value_head(head: nn.Linear, folder: Path) -> None:
     """Write a value head into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.cpu() for name, tensor in head.state_dict().items()}, folder / VALUE_HEAD)
+    save_file({name: tensor.cpu() for name, tensor in iterate_weights(head)}, folder / VALUE_HEAD)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str) -> None:
@@ -180,6 +200,34 @@ def disable_dropout(model: Model) -> Model:
             if isinstance(getattr(holder, name, None), float):
                 setattr(holder, name, 0.0)
     return model
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """AdamW in bfloat16 moves few weights at the rates of RLHF: the masters are float32, whatever was loaded."""
+    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        return model
+    logger.warning("model: its weights are converted to float32; set bf16 to compute in bfloat16")
+    return model.float()
+
+
+def check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """Require an embedding for every token of the policy's tokenizer."""
+    rows, tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
+    if rows < tokens:
+        raise ConfigError(
+            f"{key}: it has embeddings for {rows} tokens, the policy's tokenizer has {tokens}; must be a model "
+            "with the policy's tokenizer"
+        )
+
+
+def tokenizer_for(model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The given tokenizer, else the one beside the model."""
+    if tokenizer is not None:
+        return check_tokenizer(tokenizer)
+    name = model if isinstance(model, str) else model.config.name_or_path
+    if not name:
+        raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
+    return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model")
 
 
 def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
@@ -239,10 +287,11 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
     The generation config states the end-of-sequence token, so that generation from the saved model stops.
     """
-    merged = None
+    whole = None
     if has_adapters(model):
-        save_adapters(model, folder / "adapter")
-        merged = named_weights(model)
+        save_adapters(model, dict(iterate_weights(model, adapters_only=True)), folder / "adapter")
+    if has_adapters(model) or spread_of(model) is not None:
+        whole = {name: tensor.cpu() for name, tensor in iterate_weights(model)}
     if model.can_generate():
         model.generation_config = GenerationConfig(
             eos_token_id=list(stop_token_ids(model, tokenizer)),
@@ -250,7 +299,19 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
             bos_token_id=tokenizer.bos_token_id,
         )
     try:
-        model.save_pretrained(folder, state_dict=merged)
+        _plain(model).save_pretrained(folder, state_dict=whole)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The model; of one that is spread over ranks, and so another class with hooks, its form without weights."""
+    if spread_of(model) is None:
+        return model
+    with torch.device("meta"):
+        plain = architecture_of(model)(copy.deepcopy(model.config))
+    if hasattr(model, "_weight_conversions"):  # how transformers renames what it has loaded
+        plain._weight_conversions = model._weight_conversions
+    plain.generation_config = model.generation_config
+    return plain

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from async_rlhf.types import RolloutGroup
+
+T = TypeVar("T")
 
 
 def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0) -> Tensor:
@@ -37,3 +39,14 @@ def by_length(lengths_B: Tensor, size: int) -> Iterator[Tensor]:
     order_B = torch.argsort(lengths_B, descending=True, stable=True)
     if len(order_B):  # split() makes one empty part of nothing
         yield from order_B.split(size)
+
+
+def dealt(parts: Sequence[T], rank: int, count: int) -> Iterator[tuple[T, bool]]:
+    """A rank's parts, with whether they count.
+
+    Every rank gets as many, as passes that need every rank demand. Where the last round has too few, the first part is
+    dealt again and does not count.
+    """
+    for start in range(0, len(parts), count):
+        number = start + rank
+        yield (parts[number], True) if number < len(parts) else (parts[0], False)

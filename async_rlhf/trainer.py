@@ -17,7 +17,7 @@ from async_rlhf.checkpoint import FINAL, Checkpoints, ResumeState, as_saved, wri
 from async_rlhf.config import OnlineConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import decode_responses
-from async_rlhf.generation.protocol import Engine
+from async_rlhf.generation.protocol import Sampler
 from async_rlhf.learner import Learner
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
@@ -57,7 +57,7 @@ class TrainingLoop:
         tokenizer: PreTrainedTokenizerBase,
         callbacks: Callbacks,
         trace: Trace,
-        eval_prompts: tuple[PromptStream, Engine] | None = None,
+        eval_prompts: tuple[PromptStream, Sampler] | None = None,
         inputs: Mapping[str, str] | None = None,
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,33 +27,38 @@ from async_rlhf.config import (
     PPOConfig,
     RLOOConfig,
 )
+from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.placement import check_engine, make_generator, shared_cores
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.agreement import log_ratios
+from async_rlhf.generation.placement import shared_cores, shared_engine
+from async_rlhf.generation.probe import probe_logprobs
+from async_rlhf.generation.protocol import Generator, SamplingParams
+from async_rlhf.generation.shared import SharedEngine
+from async_rlhf.launch.parts import check_launch, make_generator, make_scorer, reward_device
+from async_rlhf.launch.torchrun import make_parallel, rank_device, start_ranks
+from async_rlhf.launch.watch import Watch
 from async_rlhf.learner import Learner
 from async_rlhf.lora import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models import (
+    check_embeddings,
     check_positions,
     check_reward_model,
-    check_tokenizer,
-    check_vocabulary,
-    default_device,
+    in_float32,
     load_policy,
     load_reward_model,
-    load_tokenizer,
-    load_value_head,
+    new_value_head,
     new_value_model,
+    reward_model_for,
     stop_token_ids,
+    tokenizer_for,
 )
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts, read_schedule
-from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.signals import ending_on_sigterm
 from async_rlhf.trainer import TrainingLoop
-from async_rlhf.weights import checksum, named_weights
+from async_rlhf.weights import checksum, iterate_weights, named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -101,62 +106,92 @@ class OnlineTrainer:
     ) -> None:
         self.args = args
         reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
-        if reward_model is None and not reward_funcs:
-            raise ConfigError("reward_model: got None; give a reward_model, reward_funcs, or both")
+        given = reward_model is not None or len(reward_funcs) > 0
+        require(given, "reward_model", None, "give a reward_model, reward_funcs, or both")
         if ref_model is not None and ref_model is model and not isinstance(model, str):
             raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
-        if args.eval_steps and eval_dataset is None:
-            raise ConfigError(f"eval_steps: got {args.eval_steps}; must be 0 without eval_dataset")
+        evaluable = args.eval_steps == 0 or eval_dataset is not None
+        require(evaluable, "eval_steps", args.eval_steps, "must be 0 without eval_dataset")
         check_integrations(args.report_to)
-        check_engine(args.generation)
-        self._find_checkpoint()
-        self._recorded = None
+        self._started = False
+        self.ranks = start_ranks(args)
+        self._watch = Watch(self.ranks)
+        with self._watch.watching():
+            check_launch(args, self.ranks)
+            self._find_checkpoint()
+            self.processing_class = tokenizer_for(model, processing_class)
+            # Data before models: its mistakes are found within seconds.
+            self._read_data(train_dataset, eval_dataset, prompt_field)
+            self._load_models(model, ref_model, reward_model, value_model, reward_funcs, prompt_field)
+            if self.ranks.leads:
+                self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
+                self._inputs = self._fingerprints()
+                if self._resumed is not None:
+                    self._resumed.check_inputs(self._inputs, args.resume_anyway)
+
+    def _read_data(self, train_dataset: Rows, eval_dataset: Rows | None, prompt_field: str) -> None:
+        """Prompts, and a record to repeat. Rank 0 hands them out; the others need none."""
+        args, self._recorded, self._eval_stream = self.args, None, None
+        if not self.ranks.leads:
+            return
         if args.replay_from is not None:
             self._recorded = read_schedule(Path(args.replay_from), args.generation.shares, args.num_batches)
-        self.processing_class = _tokenizer(model, processing_class)
-        # Data before models: its mistakes are found within seconds.
         self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")
-        self._eval_stream = None if eval_dataset is None else self._prompts(eval_dataset, prompt_field, "eval_dataset")
+        if eval_dataset is not None:
+            self._eval_stream = self._prompts(eval_dataset, prompt_field, "eval_dataset")
 
-        device = torch.device(args.device) if args.device else default_device()
-        self.model = load_policy(model, device) if isinstance(model, str) else _in_float32(unwrap(model).to(device))
+    def _load_models(
+        self,
+        model: Model,
+        ref_model: Model | None,
+        reward_model: Model | None,
+        value_model: Model | None,
+        reward_funcs: tuple[RewardFunction, ...],
+        prompt_field: str,
+    ) -> None:
+        args, parallel = self.args, make_parallel(self.args, self.ranks)
+        self.device = rank_device(args, self.ranks)
+        # What is spread comes to the device piece by piece.
+        device = torch.device("cpu") if parallel.spreads_weights else self.device
+        self.model = load_policy(model, device) if isinstance(model, str) else in_float32(unwrap(model).to(device))
         check_positions(self.model, args.max_prompt_length, args.generation.response_length)
         self._params = self._sampling()
         # The saved policy then stops where this one did.
         self.model.generation_config.eos_token_id = list(self._params.stop_token_ids)
-        scoring_model = self._reward_model(reward_model, device)
-        self._scorer = Scorer(self.processing_class, args, scoring_model, reward_funcs, prompt_field)
-        _check_json(self._scorer.state())
+        scoring_model = None
+        if reward_model is not None:
+            scoring_model = reward_model_for(reward_model, self.processing_class).to(reward_device(args, device))
+        self._reward_checksum = None if scoring_model is None else checksum(named_weights(scoring_model))
         reference = load_policy(ref_model, device, "ref_model") if isinstance(ref_model, str) else ref_model
         if reference is not None:
-            self._check_embeddings(reference.to(device), "ref_model")
+            check_embeddings(reference.to(device), self.processing_class, "ref_model")
         value = self._value(value_model, scoring_model, device)
         if args.lora.rank > 0 and not has_adapters(self.model):
             add_adapters(self.model, args.lora, args.seed)
         if args.lora.publish == "adapter":
             only_adapter(self.model)
-        self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value)
-        self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
-        self._inputs = self._fingerprints()
-        if self._resumed is not None:
-            self._resumed.check_inputs(self._inputs, args.resume_anyway)
-        self._started = False
+        resumed, folder = self._resumed, self._checkpoint
+        checkpoint = None if resumed is None or folder is None else (folder, resumed.tensors)
+        self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value, parallel, checkpoint)
+        self._scorer = make_scorer(args, self.processing_class, scoring_model, reward_funcs, prompt_field, parallel)
 
     def _find_checkpoint(self) -> None:
         """What the run goes on from, if anything, and whether its folder may be written to."""
         args, output_dir = self.args, Path(self.args.output_dir)
-        self._checkpoint = checkpoint_to_resume(args)
+        self._checkpoint = self.ranks.from_lead(checkpoint_to_resume(args) if self.ranks.leads else None)
         self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
         if self._resumed is not None:
             self._resumed.check(args)
         self._here = self._checkpoint is not None and self._checkpoint.parent.resolve() == output_dir.resolve()
         afresh = args.overwrite_output_dir or (args.resume and self._checkpoint is None)
-        check_output_dir(output_dir, afresh or self._here)
+        if self.ranks.leads:
+            check_output_dir(output_dir, afresh or self._here)
 
     def train(self) -> OnlineTrainerState:
         """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
 
-        On SIGTERM it writes a checkpoint after the batch at hand and exits with code 0, to be resumed.
+        On SIGTERM it writes a checkpoint after the batch at hand and exits with code 0, to be resumed. Of several ranks
+        all must call it.
 
         Returns:
             The final state.
@@ -164,16 +199,27 @@ class OnlineTrainer:
         if self._started:
             raise RuntimeError("this trainer has trained already; make a new one to train again")
         self._started = True
-        folder = Path(self.args.output_dir)
-        resumed = self._resumed
+        with self._watch.watching(), ending_on_sigterm() as stop_asked:
+            with shared_cores(self.args, self.device, self.ranks.local_count) as threads:
+                if self._resumed is not None:
+                    self.learner.restore(self._resumed.tensors, self._resumed.values["learner"])
+                engine = shared_engine(self.args, self.model, self._params, self.ranks, "generate")
+                state = self._lead(engine, threads, stop_asked) if self.ranks.leads else self._follow(engine)
+            self._watch.close()
+        if state is None:
+            raise SystemExit(0)
+        return state
+
+    def _lead(self, engine: SharedEngine, threads: int | None, stop_asked: Callable[[], bool]) -> OnlineTrainerState:
+        """Run the loop."""
+        folder, resumed = Path(self.args.output_dir), self._resumed
         if resumed is not None:
             self._restore(resumed)
         with ExitStack() as stack:
-            stop_asked = stack.enter_context(ending_on_sigterm())
-            threads = stack.enter_context(shared_cores(self.args, self.model.device))
             trace = stack.enter_context(closing(Trace()))
-            generator = make_generator(self.args, self.model, self._params, trace, threads)
+            generator = make_generator(self.args, self.model, self._params, trace, threads, engine)
             stack.enter_context(closing(generator))
+            stack.enter_context(self._scorer.started())
             if resumed is not None and self._here:
                 Checkpoints(folder).delete_newer(resumed.batch)
                 # A kill may have come between the last checkpoint and the deletion of old ones.
@@ -183,21 +229,9 @@ class OnlineTrainer:
                 delete_earlier_run(folder)
             if self.args.trace:
                 trace.write_to(folder / (f"trace-from-{resumed.batch}.json" if resumed else "trace.json"))
-            rollouts = Rollouts(
-                generator,
-                self._stream,
-                batch_size=self.args.batch_size,
-                num_batches=self.args.num_batches,
-                staleness=self.args.staleness,
-                trace=trace,
-                bounded=self.args.staleness_mode == "bounded",
-                recorded=self._recorded,
-                start=resumed.batch if resumed else 0,
-                ahead=resumed.ahead if resumed else (),
-            )
             loop = TrainingLoop(
                 self.args,
-                rollouts,
+                self._rollouts(generator, trace),
                 self._scorer,
                 self.learner,
                 self.processing_class,
@@ -207,13 +241,47 @@ class OnlineTrainer:
                 self._inputs,
                 stop_asked,
             )
-            return loop.run(resumed, resumed.logs if resumed and self._here else None)
+            try:
+                state = loop.run(resumed, resumed.logs if resumed and self._here else None)
+            except SystemExit:  # a signal has asked for it
+                self.ranks.end(None)
+                raise
+        self.ranks.end(state)
+        return state
+
+    def _rollouts(self, generator: Generator, trace: Trace) -> Rollouts:
+        resumed = self._resumed
+        return Rollouts(
+            generator,
+            self._stream,
+            batch_size=self.args.batch_size,
+            num_batches=self.args.num_batches,
+            staleness=self.args.staleness,
+            trace=trace,
+            bounded=self.args.staleness_mode == "bounded",
+            recorded=self._recorded,
+            start=resumed.batch if resumed else 0,
+            ahead=resumed.ahead if resumed else (),
+        )
+
+    def _follow(self, engine: SharedEngine) -> OnlineTrainerState | None:
+        """Do what rank 0 asks for, until it ends. Returns its state, None where a signal has ended it."""
+        models = {"policy": self.model, "value": self.learner.value}
+        calls: dict[str, Callable[..., Any]] = {
+            **self.learner.calls,
+            "weights": lambda name, adapters: deque(iterate_weights(models[name], adapters), maxlen=0),
+            "probe": lambda name, autocast: probe_logprobs(models[name], autocast),
+            "log_ratios": lambda name, *rest: log_ratios(models[name], *rest),
+            engine.name: engine.generate,
+            "evaluate": self._eval_engine().generate,
+            "score": self._scorer.score_batches,
+        }
+        return self.ranks.follow(calls)
 
     def _restore(self, resumed: ResumeState) -> None:
-        """Put learner, callbacks and rewards where the checkpoint was written."""
+        """Put callbacks and rewards where the checkpoint was written."""
         assert self._checkpoint is not None
         resumed.read_ahead(self._checkpoint, self._stream)
-        self.learner.restore(self._checkpoint, resumed.tensors, resumed.values["learner"])
         self.callbacks.restore_state(self._checkpoint)
         self._scorer.restore(resumed.values["rewards"])
         logger.info("resuming after batch %d, from %s", resumed.batch, self._checkpoint)
@@ -222,11 +290,11 @@ class OnlineTrainer:
         """Of everything that came from outside and decides the run, under the names of the arguments."""
         found = {
             "train_dataset": self._stream.fingerprint(),
-            "ref_model": self.learner.fingerprint(),
+            "ref_model": self.learner.fingerprint,
             "reward_funcs": ", ".join(self._scorer.reward_funcs),
         }
-        if self._scorer.reward_model is not None:
-            found["reward_model"] = checksum(named_weights(self._scorer.reward_model))
+        if self._reward_checksum is not None:
+            found["reward_model"] = self._reward_checksum
         return found
 
     def _sampling(self) -> SamplingParams:
@@ -240,9 +308,9 @@ class OnlineTrainer:
             batch_size=generation.batch_size,
         )
 
-    def _eval_engine(self) -> TransformersEngine:
-        autocast = torch.bfloat16 if self.args.bf16 else None
-        return TransformersEngine(self.model, replace(self._params, samples_per_prompt=1), autocast=autocast)
+    def _eval_engine(self) -> SharedEngine:
+        params = replace(self._params, samples_per_prompt=1)
+        return shared_engine(self.args, self.model, params, self.ranks, "evaluate")
 
     def _prompts(self, rows: Rows, prompt_field: str, key: str) -> PromptStream:
         return PromptStream(
@@ -255,15 +323,6 @@ class OnlineTrainer:
             key=key,
         )
 
-    def _reward_model(self, reward_model: Model | None, device: torch.device) -> PreTrainedModel | None:
-        if isinstance(reward_model, str):
-            check_vocabulary(self.processing_class, load_tokenizer(reward_model, "reward_model"), "reward_model")
-            reward_model = load_reward_model(reward_model, device)
-        if reward_model is None:
-            return None
-        self._check_embeddings(reward_model, "reward_model")
-        return check_reward_model(reward_model).to(device).eval()
-
     def _value(
         self, value_model: Model | None, reward_model: PreTrainedModel | None, device: torch.device
     ) -> PreTrainedModel | nn.Linear | None:
@@ -271,14 +330,6 @@ class OnlineTrainer:
         if value_model is not None:
             raise ConfigError(f"value_model: got {value_model!r}; must be None: {self.algorithm} has no value model")
         return None
-
-    def _check_embeddings(self, model: PreTrainedModel, key: str) -> None:
-        rows, tokens = model.get_input_embeddings().weight.shape[0], len(self.processing_class)
-        if rows < tokens:
-            raise ConfigError(
-                f"{key}: it has embeddings for {rows} tokens, the policy's tokenizer has {tokens}; must be a model "
-                "with the policy's tokenizer"
-            )
 
 
 class OnlineDPOTrainer(OnlineTrainer):
@@ -320,7 +371,10 @@ class PPOTrainer(OnlineTrainer):
     ) -> PreTrainedModel | nn.Linear:
         """The value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
         if self.args.shared_trunk:
-            return self._value_head(value_model, device)
+            if not (value_model is None or isinstance(value_model, str)):
+                right = "with shared_trunk it must be None or the folder of a head"
+                raise ConfigError(f"value_model: got a model; {right}")
+            return new_value_head(self.model, value_model).to(device)
         if isinstance(value_model, str):
             value = load_reward_model(value_model, device, "value_model")
         elif value_model is not None and value_model is reward_model:
@@ -329,47 +383,13 @@ class PPOTrainer(OnlineTrainer):
             value = check_reward_model(value_model, "value_model").to(device)
         else:
             value = new_value_model(self.model) if reward_model is None else copy.deepcopy(reward_model)
-        self._check_embeddings(value, "value_model")
-        value = _in_float32(value).requires_grad_(True)
+        check_embeddings(value, self.processing_class, "value_model")
+        value = in_float32(value).to(device).requires_grad_(True)
         if self.args.lora.rank > 0:
             add_adapters(value, self.args.lora, self.args.seed, "SEQ_CLS").score.requires_grad_(True)
         return value
-
-    def _value_head(self, folder: Model | None, device: torch.device) -> nn.Linear:
-        if not (folder is None or isinstance(folder, str)):
-            raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
-        head = nn.Linear(self.model.get_output_embeddings().in_features, 1)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        if folder is not None:
-            load_value_head(Path(folder), head)
-        return head.to(device)
 
 
 TRAINERS: dict[str, type[OnlineTrainer]] = {
     trainer.algorithm: trainer for trainer in (OnlineDPOTrainer, OnlineBoKTrainer, RLOOTrainer, PPOTrainer, GRPOTrainer)
 }
-
-
-def _tokenizer(model: Model, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is not None:
-        return check_tokenizer(tokenizer)
-    name = model if isinstance(model, str) else model.config.name_or_path
-    if not name:
-        raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
-    return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model")
-
-
-def _check_json(state: dict[str, Any]) -> None:
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
-
-
-def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """AdamW in bfloat16 moves few weights at the rates of RLHF: the masters are float32, whatever was loaded."""
-    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        return model
-    logger.warning("model: its weights are converted to float32; set bf16 to compute in bfloat16")
-    return model.float()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,9 +140,11 @@ class Experience:
         return replace(self, **mapped)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyOutput:
-    """What one forward pass of the model being trained gives, 0 outside the response."""
+class PolicyOutput(NamedTuple):
+    """What one forward pass of the model being trained gives, 0 outside the response.
+
+    A tuple, because what spreads a model over ranks finds the tensors only in those that torch knows.
+    """
 
     logprobs_BT: Tensor
     entropies_BT: Tensor

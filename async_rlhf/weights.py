@@ -13,8 +13,9 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from async_rlhf.lora import adapter_parameters, has_adapters, merged_parameters
+from async_rlhf.lora import has_adapters, is_adapter, merged_parameters
+from async_rlhf.parallel import with_every_rank
 
 _ALIGNMENT = 64
 
@@ -42,19 +44,30 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 def iterate_weights(model: nn.Module, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The same one after the other, so that merged weights need not all be in memory together.
 
+    Of a model whose weights are spread over ranks they are put together one by one; rank 0 has the others do it too.
+
     Args:
         model: a policy.
         adapters_only: give the adapters' own parameters instead.
     """
-    if adapters_only:
-        yield from adapter_parameters(model)
-        return
-    if has_adapters(model):
-        yield from merged_parameters(model)
-    else:
-        yield from ((name, parameter.data) for name, parameter in model.named_parameters())
     saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    with with_every_rank(model, "weights", adapters_only) as parallel:
+        for name, parameters, compute in _parameters(model, adapters_only):
+            with parallel.gathered(parameters):
+                yield name, parallel.whole(compute())
+    if not adapters_only:
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _parameters(
+    model: nn.Module, adapters_only: bool
+) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
+    if has_adapters(model) and not adapters_only:
+        yield from merged_parameters(model)
+        return
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) or not adapters_only:
+            yield name, [parameter], partial(getattr, parameter, "data")
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -150,18 +163,12 @@ class SnapshotRing:
     @classmethod
     def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
-        return cls(*_layout(model, dtype, adapters_only), slots, adapters_only=adapters_only)
+        return cls(*layout(model, dtype, adapters_only), slots, adapters_only=adapters_only)
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
         start = _ALIGNMENT + version % self.slots * self.slot_bytes
-        views = {}
-        for spec in self.specs:
-            count = int(torch.Size(spec.shape).numel())
-            begin = start + spec.offset
-            flat = self._bytes[begin : begin + count * spec.dtype.itemsize]
-            views[spec.name] = flat.view(spec.dtype).view(spec.shape)
-        return views
+        return tensors_in(self._bytes[start : start + self.slot_bytes], self.specs)
 
     @property
     def newest(self) -> int:
@@ -214,7 +221,7 @@ class DeviceRing(SnapshotRing):
 
     @classmethod
     def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> DeviceRing:
-        specs, slot_bytes = _layout(model, dtype, adapters_only)
+        specs, slot_bytes = layout(model, dtype, adapters_only)
         device = next(model.parameters()).device
         memory = torch.zeros(_ALIGNMENT + slot_bytes * slots, dtype=torch.uint8, device=device)
         return cls(specs, slot_bytes, slots, memory, adapters_only)
@@ -276,7 +283,7 @@ def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype:
     return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
 
 
-def _layout(model: nn.Module, dtype: torch.dtype, adapters_only: bool) -> tuple[tuple[TensorSpec, ...], int]:
+def layout(model: nn.Module, dtype: torch.dtype, adapters_only: bool = False) -> tuple[tuple[TensorSpec, ...], int]:
     """Where the tensors of a snapshot lie within a slot, and the bytes of a slot."""
     specs, offset = [], 0
     buffers = dict(model.named_buffers())
@@ -286,6 +293,20 @@ def _layout(model: nn.Module, dtype: torch.dtype, adapters_only: bool) -> tuple[
         size = tensor.numel() * kept.itemsize
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     return tuple(specs), offset
+
+
+def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """The tensors of a slot, without a copy.
+
+    Args:
+        memory: the slot, as uint8.
+        specs: where they lie.
+    """
+    views = {}
+    for spec in specs:
+        size = int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize
+        views[spec.name] = memory[spec.offset : spec.offset + size].view(spec.dtype).view(spec.shape)
+    return views
 
 
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:

@@ -15,6 +15,9 @@ from async_rlhf.config.algorithms import (
 from async_rlhf.config.base import ConfigError
 from async_rlhf.config.generation import GenerationConfig, ServeConfig, VLLMConfig
 from async_rlhf.config.online import LoRAConfig, OnlineConfig
+from async_rlhf.config.parallel import ParallelConfig
+from async_rlhf.config.plan import PlanConfig
+from async_rlhf.config.ray import RayConfig
 from async_rlhf.config.run import (
     DataConfig,
     EvaluateConfig,
@@ -43,8 +46,11 @@ __all__ = [
     "OnlineDPOConfig",
     "PPOConfig",
     "PairsConfig",
+    "ParallelConfig",
+    "PlanConfig",
     "RLOOConfig",
     "RatioConfig",
+    "RayConfig",
     "ReplayConfig",
     "RewardConfig",
     "RunConfig",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, require
 from async_rlhf.config.generation import GenerationConfig
+from async_rlhf.config.parallel import ParallelConfig
+from async_rlhf.config.ray import RayConfig
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class LoRAConfig(Checked):
 class OnlineConfig(Checked):
     """What every online algorithm shares.
 
-    One *batch* is ``per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches`` prompts, with
-    ``samples_per_prompt`` completions each. It is trained on for ``num_epochs`` epochs of ``num_mini_batches``
-    optimiser steps. An *episode* is a prompt.
+    One *batch* is ``per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches`` prompts, times the
+    ranks of the learner, with ``samples_per_prompt`` completions each. It is trained on for ``num_epochs`` epochs of
+    ``num_mini_batches`` optimiser steps. An *episode* is a prompt.
 
     Args:
         output_dir: where checkpoints, metrics.jsonl, samples.jsonl and trace.json go.
@@ -95,6 +97,9 @@ class OnlineConfig(Checked):
         num_threads: CPU threads of the learner; null leaves torch's choice, less the generators' share.
         lora: train low-rank adapters instead of every weight.
         generation: how completions are sampled.
+        parallel: the learner on several ranks.
+        launch: "local" has generators and rewards on this host (or in servers); "ray" as actors in a Ray cluster.
+        ray: where that cluster is, and what the actors need.
     """
 
     output_dir: str = "runs/online"
@@ -148,6 +153,9 @@ class OnlineConfig(Checked):
     num_threads: int | None = None
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    launch: Literal["local", "ray"] = "local"
+    ray: RayConfig = field(default_factory=RayConfig)
 
     def check(self) -> None:
         self.at_least(0, "staleness", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
@@ -165,7 +173,8 @@ class OnlineConfig(Checked):
             self.total_episodes,
             f"must be a multiple of the batch of {self.batch_size} prompts (per_device_train_batch_size "
             f"{self.per_device_train_batch_size} x gradient_accumulation_steps "
-            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches}), such as "
+            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.count} "
+            f"ranks), such as "
             f"{max(1, round(self.total_episodes / self.batch_size)) * self.batch_size}",
         )
         require(
@@ -203,6 +212,38 @@ class OnlineConfig(Checked):
         right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
         require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
 
+        self._check_parallel()
+        self._check_launch()
+
+    def _check_parallel(self) -> None:
+        """What does not go together with a learner on several ranks."""
+        parallel = self.parallel
+        alone = 'must be "process" or "server" with parallel.ranks above 1 and generation.engine "vllm"'
+        inline_vllm = self.placement == "inline" and self.generation.engine == "vllm"
+        require(parallel.count == 1 or not inline_vllm, "generation.placement", self.generation.placement, alone)
+        right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+        spread = parallel.count > 1 and parallel.strategy in ("fsdp", "zero3")
+        require(not spread or self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
+        right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
+        own = parallel.count == 1 or self.device in (None, "cpu", "cuda")
+        require(own, "device", self.device, right)
+
+    def _check_launch(self) -> None:
+        """Nothing that would be ignored may be set."""
+        if self.launch == "local":
+            right = 'must be left out unless launch is "ray"'
+            for item in fields(RayConfig):
+                value = getattr(self.ray, item.name)
+                require(value == getattr(RayConfig(), item.name), f"ray.{item.name}", value, right)
+            return
+        generation = self.generation
+        right = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
+        require(self.placement == "process", "generation.placement", generation.placement, right)
+        right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
+        require(generation.device is None, "generation.device", generation.device, right)
+        right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
+        require(self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
+
     @property
     def resuming(self) -> bool:
         """Whether an earlier run's folder is there to be continued."""
@@ -211,7 +252,8 @@ class OnlineConfig(Checked):
     @property
     def batch_size(self) -> int:
         """Prompts of one batch."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+        per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+        return per_rank * self.parallel.count
 
     @property
     def num_batches(self) -> int:
@@ -243,5 +285,8 @@ class OnlineConfig(Checked):
             "batches": self.num_batches,
             "optimiser steps": self.num_optimizer_steps,
             "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
-            "generation": f"{self.generation.engine}, {self.placement}",
+            "generation": f"{self.generation.engine}, {'Ray actors' if self.launch == 'ray' else self.placement}",
+            "learner": f"{self.parallel.count} ranks, {self.parallel.strategy}"
+            if self.parallel.count > 1
+            else "1 rank",
         }

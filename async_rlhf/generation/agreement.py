@@ -6,8 +6,8 @@ measured on completions of every batch, with the snapshot that sampled them, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from async_rlhf.config import GenerationConfig
 from async_rlhf.forward import response_logprobs
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
+from async_rlhf.parallel import Parallel, with_every_rank
 from async_rlhf.rows import response_tensors
 from async_rlhf.types import RolloutGroup
 
@@ -68,7 +69,8 @@ class Agreement:
         flat = [RolloutGroup(group.prompt, (rollout,)) for group in groups for rollout in group.rollouts]
         chosen = [flat[i * len(flat) // samples] for i in range(samples)] if samples < len(flat) else flat
         versions = sorted({version for group in chosen for version in group.rollouts[0].versions})
-        found = [self._log_ratios(_WithWeights(policy, snapshots(version)), version, chosen) for version in versions]
+        options = (self.config.temperature, self.autocast)
+        found = [log_ratios(policy, snapshots(version), version, chosen, *options) for version in versions]
         log_ratios_N = torch.cat(found)
         mean = log_ratios_N.abs().mean().item()
         self.require(f"the engine has the weights of version {versions[0]}", mean, "its completions")
@@ -87,43 +89,78 @@ class Agreement:
                 "generation.probe_steps)"
             )
 
-    @torch.no_grad()
-    def _log_ratios(self, model: _WithWeights, version: int, groups: Sequence[RolloutGroup]) -> Tensor:
-        """log learner - log engine of every token that the version has drawn."""
-        groups = [group for group in groups if version in group.rollouts[0].versions]
-        rows = response_tensors(groups)
-        mask_BT, device = rows["response_mask_BT"], model.policy.device
-        drawn_BT = torch.zeros_like(mask_BT)
-        drawn_BT[mask_BT.bool()] = torch.tensor(
-            [float(v == version) for group in groups for v in group.rollouts[0].versions]
-        )
-        with model.as_it_was(), torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-            output = response_logprobs(
-                model,  # what is asked of it, it can
-                rows["tokens_BT"].to(device),
-                mask_BT.to(device),
-                self.config.temperature,
-                with_entropies=False,
-            )
-        return (output.logprobs_BT.cpu() - rows["behaviour_logprobs_BT"])[drawn_BT.bool()]
+
+@torch.no_grad()
+def log_ratios(
+    policy: PreTrainedModel,
+    snapshot: Mapping[str, Tensor | None],
+    version: int,
+    groups: Sequence[RolloutGroup],
+    temperature: float,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """log learner - log engine of every token that a version has drawn, (N,).
+
+    Args:
+        policy: computes the learner's; with weights spread over ranks, all of them compute.
+        snapshot: that version's tensors; none for the policy as it is. Ranks but the first give None for each.
+        version: of the tokens.
+        groups: one completion each.
+        temperature: of sampling.
+        autocast: type that the learner computes in; None for that of its weights.
+    """
+    groups = [group for group in groups if version in group.rollouts[0].versions]
+    rows, device = response_tensors(groups), policy.device
+    mask_BT = rows["response_mask_BT"]
+    drawn_BT = torch.zeros_like(mask_BT)
+    drawn_BT[mask_BT.bool()] = torch.tensor(
+        [float(v == version) for group in groups for v in group.rollouts[0].versions]
+    )
+    told = (dict.fromkeys(snapshot), version, groups, temperature, autocast)
+    with with_every_rank(policy, "log_ratios", *told) as parallel, ExitStack() as stack:
+        model: Any = policy
+        if snapshot and parallel.spreads_weights:
+            stack.enter_context(_holding(policy, snapshot, parallel))
+        elif snapshot:
+            model = _WithWeights(policy, snapshot)
+        if _is_merged(policy, snapshot):  # adapters that are merged into the snapshot must not count twice
+            stack.enter_context(adapters_off(policy))
+        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
+        tokens_BT = rows["tokens_BT"].to(device)
+        output = response_logprobs(model, tokens_BT, mask_BT.to(device), temperature, with_entropies=False)
+    return (output.logprobs_BT.cpu() - rows["behaviour_logprobs_BT"])[drawn_BT.bool()]
+
+
+def _is_merged(policy: PreTrainedModel, snapshot: Mapping[str, Any]) -> bool:
+    return has_adapters(policy) and any(not is_adapter(name) for name in snapshot)
+
+
+@contextmanager
+def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], parallel: Parallel) -> Iterator[None]:
+    """Within, a policy that is spread over ranks holds a snapshot, one parameter after the other exchanged."""
+    names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}
+    own = dict(policy.named_parameters())
+    given = {names.get(name, name): tensor for name, tensor in snapshot.items()}
+    undo = [parallel.exchange(own[name], given[name]) for name in own if name in given]
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
 
 
 class _WithWeights:
     """The policy's computation with a snapshot in the place of its own weights, which stay where they are."""
 
-    def __init__(self, policy: PreTrainedModel, snapshot: Mapping[str, Tensor]) -> None:
+    def __init__(self, policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None]) -> None:
         self.policy = policy
         own = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
-        self._merged = has_adapters(policy) and any(not is_adapter(name) for name in snapshot)
-        names = names_below_adapters(policy) if self._merged else {}
+        names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}
         self._weights = {
             names.get(name, name): tensor.to(policy.device, own[names.get(name, name)].dtype)
             for name, tensor in snapshot.items()
+            if tensor is not None
         }
-
-    def as_it_was(self) -> Any:
-        """Within, adapters that are merged into the snapshot do not count twice."""
-        return adapters_off(self.policy) if self._merged else nullcontext()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.policy.get_output_embeddings()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, Version
-from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.protocol import Completions, GeneratorError, Version
+from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
 from async_rlhf.weights import differing, digests, iterate_weights
@@ -28,7 +28,7 @@ class InlineGenerator:
         agreement: compares the log-probabilities of some completions with the learner's.
     """
 
-    def __init__(self, engine: Engine, trace: Trace, agreement: Agreement) -> None:
+    def __init__(self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement) -> None:
         self.engine = engine
         self.trace = trace
         self.agreement = agreement
@@ -38,7 +38,7 @@ class InlineGenerator:
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Only the number changes hands."""
-        assert isinstance(self.engine, TransformersEngine)
+        assert isinstance(self.engine, SharedEngine)
         if policy is not self.engine.model:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
         self._policy = policy

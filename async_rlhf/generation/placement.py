@@ -23,24 +23,27 @@ from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator, SamplingParams
 from async_rlhf.generation.server import ServerGenerator
+from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.lora import only_adapter, write_base
+from async_rlhf.ranks import Ranks
 from async_rlhf.reports.trace import Trace
 
 
 @contextmanager
-def shared_cores(config: OnlineConfig, device: torch.device) -> Iterator[int | None]:
+def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> Iterator[int | None]:
     """Within, the learner has its share of the CPU's cores. Yields the threads for each generator process.
 
-    What the configuration says holds; else the cores are split evenly between the learner and the workers. The learner
-    on a GPU, or with nobody beside it, keeps torch's own choice.
+    What the configuration says holds; else the cores are split evenly between the learner's ranks on this host and the
+    workers. The learner on a GPU, or with nobody beside it, keeps torch's own choice.
     """
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = config.placement != "process" or device.type != "cpu"
-    workers = config.generation.workers
-    per_worker = config.generation.num_threads or (None if alone else max(1, cores // (workers + 1)))
-    learner = config.num_threads or (None if alone else max(1, cores - workers * (per_worker or 0)))
+    here = config.placement == "process" and config.launch == "local"
+    workers = config.generation.workers if here else 0
+    alone = workers + ranks == 1 or device.type != "cpu"
+    per_worker = config.generation.num_threads or (None if alone else max(1, cores // (workers + ranks)))
+    learner = config.num_threads or (None if alone else max(1, (cores - workers * (per_worker or 0)) // ranks))
     if learner is not None:
         torch.set_num_threads(learner)
     try:
@@ -60,16 +63,29 @@ def check_engine(config: GenerationConfig) -> None:
     require(not here or find_spec("vllm") is not None, "generation.engine", config.engine, right)
 
 
+def shared_engine(
+    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, ranks: Ranks, name: str
+) -> SharedEngine:
+    """The engine on the learner's own policy, on every rank of it."""
+    autocast = torch.bfloat16 if config.bf16 else None
+    return SharedEngine(TransformersEngine(policy, params, autocast=autocast), ranks, name)
+
+
 def make_generator(
-    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, trace: Trace, threads: int | None
+    config: OnlineConfig,
+    policy: PreTrainedModel,
+    params: SamplingParams,
+    trace: Trace,
+    threads: int | None,
+    engine: SharedEngine,
 ) -> Generator:
-    """The generator that the configuration asks for."""
+    """The generator that the configuration asks for; inline, it samples with the given engine unless that is vLLM."""
     autocast = torch.bfloat16 if config.bf16 else None
     generation = replace(config.generation, num_threads=threads)
     max_length = config.max_prompt_length + generation.response_length
     adapters_only = config.lora.publish == "adapter"
     if config.placement == "inline":
-        return _inline(generation, policy, params, trace, autocast, max_length, adapters_only)
+        return _inline(generation, policy, params, trace, autocast, max_length, adapters_only, engine)
     if config.placement == "server":
         folder = Path(config.output_dir) / "weights"
         if generation.weights_dir is not None:  # perhaps one that several runs use
@@ -86,10 +102,10 @@ def _inline(
     autocast: torch.dtype | None,
     max_length: int,
     adapters_only: bool,
+    engine: SharedEngine,
 ) -> InlineGenerator:
     if config.engine == "transformers":
-        agreement = Agreement(config, torch.float32, autocast)
-        return InlineGenerator(TransformersEngine(policy, params, autocast=autocast), trace, agreement)
+        return InlineGenerator(engine, trace, Agreement(config, torch.float32, autocast))
     from async_rlhf.generation.vllm_engine import VLLMEngine
 
     dtype, device = getattr(torch, config.dtype), policy.device
@@ -103,6 +119,6 @@ def _inline(
             write_base(policy, Path(folder), dtype)
             spec = replace(spec, base=folder, adapter=only_adapter(policy))
         before = random_state.capture()
-        engine = VLLMEngine(spec, params)  # seeds every random generator of the process
+        vllm = VLLMEngine(spec, params)  # seeds every random generator of the process
         random_state.restore(*before)
-    return InlineVLLMGenerator(engine, trace, Agreement(config, dtype, autocast), sleep, adapters_only)
+    return InlineVLLMGenerator(vllm, trace, Agreement(config, dtype, autocast), sleep, adapters_only)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.forward import response_logprobs
+from async_rlhf.parallel import with_every_rank
 
 ROWS, LENGTH = 4, 16
 
@@ -24,10 +25,15 @@ def probe_logprobs(model: PreTrainedModel, autocast: torch.dtype | None = None) 
     """Log-probability of each token of :func:`probe_tokens` but the first of each.
 
     Args:
-        model: the policy, wherever it runs.
+        model: the policy, wherever it runs; with weights spread over ranks, all of them compute.
         autocast: compute in this type.
     """
-    tokens_BT = probe_tokens(model.get_input_embeddings().weight.shape[0]).to(model.device)
+    with with_every_rank(model, "probe", autocast):
+        return _logprobs(model, autocast)
+
+
+def _logprobs(model: PreTrainedModel, autocast: torch.dtype | None) -> list[float]:
+    tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(model.device)
     mask_BT = torch.ones(ROWS, LENGTH, device=model.device)
     mask_BT[:, 0] = 0
     training = model.training

@@ -7,7 +7,6 @@ gets its open requests again, whose weights are still in the ring.
 from __future__ import annotations
 
 import atexit
-import logging
 import multiprocessing
 import os
 import queue
@@ -28,19 +27,18 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, GenerationConfig
-from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.messages import ModelSpec, Request
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.lora import only_adapter, write_base
+from async_rlhf.parallel import architecture_of
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import DeviceRing, SnapshotRing
 
-logger = logging.getLogger(__name__)
 
-
-class ProcessGenerator(RemoteGenerator):
+class ProcessGenerator(RestartingGenerator):
     """Generator processes that share the prompts of every batch.
 
     Args:
@@ -54,6 +52,7 @@ class ProcessGenerator(RemoteGenerator):
         adapters_only: publish the adapters of the policy, not its weights with the adapters merged.
     """
 
+    kind = "generator process"
     workers: list[_Worker]
 
     def __init__(
@@ -71,13 +70,14 @@ class ProcessGenerator(RemoteGenerator):
         devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
         self.ring = (DeviceRing if shared else SnapshotRing).for_model(policy, dtype, staleness + 1, adapters_only)
-        if type(policy).__module__ == "__main__":
+        architecture = architecture_of(policy)
+        if architecture.__module__ == "__main__":
             raise ConfigError(
-                f"model: {type(policy).__name__} is defined in the script itself, where generator processes cannot "
+                f"model: {architecture.__name__} is defined in the script itself, where generator processes cannot "
                 "find it; must be in a module of its own, or use staleness 0"
             )
         spec = ModelSpec(
-            type(policy),
+            architecture,
             policy.config,
             dtype,
             "cpu",
@@ -91,13 +91,12 @@ class ProcessGenerator(RemoteGenerator):
             write_base(policy, Path(self._base.name), dtype)
             spec = replace(spec, base=self._base.name, adapter=only_adapter(policy))
             config = replace(config, probe_steps=0)  # vLLM gives no log-probabilities of prompts with an adapter
-        self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
         workers = [
-            _Worker(number, replace(spec, device=devices[number]), params, self.ring, self._arrived)
+            _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
             for number in range(config.workers)
         ]
-        super().__init__(workers, self.ring, config, trace, autocast)
-        self._restarts = 0
+        super().__init__(arrived, workers, self.ring, config, trace, autocast)
         # Before multiprocessing's own exit, which would wait for ever for processes that do not heed SIGTERM.
         atexit.register(self.close)
 
@@ -107,65 +106,6 @@ class ProcessGenerator(RemoteGenerator):
         super().close()
         if self._base is not None:
             self._base.cleanup()
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
-        pause, asked = min(max(seconds, 0.0), self.config.heartbeat_timeout / 4), time.monotonic()
-        try:
-            worker, start, answer = self._arrived.get(timeout=pause)
-        except queue.Empty:
-            if time.monotonic() - asked > pause + self.config.heartbeat_timeout / 4:  # this process was stopped
-                for worker in self.workers:
-                    worker.since = time.monotonic()
-                return True
-            self._look_for_the_silent(seconds)
-            return False
-        return start == worker.starts and self._receive(worker, answer)
-
-    def _look_for_the_silent(self, seconds: float) -> None:
-        busy = [worker for worker in self.workers if worker.open]
-        if seconds <= 0:
-            raise GeneratorError(
-                f"no answer from generator process {', '.join(str(worker.number) for worker in busy)} "
-                f"for {self.config.timeout:g} s (generation.timeout)"
-            )
-        for worker in busy:
-            limit = self.config.heartbeat_timeout
-            if worker.silent_for() > limit:
-                worker.process.kill()
-                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
-
-    def _receive(self, worker: _Worker, reply: Reply | Failure | None) -> bool:
-        if reply is None:  # it died, perhaps in the middle of a message
-            self._restart(worker)
-            return False
-        if isinstance(reply, Failure) and reply.out_of_memory:
-            self._restart(worker, f"ran out of memory: {reply.message}")
-            return False
-        if isinstance(reply, Failure) and reply.is_config:
-            raise ConfigError(reply.message)
-        if isinstance(reply, Failure):
-            raise GeneratorError(f"generator process {worker.number}: {reply.message}\n\n{reply.traceback}")
-        self._accept(worker, reply)
-        return True
-
-    def _restart(self, worker: _Worker, why: str = "") -> None:
-        worker.process.join()
-        why = why or f"died (exit code {worker.process.exitcode})"
-        if self._restarts >= self.config.max_restarts:
-            raise GeneratorError(
-                f"generator process {worker.number} {why} after {self._restarts} restarts (generation.max_restarts)"
-            )
-        self._restarts += 1
-        logger.warning(
-            "generator process %d %s; starting it again, to sample batch %s again",
-            worker.number,
-            why,
-            ", ".join(str(request.batch) for request in worker.open),
-        )
-        worker.start()
-        for request in worker.open:
-            worker.send(request)
 
 
 class _Worker:
@@ -225,6 +165,14 @@ class _Worker:
     def silent_for(self) -> float:
         """Seconds since its last sign of life while it had something to do; 0 before the first."""
         return time.monotonic() - max(self.beat.value, self.since) if self.beat.value else 0.0
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> str:
+        """Wait for its end, and say how it ended."""
+        self.process.join()
+        return f"died (exit code {self.process.exitcode})"
 
     def answered(self) -> Request:
         """The request that an answer has come to; the next one's time begins."""

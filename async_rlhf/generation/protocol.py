@@ -35,7 +35,14 @@ class GeneratorError(RuntimeError):
     """A generator failed. The message holds its own error."""
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """Samples with the weights as they are."""
+
+    def generate(self, prompts: Sequence[Prompt]) -> Completions:
+        """K completions for each prompt. Equal (seed, draw, sample, position) give equal random numbers."""
+
+
+class Engine(Sampler, Protocol):
     """Samples with one set of weights at a time."""
 
     version: int
@@ -48,9 +55,6 @@ class Engine(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Take new weights, and return the digest of each tensor it now holds, read back from the model."""
-
-    def generate(self, prompts: Sequence[Prompt]) -> Completions:
-        """K completions for each prompt. Equal (seed, draw, sample, position) give equal random numbers."""
 
     def probe(self) -> list[float]:
         """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by the weights it holds."""

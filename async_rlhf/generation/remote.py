@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.config import GenerationConfig
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.messages import Reply, Request
+from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import difference, probe_logprobs
 from async_rlhf.generation.protocol import GeneratorError, Version
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
 from async_rlhf.weights import Snapshots, differing
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 5.0
 
 
 class Worker(Protocol):
@@ -158,6 +164,108 @@ class RemoteGenerator:
         assert self._policy is not None
         with self.trace.span("mismatch", batch=index):
             return metrics | self._agreement.measure(self._policy, self.snapshots.views, groups)
+
+
+class MortalWorker(Worker, Protocol):
+    """A worker that can be started again where it was lost, and be asked again."""
+
+    starts: int
+    """How often it was started; what comes from an earlier start is not for us."""
+    since: float
+    """When its silence may have begun."""
+
+    def silent_for(self) -> float:
+        """Seconds since its last sign of life while it had something to do; 0 where that is not known."""
+
+    def end(self) -> str:
+        """Make sure that it has ended, and say how it did."""
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+
+    def start(self) -> None:
+        """Start it, the first time or again."""
+
+    def send(self, request: Request) -> None:
+        """Ask, without noting that it was asked."""
+
+
+class RestartingGenerator(RemoteGenerator):
+    """Workers that may die or hang: they are started again and get their open requests again, whose weights are still
+    there. Subclasses make them; they put (worker, number of its start, answer) into ``_arrived``, with None for an
+    answer where the worker has died.
+    """
+
+    kind: str
+    """What messages call a worker."""
+    workers: Sequence[Any]
+    """Each a :class:`MortalWorker`."""
+
+    def __init__(self, arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._arrived = arrived
+        self._restarts = 0
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
+        quarter = self.config.heartbeat_timeout / 4
+        pause, asked = min(max(seconds, 0.0), quarter, _LOOK_SECONDS), time.monotonic()
+        try:
+            worker, start, answer = self._arrived.get(timeout=pause)
+        except queue.Empty:
+            if time.monotonic() - asked > pause + quarter:  # this process was stopped
+                for worker in self.workers:
+                    worker.since = time.monotonic()
+                return True
+            self._look_for_the_silent(seconds)
+            return False
+        return start == worker.starts and self._receive(worker, answer)
+
+    def _look_for_the_silent(self, seconds: float) -> None:
+        busy = [worker for worker in self.workers if worker.open]
+        if seconds <= 0:
+            raise GeneratorError(
+                f"no answer from {self.kind} {', '.join(str(worker.number) for worker in busy)} "
+                f"for {self.config.timeout:g} s (generation.timeout)"
+            )
+        for worker in busy:
+            limit = self.config.heartbeat_timeout
+            if worker.silent_for() > limit:
+                worker.kill()
+                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
+
+    def _receive(self, worker: MortalWorker, reply: Reply | Failure | None) -> bool:
+        if reply is None:  # it died, perhaps in the middle of a message
+            self._restart(worker)
+            return False
+        if isinstance(reply, Failure) and reply.out_of_memory:
+            self._restart(worker, f"ran out of memory: {reply.message}")
+            return False
+        if isinstance(reply, Failure) and reply.is_config:
+            raise ConfigError(reply.message)
+        if isinstance(reply, Failure):
+            raise GeneratorError(f"{self.kind} {worker.number}: {reply.message}\n\n{reply.traceback}")
+        self._accept(worker, reply)
+        return True
+
+    def _restart(self, worker: MortalWorker, why: str = "") -> None:
+        ended = worker.end()
+        why = why or ended
+        if self._restarts >= self.config.max_restarts:
+            raise GeneratorError(
+                f"{self.kind} {worker.number} {why} after {self._restarts} restarts (generation.max_restarts)"
+            )
+        self._restarts += 1
+        logger.warning(
+            "%s %d %s; starting it again, to sample batch %s again",
+            self.kind,
+            worker.number,
+            why,
+            ", ".join(str(request.batch) for request in worker.open),
+        )
+        worker.start()
+        for request in worker.open:
+            worker.send(request)
 
 
 def _oldest(reply: Reply) -> int:

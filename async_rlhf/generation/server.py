@@ -87,7 +87,7 @@ class ServerGenerator(RemoteGenerator):
                 for url, processes in zip(config.urls, described, strict=True)
             ]
         self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
-        vocabulary = policy.get_input_embeddings().weight.shape[0]
+        vocabulary = policy.get_input_embeddings().num_embeddings
         workers = [
             _Server(number, url, run, params, snapshots, road, vocabulary, lambda *answer: self._arrived.put(answer))
             for number, (url, road) in enumerate(zip(config.urls, roads, strict=True))

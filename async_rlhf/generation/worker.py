@@ -1,7 +1,7 @@
-"""What runs in a generator process: take a request, load the weights it names, sample, answer.
+"""What runs where a generator is: take a request, load the weights it names, sample, answer. And a process of that.
 
-Two threads keep the pipe moving, so that neither process ever waits for the other's main thread: one reads requests
-(and ends the process when the learner is gone), one sends answers.
+In a process two threads keep the pipe moving, so that neither side ever waits for the other's main thread: one reads
+requests (and ends the process when the learner is gone), one sends answers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
@@ -34,6 +36,60 @@ def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
     with torch.device(spec.device):
         model = spec.model_class._from_config(spec.config, dtype=spec.dtype)
     return TransformersEngine(model.eval(), params, version=-1, autocast=spec.autocast)
+
+
+class Weights(Protocol):
+    """Where an engine finds numbered weights."""
+
+    @property
+    def newest(self) -> int:
+        """The version published last."""
+
+    def views(self, version: int) -> Mapping[str, Tensor]:
+        """The tensors of a version."""
+
+
+class Sampler:
+    """An engine that answers requests, each by the weights that it names.
+
+    Args:
+        spec: the model.
+        params: how to sample.
+        weights: where they lie.
+        beat: called often while it works.
+    """
+
+    def __init__(self, spec: ModelSpec, params: SamplingParams, weights: Weights, beat: Callable[[], None]) -> None:
+        if spec.num_threads is not None:
+            torch.set_num_threads(spec.num_threads)
+        self.weights = weights
+        self.engine = make_engine(spec, params)
+        self.engine.beat_with(beat)
+        self._held: dict[int, dict[str, str]] = {}
+
+    def answer(self, request: Request) -> Reply:
+        """Load and sample."""
+        engine, started = self.engine, time.monotonic()
+        version = self.weights.newest if request.version is None else request.version
+        self._load(version)
+        loaded = time.monotonic()
+        engine.refresh = (lambda: self._load(self.weights.newest)) if request.in_flight else None
+        completions = engine.generate(request.prompts)
+        ended = time.monotonic()
+        probe = (engine.version, engine.probe()) if request.probe else None
+        held, self._held = self._held, {engine.version: self._held[engine.version]}
+        return Reply(request.batch, version, held, completions, started, ended, loaded - started, probe)
+
+    def _load(self, version: int) -> None:
+        if version != self.engine.version:
+            self._held[version] = self.engine.load(self.weights.views(version), version)
+
+
+def to_failure(error: Exception) -> Failure:
+    """What the learner is told of an error."""
+    is_config = isinstance(error, ConfigError)
+    text = str(error) if is_config else f"{type(error).__name__}: {error}"
+    return Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error))
 
 
 def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, beat: Any) -> None:
@@ -54,32 +110,11 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     sender = threading.Thread(target=_send, args=(pipe, replies))
     sender.start()
     try:
-        if spec.num_threads is not None:
-            torch.set_num_threads(spec.num_threads)
-        engine = make_engine(spec, params)
-        engine.beat_with(lambda: setattr(beat, "value", time.monotonic()))
-        held: dict[int, dict[str, str]] = {}
-
-        def load(version: int) -> None:
-            if version != engine.version:
-                held[version] = engine.load(ring.views(version), version)
-
+        sampler = Sampler(spec, params, ring, beat=lambda: setattr(beat, "value", time.monotonic()))
         while (request := requests.get()) is not None:
-            started = time.monotonic()
-            version = ring.newest if request.version is None else request.version
-            load(version)
-            loaded = time.monotonic()
-            engine.refresh = (lambda: load(ring.newest)) if request.in_flight else None
-            completions = engine.generate(request.prompts)
-            ended = time.monotonic()
-            probe = (engine.version, engine.probe()) if request.probe else None
-            replies.put(Reply(request.batch, version, held, completions, started, ended, loaded - started, probe))
-            held = {engine.version: held[engine.version]}
+            replies.put(sampler.answer(request))
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        is_config = isinstance(error, ConfigError)
-        text = str(error) if is_config else text
-        replies.put(Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error)))
+        replies.put(to_failure(error))
     finally:
         replies.put(None)
         sender.join()

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import math
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -110,24 +110,40 @@ def call_reward_functions(
         RewardError: not with ``skip``: a function raised, was too slow, or returned another count, or something that
             is no finite number. The other functions are then not waited for.
     """
+    rewards = {}
+    for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout):
+        if error is not None:
+            raise_or_warn(error, sum(map(math.isnan, rewards[name])), len(completions), skip)
+    return {name: rewards[name] for name in functions}
+
+
+def judge(
+    functions: Mapping[str, RewardFunction],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    timeout: float | None = None,
+) -> Iterator[tuple[str, list[float], RewardError | None]]:
+    """What :func:`call_reward_functions` goes by: each function as soon as it is done.
+
+    Yields:
+        The function's name; its rewards, NaN where there is none; and what is wrong with those.
+    """
     names = list(functions)
     calls = [partial(_call, function, prompts, completions, columns) for function in functions.values()]
-    rewards = {}
     for number, outcome in call_together(calls, timeout):
         name = names[number]
         if isinstance(outcome, BaseException) or len(outcome) != len(completions):
-            rewards[name] = [math.nan] * len(completions)
-            raise_or_warn(_failure(name, outcome, len(completions), timeout), len(completions), len(completions), skip)
+            yield name, [math.nan] * len(completions), _failure(name, outcome, len(completions), timeout)
             continue
-        rewards[name] = [_number(value) for value in outcome]
-        bad = [i for i, reward in enumerate(rewards[name]) if math.isnan(reward)]
-        if bad:
+        rewards, error = [_number(value) for value in outcome], None
+        bad = next((i for i, reward in enumerate(rewards) if math.isnan(reward)), None)
+        if bad is not None:
             error = RewardError(
-                f"reward function {name} returned {repr(outcome[bad[0]])[:200]}; must be a finite number. "
-                f"Prompt: {prompts[bad[0]][-200:]!r}. Completion: {completions[bad[0]][:200]!r}"
+                f"reward function {name} returned {repr(outcome[bad])[:200]}; must be a finite number. "
+                f"Prompt: {prompts[bad][-200:]!r}. Completion: {completions[bad][:200]!r}"
             )
-            raise_or_warn(error, len(bad), len(completions), skip)
-    return {name: rewards[name] for name in names}
+        yield name, rewards, error
 
 
 def raise_or_warn(error: RewardError, missing: int, completions: int, skip: bool) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_responses
-from async_rlhf.forward import score_rows
+from async_rlhf.forward import score_batch, score_in_batches
+from async_rlhf.ranks import Ranks
+from async_rlhf.rows import dealt
 from async_rlhf.scoring.functions import (
     RewardError,
     RewardFunction,
@@ -35,9 +39,10 @@ class Scorer:
         reward_model: reads the score at the last real token.
         reward_funcs: see :data:`~async_rlhf.scoring.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
+        ranks: share the reward model's work; None for a single one.
 
     Raises:
-        ConfigError: the number of ``reward_weights`` is not that of the functions.
+        ConfigError: the number of ``reward_weights`` is not that of the functions, or one's state does not fit a file.
     """
 
     def __init__(
@@ -47,7 +52,9 @@ class Scorer:
         reward_model: PreTrainedModel | None = None,
         reward_funcs: Sequence[RewardFunction] = (),
         prompt_field: str = "query",
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
         self.config = config
         self.reward_model = reward_model
@@ -64,6 +71,10 @@ class Scorer:
         self._weights = dict(zip(names, weights, strict=True))
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
+        try:
+            json.dumps(self.state())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
 
     def __call__(self, batch: RolloutBatch) -> ScoredBatch:
         """Score every completion.
@@ -75,7 +86,7 @@ class Scorer:
         rewards: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
         if self.reward_model is not None:
-            rewards["model"] = self._model_scores(self.reward_model, batch.groups)
+            rewards["model"] = self._model_scores(batch.groups)
         if self.reward_funcs:
             started = time.monotonic()
             rewards |= self._function_scores(batch.groups)
@@ -88,6 +99,11 @@ class Scorer:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
         metrics |= _metrics(scores_R, rewards, ended_R, rollouts)
         return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Within, what scores is there."""
+        yield
 
     def state(self) -> dict[str, Any]:
         """What reward functions with ``state_dict()`` and ``load_state_dict()`` want kept in checkpoints, for JSON."""
@@ -104,25 +120,42 @@ class Scorer:
         for name in state.keys() & functions.keys():
             functions[name].load_state_dict(state[name])
 
-    def _model_scores(self, model: PreTrainedModel, groups: Sequence[RolloutGroup]) -> Tensor:
+    def _model_scores(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """float64, NaN where the model gave no finite number."""
         samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         rows = [prompt.tokens + rollout.tokens for prompt, rollout in samples]
-        scores_R = score_rows(model, rows, self.config.annotate_batch_size, self.config.bf16).double()
+        scores_R = score_in_batches(self.score_batches, rows, self.config.annotate_batch_size).double()
         message = "the reward model gave {score} for {text!r}"
         return self._finite(scores_R, ~scores_R.isfinite(), [rollout for _, rollout in samples], message)
+
+    def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
+        """Scores of each batch of rows by the reward model, which every rank computes some of."""
+        assert self.reward_model is not None
+        found = {}
+        with self.ranks.calling("score", batches):
+            for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
+                scores_B = score_batch(self.reward_model, batches[number], self.config.bf16)
+                if counts:
+                    found[number] = scores_B
+            everyone = {number: scores for part in self.ranks.gather(found) for number, scores in part.items()}
+        return [everyone[number] for number in range(len(batches))]
+
+    def _call_functions(
+        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+    ) -> dict[str, list[float]]:
+        """The rewards of every function; each prompt comes with so many samples in a row."""
+        timeout = self.config.reward_timeout
+        return call_reward_functions(self.reward_funcs, prompts, completions, columns, timeout, self.skip)
 
     def _function_scores(self, groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
         """float64, NaN where a function gave no finite number."""
         samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         names = {name: None for prompt, _ in samples for name in prompt.columns if name != self.prompt_field}
-        rewards = call_reward_functions(
-            self.reward_funcs,
+        rewards = self._call_functions(
             prompts=[str(prompt.columns[self.prompt_field]) for prompt, _ in samples],
             completions=decode_responses(self.tokenizer, [rollout for _, rollout in samples]),
             columns={name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
-            timeout=self.config.reward_timeout,
-            skip=self.skip,
+            samples=len(groups[0].rollouts),
         )
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()}
 

@@ -26,8 +26,8 @@ from async_rlhf.checkpoint import Checkpoints, verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.process import GeneratorError, ProcessGenerator
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.process import ProcessGenerator
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import StaleWeightsError
@@ -408,7 +408,7 @@ import tiny
 from async_rlhf.config import GenerationConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.reports.trace import Trace
 from transformers import GPTNeoXForCausalLM
 policy = GPTNeoXForCausalLM(tiny.tiny_config())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import async_rlhf
-from async_rlhf.config import algorithms, base, generation, online, quickstart, run
+from async_rlhf.config import algorithms, base, generation, online, plan, quickstart, ray, run
 
 PACKAGE = Path(async_rlhf.__file__).parent
 FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -23,11 +23,11 @@ LAYERS = [
     {"weights"},
     {"algorithms", "forward", "models", "random_state", "reports"},
     {"data", "scoring", "generation"},
-    {"checkpoint", "learner", "rollouts", "stage"},
+    {"checkpoint", "learner", "launch", "rollouts", "stage"},
     {"callbacks"},
     {"trainer"},
     {"trainers"},
-    {"evaluation"},
+    {"evaluation", "planning"},
     {"stages"},
     {"quickstart"},
     {"cli"},
@@ -94,7 +94,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 CONFIGS = [
     kind
-    for module in (generation, online, algorithms, run, quickstart)
+    for module in (generation, online, algorithms, run, quickstart, plan, ray)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, base.Checked) and kind.__module__ == module.__name__
 ]

@@ -15,9 +15,9 @@ from async_rlhf.config import GenerationConfig, LoRAConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.lora import adapter_parameters, add_adapters
+from async_rlhf.lora import add_adapters
 from async_rlhf.types import Prompt, RolloutGroup
-from async_rlhf.weights import named_weights
+from async_rlhf.weights import iterate_weights, named_weights
 
 PROMPTS = [Prompt(i, i, tuple(range(1, 3 + i))) for i in range(5)]
 METRICS = {"engine/logprob_difference", "engine/logprob_difference_max", "engine/kl"}
@@ -113,7 +113,7 @@ def test_adapters_count_once_merged_or_alone(make_policy, kind, published):
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
     groups = sampled(policy)
-    kept = dict(named_weights(policy)) if published == "merged" else dict(adapter_parameters(policy))
+    kept = dict(named_weights(policy)) if published == "merged" else dict(iterate_weights(policy, adapters_only=True))
     kept = {name: tensor.clone() for name, tensor in kept.items()}
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

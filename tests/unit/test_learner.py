@@ -34,7 +34,7 @@ def metrics_of(args) -> list[dict[str, float]]:
 
 def scored_batch(trainer, scores_PK=None):
     """One batch as the loop would hand it to the learner."""
-    stream, engine = trainer._stream, trainer._eval_engine()
+    stream, engine = trainer._stream, trainer._eval_engine().engine
     engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
     drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
     groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))

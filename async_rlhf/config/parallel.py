@@ -1,0 +1,80 @@
+"""The learner on several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from async_rlhf.config.base import Checked, require
+
+Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
+DECIDED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "torch_autocast",
+)
+"""Keys of DeepSpeed's configuration that follow from ours."""
+
+
+def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """R, the processes that torchrun, accelerate or srun have started; 1 without them."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return int(environment["WORLD_SIZE"]) if all(environment.get(name) for name in names) else 1
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Checked):
+    """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch or srun.
+
+    Args:
+        strategy: "ddp" keeps all of the weights on every rank; "zero1" spreads the optimiser's state (DeepSpeed),
+            "zero2" the gradients too; "zero3" and "fsdp" (PyTorch's FSDP2) spread everything; "auto" takes what an
+            accelerate config file says, else "ddp".
+        ranks: R, processes of the learner in all; null takes as many as were launched. Set, it is checked at the
+            start, and --dry-run shows the sizes of such a run.
+        cpu_offload: keep what is spread in the memory of the host, but for the weights at hand.
+        reshard_after_forward: with "fsdp", give back the others' weights after the forward pass, and fetch them again
+            for the backward pass: less memory, more traffic.
+        timeout: seconds after which a rank that waits for the others gives up.
+        deepspeed: more of DeepSpeed's own configuration, such as {"zero_optimization": {"stage3_prefetch_bucket_size":
+            5e7}}; what follows from the keys here is not to be set.
+    """
+
+    strategy: Literal["auto", "ddp", "fsdp", "zero1", "zero2", "zero3"] = "auto"
+    ranks: int | None = None
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    timeout: float = 1800.0
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        self.at_least(1, "ranks")
+        self.above(0, "timeout")
+        zero = self.strategy in ("auto", "zero1", "zero2", "zero3")
+        right = 'must be empty unless strategy is "zero1", "zero2" or "zero3"'
+        require(zero or not self.deepspeed, "deepspeed", self.deepspeed, right)
+        for name in DECIDED:
+            right = "must be left out: it follows from the keys of train"
+            require(name not in self.deepspeed, f"deepspeed.{name}", self.deepspeed.get(name), right)
+        right = "must be left out of deepspeed.zero_optimization: strategy says it"
+        stage = self.deepspeed.get("zero_optimization", {}).get("stage")
+        require(stage is None, "deepspeed.zero_optimization.stage", stage, right)
+        right = 'must be false with strategy "ddp": nothing is spread'
+        require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", self.cpu_offload, right)
+        right = 'must be true unless strategy is "fsdp"'
+        fsdp = self.strategy in ("auto", "fsdp")
+        require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return launched_ranks() if self.ranks is None else self.ranks

@@ -1,0 +1,1 @@
+"""Where a run runs: several ranks, DeepSpeed, Ray."""

@@ -1,0 +1,280 @@
+"""Ray: the connection to a cluster, what its actors need, and actors that are started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.config import ConfigError, OnlineConfig, RayConfig
+from async_rlhf.config.base import require
+
+try:
+    import ray
+except ImportError as error:
+    raise ConfigError("launch: got 'ray'; needs Ray: pip install 'async-rlhf[ray]'") from error
+from ray.exceptions import ActorDiedError, RayError, RayTaskError, RuntimeEnvSetupError
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 10.0
+_MANY = 1_000_000
+_TELL_AFTER_SECONDS = 10.0
+"""An actor that is not placed by then is worth a line in the log."""
+
+
+class NoRoomError(RuntimeError):
+    """The cluster did not find room for an actor in time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an actor reserves on the node that it is placed on."""
+
+    num_cpus: float
+    num_gpus: float
+    labels: Mapping[str, str]
+
+    @property
+    def device(self) -> str:
+        """Where its models are."""
+        return "cuda" if self.num_gpus else "cpu"
+
+    @property
+    def threads(self) -> int:
+        """As many as it has CPUs."""
+        return max(1, int(self.num_cpus))
+
+    def options(self) -> dict[str, Any]:
+        """As Ray spells it. Restarting is ours: the new actor has to be told more than how it was made."""
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "label_selector": dict(self.labels) or None,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+
+    def times_on(self, node: Mapping[str, Any]) -> int:
+        """How many such actors a node could hold if it held nothing else."""
+        if any(node["Labels"].get(name) != value for name, value in self.labels.items()):
+            return 0
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        times = [node["Resources"].get(name, 0.0) / number for name, number in wanted.items() if number]
+        return int(min(times, default=_MANY))
+
+    def __str__(self) -> str:
+        labels = "".join(f", label {name}={value}" for name, value in self.labels.items())
+        return f"{self.num_cpus:g} CPU, {self.num_gpus:g} GPU{labels}"
+
+
+def generator_place(config: RayConfig) -> Place:
+    """What each generator reserves."""
+    return Place(config.num_cpus, config.num_gpus, config.labels)
+
+
+def reward_place(config: RayConfig) -> Place:
+    """What each reward worker reserves."""
+    return Place(config.reward_num_cpus, config.reward_num_gpus, config.reward_labels)
+
+
+def connect(config: OnlineConfig) -> None:
+    """Connect this process to the cluster, and require that its nodes could hold all actors of the run.
+
+    A process that is connected already stays where it is. The connection ends with the process, and the actors with it.
+
+    Raises:
+        ConfigError: there is no cluster, or its nodes do not have what the actors need.
+    """
+    if not ray.is_initialized():
+        _connect(config.ray)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    logger.info("Ray: %s", describe_nodes())
+    wanted = [("generation.workers", config.generation.workers, generator_place(config.ray))]
+    wanted.append(("ray.reward_workers", config.ray.reward_workers, reward_place(config.ray)))
+    for key, number, place in wanted:
+        room = sum(place.times_on(node) for node in nodes)
+        right = f"must be at most {room}: each needs {place}, and the cluster has {describe_nodes()}"
+        require(number <= room, key, number, right)
+
+
+def _connect(config: RayConfig) -> None:
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    key = "ray.address" if config.address else "RAY_ADDRESS"
+    host, _, port = (address or "").rpartition(":")
+    try:
+        if host and "/" not in host:  # Ray itself would try for minutes, and then end the process
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        with _sigterm_left_alone():
+            ray.init(
+                address=config.address,
+                runtime_env=config.runtime_env or None,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        right = "must be the address of a running Ray cluster (ray start --head) of the same Ray and Python"
+        raise ConfigError(f"{key}: got {address!r}; {right}: {error}") from error
+
+
+@contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """Ray puts a handler of its own in place of the command line's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def describe_nodes() -> str:
+    """The living nodes and what they have, in words."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    words = []
+    for node in nodes:
+        labels = {name: value for name, value in node["Labels"].items() if not name.startswith("ray.io/node-")}
+        place = Place(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0), labels)
+        words.append(f"{node['NodeManagerAddress']} ({place})")
+    return f"{len(nodes)} nodes: {', '.join(words)}"
+
+
+class Signs:
+    """What every actor says of itself while it works, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.last_sign: float | None = None
+        """Monotonic clock; None where nothing is being done, or it is not known how long that may take."""
+
+    @ray.method(concurrency_group="signs")
+    def silence(self) -> float:
+        """Seconds since the last sign of life."""
+        last = self.last_sign
+        return 0.0 if last is None else time.monotonic() - last
+
+
+class Actor:
+    """One actor, seen from the learner: it is started, asked, watched, ended, and started again wherever there is room.
+
+    Args:
+        label: what messages call it.
+        kind: its class, a :class:`Signs`.
+        arguments: that it is made of.
+        place: what it needs.
+        room_timeout: seconds that it may take to be placed and started.
+        environment: variables that its process needs.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        kind: type[Signs],
+        arguments: tuple[Any, ...],
+        place: Place,
+        room_timeout: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.label, self.place, self.room_timeout = label, place, room_timeout
+        groups = {"work": 1, "weights": 1, "signs": 1}  # threads
+        self._remote = ray.remote(concurrency_groups=groups)(kind).options(**place.options())
+        if environment:
+            self._remote = self._remote.options(**place.options(), runtime_env={"env_vars": dict(environment)})
+        self._arguments = arguments
+        self.starts = 0
+
+    def start(self) -> None:
+        """Have it placed and started. Returns at once."""
+        self.starts += 1
+        self.since = self._started = time.monotonic()
+        self._placed = self._told = False
+        self._silence = 0.0
+        self._died = "died"
+        self._handle = self._remote.remote(*self._arguments)
+        self._ask_for_a_sign()
+
+    def call(self, then: Callable[[int, Any], None], method: str, *arguments: Any) -> None:
+        """Call a method. Returns at once.
+
+        Args:
+            then: called in another thread with the number of the start that was asked, and what was returned or the
+                :class:`ray.exceptions.RayError` of the call.
+        """
+        start = self.starts
+
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            if isinstance(error, RayError) and start == self.starts:
+                self._died = f"died ({_first_line(error)})"
+            then(start, future.result() if error is None else error)
+
+        getattr(self._handle, method).remote(*arguments).future().add_done_callback(done)
+
+    def silent_for(self) -> float:
+        """Seconds that it has given no sign of life; 0 as long as it waits for room.
+
+        Raises:
+            NoRoomError: it has waited too long.
+        """
+        now = time.monotonic()
+        if not self._placed:
+            self._wait_for_room(now - self._started)
+            return 0.0
+        asked = self._asked
+        if asked is None:
+            self._ask_for_a_sign()
+            return self._silence
+        return max(self._silence, now - max(asked, self.since))
+
+    def at_rest(self) -> None:
+        """It has answered: what it said of its silence was about that."""
+        self._silence = 0.0
+
+    def _ask_for_a_sign(self) -> None:
+        self._asked: float | None = time.monotonic()
+        self.call(self._heard, "silence")
+
+    def _heard(self, start: int, answer: float | RayError) -> None:
+        if start == self.starts and not isinstance(answer, RayError):
+            self._placed, self._silence, self._asked = True, answer, None
+
+    def _wait_for_room(self, seconds: float) -> None:
+        needs = f"it needs {self.place}; the cluster has {describe_nodes()}"
+        if seconds > self.room_timeout:
+            raise NoRoomError(
+                f"{self.label} was not started within {self.room_timeout:g} s (ray.room_timeout): {needs}"
+            )
+        if seconds > _TELL_AFTER_SECONDS and not self._told:
+            self._told = True
+            logger.warning("%s waits for room, for %g s at most: %s", self.label, self.room_timeout, needs)
+
+    def end(self) -> str:
+        """Make sure that it has ended, and say how it did."""
+        self.kill()
+        return self._died
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        ray.kill(self._handle)
+
+
+def is_lost(error: RayError) -> bool:
+    """Whether another actor may succeed where this one was lost; else what it was asked to do is at fault."""
+    if isinstance(error, ActorDiedError):
+        return not error.actor_init_failed
+    return not isinstance(error, (RayTaskError, RuntimeEnvSetupError))
+
+
+def _first_line(error: RayError) -> str:
+    """Ray's messages fill a page."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "_id:" not in line]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}"

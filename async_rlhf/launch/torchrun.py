@@ -1,0 +1,212 @@
+"""The ranks that torchrun, accelerate launch or srun have started, and PyTorch's own ways to divide work: DDP, FSDP.
+
+torchrun --nproc-per-node 2 -m async_rlhf.cli train --config run.yml
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from async_rlhf.config import OnlineConfig, ParallelConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.parallel import Strategy, launched_ranks
+from async_rlhf.models import default_device
+from async_rlhf.parallel import Model, Parallel, mark_spread
+from async_rlhf.ranks import Ranks
+
+_FOR_EVER = timedelta(days=365)
+"""Followers wait for rank 0 as long as it takes; that it is alive is watched otherwise (launch/watch.py)."""
+
+_ZERO: dict[str, Strategy] = {"1": "zero1", "2": "zero2", "3": "zero3"}
+
+
+def start_ranks(config: OnlineConfig) -> Ranks:
+    """Meet the other ranks, if the process was launched as one of several.
+
+    Raises:
+        ConfigError: there are not as many as ``parallel.ranks`` says.
+    """
+    launched = launched_ranks()
+    right = f"must be {launched}, the processes that were launched, or null"
+    if launched == 1:
+        right = "start the command with torchrun, accelerate launch or srun, such as: torchrun --nproc-per-node"
+        right += f" {config.parallel.ranks} -m async_rlhf.cli train ..."
+    require(config.parallel.count == launched, "parallel.ranks", config.parallel.ranks, right)
+    if launched == 1:
+        return Ranks()
+    local, on_host = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if uses_gpu(config):
+        right = f"host {os.uname().nodename} has {torch.cuda.device_count()} GPUs for {on_host} ranks"
+        require(torch.cuda.device_count() >= on_host, "device", config.device, right)
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if uses_gpu(config) else "cpu:gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
+    return Ranks(
+        dist.get_rank(), dist.get_world_size(), local, on_host, dist.new_group(timeout=_FOR_EVER, backend="gloo")
+    )
+
+
+def uses_gpu(config: OnlineConfig) -> bool:
+    """Whether the learner's ranks compute on GPUs."""
+    return torch.cuda.is_available() if config.device is None else config.device != "cpu"
+
+
+def rank_device(config: OnlineConfig, ranks: Ranks) -> torch.device:
+    """The device of this rank: of several on GPUs, that of its number on the host."""
+    if ranks.count > 1:
+        return torch.device("cuda", ranks.local_rank) if uses_gpu(config) else torch.device("cpu")
+    return torch.device(config.device) if config.device else default_device()
+
+
+def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str, str] = os.environ) -> ParallelConfig:
+    """The configuration with strategy "auto" resolved, by what ``accelerate launch`` has put into the environment.
+
+    Raises:
+        ConfigError: an accelerate config file asks for what the configuration contradicts.
+    """
+    if config.strategy != "auto":
+        return config
+
+    def said(name: str) -> str:
+        return environment.get(name, "").lower()
+
+    asked = said("ACCELERATE_MIXED_PRECISION")
+    right = f"the accelerate config file says mixed_precision: {asked}; set bf16 to match, or leave it out there"
+    require(asked in ("", "no", "bf16") and (asked == "bf16") <= bf16, "bf16", bf16, right)
+    if said("ACCELERATE_USE_DEEPSPEED") == "true":
+        stage = said("ACCELERATE_DEEPSPEED_ZERO_STAGE") or "2"
+        right = f"the accelerate config file says zero_stage: {stage}; must be 1, 2 or 3"
+        require(stage in _ZERO, "parallel.strategy", "auto", right)
+        kinds = ("OPTIMIZER", "PARAM")
+        offload = any(said(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE") == "cpu" for kind in kinds)
+        return replace(config, strategy=_ZERO[stage], cpu_offload=config.cpu_offload or offload)
+    if said("ACCELERATE_USE_FSDP") == "true":
+        keep = said("FSDP_RESHARD_AFTER_FORWARD") in ("false", "shard_grad_op")
+        offload = said("FSDP_OFFLOAD_PARAMS") == "true"
+        return replace(
+            config,
+            strategy="fsdp",
+            cpu_offload=config.cpu_offload or offload,
+            reshard_after_forward=config.reshard_after_forward and not keep,
+        )
+    return replace(config, strategy="ddp")
+
+
+def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
+    """What ``parallel.strategy`` asks for."""
+    if ranks.count == 1:
+        return Parallel(ranks)
+    parallel = from_accelerate(config.parallel, config.bf16)
+    if parallel.strategy == "ddp":
+        return DataParallel(ranks)
+    device = rank_device(config, ranks)
+    if parallel.strategy == "fsdp":
+        return FullyShardedDataParallel(ranks, parallel, device)
+    from async_rlhf.launch.deepspeed import ZeRO
+
+    return ZeRO(ranks, parallel, device, config)
+
+
+class DataParallel(Parallel):
+    """All of the weights on every rank, and gradients that meet while they are computed: DDP."""
+
+    def prepare(
+        self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        self._ddp = self._model = DistributedDataParallel(model)
+        self.optimizer = make()
+        return self.optimizer
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._ddp.no_sync()
+
+
+class FullyShardedDataParallel(Parallel):
+    """Weights, gradients and the optimiser's state spread over all ranks: FSDP2.
+
+    Args:
+        ranks: who shares them.
+        config: offloading and resharding.
+        device: of this rank.
+    """
+
+    spreads_weights = True
+
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device) -> None:
+        super().__init__(ranks)
+        self.config = config
+        self.device = device
+        self._mesh: DeviceMesh = init_device_mesh(device.type, (ranks.count,))
+
+    def prepare(
+        self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        for name, part in zip(("policy", "value"), parts, strict=False):
+            mark_spread(part, name, self)
+            self._shard(part)
+        self._model = model
+        self.optimizer = make()
+        return self.optimizer
+
+    def frozen(self, model: Model) -> Model:
+        self._shard(model)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        """Block by block, so that only one block's weights are whole at a time."""
+        blocks = set(getattr(model, "_no_split_modules", None) or [])
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "reshard_after_forward": self.config.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy(),
+        }
+        for module in list(model.modules()):
+            if type(module).__name__ in blocks:
+                fully_shard(module, **options)
+        if isinstance(model, PreTrainedModel) and not model.can_generate():
+            # Scores and values are read by calling body and head, each by itself.
+            for child in model.children():
+                fully_shard(child, **options)
+        else:
+            fully_shard(model, **options)
+
+    def _clip(self, parameters: list[nn.Parameter], limit: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return self.whole(norm).item()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def share(self, number: int, tensor: Tensor) -> Tensor:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        like = parameters[number]
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # such as the number of steps
+            return tensor
+        tensor = tensor.to(like.device)
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+    def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
+        assert isinstance(parameter, DTensor)
+        mine, mesh = parameter.to_local(), parameter.device_mesh
+        before = mine.clone()
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+        if tensor is not None:
+            whole.copy_(tensor)
+        mine.copy_(distribute_tensor(whole, mesh, parameter.placements).to_local())
+        return partial(mine.copy_, before)

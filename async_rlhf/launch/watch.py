@@ -1,0 +1,154 @@
+"""When one rank fails, all end within seconds, and all say why.
+
+Every rank has a connection to rank 0 on which nothing is said but what went wrong. One that closes without a farewell
+means that the process is gone, whatever its main thread was waiting for, and however it went.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from async_rlhf.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+GRACE = 5.0
+"""Seconds that a rank has to unwind once another has failed."""
+_SIGNAL = signal.SIGUSR2
+_WELL = "well"
+
+
+class RankError(RuntimeError):
+    """Another rank has failed. The message says which, and why."""
+
+
+class Watch:
+    """Connections between ranks that tell of failures.
+
+    Args:
+        ranks: who is there; with one there is nothing to watch.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self._told = False
+        self._connections: dict[int, socket.socket] = {}
+        if ranks.count > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Rank 0 listens; the others come and say who they are."""
+        ranks = self.ranks
+        if ranks.leads:
+            with socket.create_server(("", 0)) as server:
+                server.settimeout(60)
+                key = os.urandom(16).hex()
+                ranks.from_lead((server.getsockname()[1], key))
+                while len(self._connections) < ranks.count - 1:
+                    connection, _ = server.accept()
+                    hello = _read_line(connection)
+                    if hello is not None and hello.get("key") == key:
+                        self._connections[hello["rank"]] = connection
+        else:
+            port, key = ranks.from_lead((0, ""))
+            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "localhost"), port), timeout=60)
+            _write_line(connection, {"key": key, "rank": ranks.rank})
+            self._connections[0] = connection
+        for rank, connection in self._connections.items():
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
+
+    def _listen(self, rank: int, connection: socket.socket) -> None:
+        message = _read_line(connection)
+        if message is None:
+            self._fail(f"rank {rank} is gone, without a word (killed, or out of memory?)")
+        elif message.get("end") != _WELL:
+            self._fail(message["end"])
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            if self.failure is not None or self._told:
+                return
+            self.failure = why
+        self._tell(why)
+        with suppress(ProcessLookupError):
+            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+        # A main thread that waits for a GPU cannot be woken.
+        timer = threading.Timer(GRACE, self._leave)
+        timer.daemon = True
+        timer.start()
+
+    def _leave(self) -> None:
+        logger.error("ending: %s", self.failure)
+        os._exit(1)
+
+    def _tell(self, end: str) -> None:
+        for connection in self._connections.values():
+            with suppress(OSError):
+                _write_line(connection, {"end": end})
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, the failure of another rank raises RankError here, and an error here ends the others."""
+        if not self._connections:
+            yield
+            return
+        before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(_SIGNAL, self._raise)
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self.close()
+                raise
+            if self.failure is not None:
+                raise RankError(self.failure) from error
+            with self._lock:
+                self._told = True
+            self._tell(f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            if before is not None:
+                signal.signal(_SIGNAL, before)
+
+    def _raise(self, _signal: int, _frame: object) -> None:
+        signal.signal(_SIGNAL, signal.SIG_IGN)
+        raise RankError(self.failure)
+
+    def close(self) -> None:
+        """Say farewell."""
+        with self._lock:
+            self._told = True
+        self._tell(_WELL)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+
+def _write_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any] | None:
+    """The next message; None where the other side is gone."""
+    data = b""
+    with suppress(OSError):
+        while not data.endswith(b"\n"):
+            part = connection.recv(65536)
+            if not part:
+                return None
+            data += part
+        return json.loads(data)
+    return None

@@ -1,0 +1,173 @@
+"""How the learner's work, and perhaps its weights, are divided among ranks. Here: one process, and what all share.
+
+DDP and FSDP are in ``launch/torchrun.py``, DeepSpeed is in ``launch/deepspeed.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from async_rlhf.ranks import Ranks
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Parallel:
+    """One process with all of the weights. Subclasses spread the work, or the weights as well.
+
+    Args:
+        ranks: who shares the work.
+    """
+
+    spreads_weights = False
+    """Whether a forward pass needs every rank."""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
+        self.optimizer: torch.optim.Optimizer
+        self._model: nn.Module
+
+    def prepare(
+        self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """Get a model ready to be trained.
+
+        Args:
+            model: everything that is trained, with one forward pass.
+            parts: the models in it.
+            make: builds the optimiser, of the weights as they are then.
+        """
+        self._model = model
+        self.optimizer = make()
+        return self.optimizer
+
+    def frozen(self, model: Model) -> Model:
+        """Get a model ready that is only asked: reference or reward model."""
+        return model
+
+    def forward(self, *args: Any) -> Any:
+        """A forward pass of the model being trained."""
+        return self._model(*args)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward pass of a micro-batch. Gradients need only meet after the last."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of the sum over ranks of their losses."""
+        # Everything here takes the mean over ranks.
+        (loss * self.ranks.count).backward()
+
+    def step(self, limit: float) -> list[float]:
+        """Clip the gradients to a norm, make a step, and forget them.
+
+        Returns:
+            The norm of each parameter group's gradient, which were clipped apart.
+
+        Raises:
+            FloatingPointError: a norm is not finite; the weights are as they were.
+        """
+        groups = self.optimizer.param_groups
+        norms = [self._clip(group["params"], limit) for group in groups]
+        require_finite(norms)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norms
+
+    def _clip(self, parameters: list[nn.Parameter], limit: float) -> float:
+        return torch.nn.utils.clip_grad_norm_(parameters, limit).item()
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimiser's state under ``number of the parameter.name``; on every rank, whole."""
+        state = self.optimizer.state_dict()["state"]
+        return {f"{i}.{name}": self.whole(x) for i, values in state.items() for name, x in values.items()}
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Take back what :meth:`moments` gave; the groups' rates stay as they are."""
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in moments.items():
+            number, _, name = key.partition(".")
+            state.setdefault(int(number), {})[name] = self.share(int(number), tensor)
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which this rank has a share. Every rank must ask."""
+        return tensor
+
+    def share(self, number: int, tensor: Tensor) -> Tensor:
+        """This rank's share of something that belongs to the optimiser's parameter of that number."""
+        return tensor
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within, the parameters can be computed with. Every rank must ask."""
+        yield
+
+    def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
+        """Put another tensor, whole on rank 0, in the place of a spread parameter. Every rank must, and undo it too.
+
+        Returns:
+            What undoes it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} spreads no weights")
+
+
+def require_finite(norms: Sequence[float]) -> None:
+    """Raise FloatingPointError for a gradient that would ruin the weights."""
+    for norm in norms:
+        if not norm < float("inf"):
+            raise FloatingPointError(f"the gradient's norm is {norm}; the weights were not touched")
+
+
+class Spread:
+    """A model of which every rank has a share of the weights.
+
+    Args:
+        name: what the ranks call the model.
+        parallel: how it is spread.
+        architecture: the model's own class, which spreading may replace.
+    """
+
+    def __init__(self, name: str, parallel: Parallel, architecture: type[nn.Module]) -> None:
+        self.name, self.parallel, self.architecture = name, parallel, architecture
+
+
+_SPREAD: WeakKeyDictionary[nn.Module, Spread] = WeakKeyDictionary()
+
+
+def mark_spread(model: nn.Module, name: str, parallel: Parallel) -> None:
+    """Have :func:`spread_of` know the model from now on, which is about to be spread."""
+    _SPREAD[model] = Spread(name, parallel, type(model))
+
+
+def spread_of(model: nn.Module) -> Spread | None:
+    """How the model's weights are spread; None where this process has all of them."""
+    return _SPREAD.get(model)
+
+
+def architecture_of(model: nn.Module) -> type[Any]:
+    """The model's class, before it was spread."""
+    spread = spread_of(model)
+    return type(model) if spread is None else spread.architecture
+
+
+@contextmanager
+def with_every_rank(model: nn.Module, call: str, *args: Any) -> Iterator[Parallel]:
+    """Around what needs the weights of a model: where they are spread, rank 0 has the others make a call.
+
+    Yields:
+        How they are spread.
+    """
+    spread = spread_of(model)
+    if spread is None:
+        yield Parallel()
+        return
+    with spread.parallel.ranks.calling(call, spread.name, *args):
+        yield spread.parallel

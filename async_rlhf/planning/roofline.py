@@ -1,0 +1,173 @@
+"""Times that nobody has measured, from the sizes of models, the speed of hardware and what a batch holds.
+
+Each phase takes what its arithmetic or its memory traffic needs, at the share of the peak that is stated. Left out:
+the arithmetic of attention (3% at 600 tokens), the optimiser's own step, rewards in Python, gathers of sharded weights
+(taken to hide behind arithmetic), and the waking of an engine that takes turns with training, beyond loading weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from async_rlhf.config import OnlineBoKConfig, OnlineConfig, OnlineDPOConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
+from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a batch holds, nothing left open. The fields are those of WorkloadConfig."""
+
+    prompts: int
+    samples_per_prompt: int
+    prompt_tokens: float
+    response_length: int
+    response_tokens: float
+    trained_per_prompt: int
+    num_epochs: int
+    num_mini_batches: int
+
+
+def batch_of(workload: WorkloadConfig, recipe: OnlineConfig | None) -> Batch:
+    """The workload, with the recipe's values where it leaves them open.
+
+    Raises:
+        ConfigError: neither says.
+    """
+    own = {key: value for key, value in asdict(workload).items() if value is not None}
+    whole = replace(_workload(recipe), **own) if recipe is not None else workload
+    for key in ("prompts", "samples_per_prompt", "prompt_tokens", "response_length"):
+        right = "must be given with model.parameters, or run must name the YAML file of a run to take it from"
+        require(getattr(whole, key) is not None, f"workload.{key}", None, right)
+    assert whole.prompts is not None
+    assert whole.samples_per_prompt is not None
+    assert whole.prompt_tokens is not None
+    assert whole.response_length is not None
+    tokens, samples = whole.response_tokens or whole.response_length, whole.samples_per_prompt
+    right = f"must be at most workload.response_length ({whole.response_length})"
+    require(tokens <= whole.response_length, "workload.response_tokens", tokens, right)
+    trained = whole.trained_per_prompt or samples
+    require(trained <= samples, "workload.trained_per_prompt", trained, f"must be at most the {samples} of a prompt")
+    return Batch(
+        whole.prompts,
+        samples,
+        whole.prompt_tokens,
+        whole.response_length,
+        tokens,
+        trained,
+        whole.num_epochs or 1,
+        whole.num_mini_batches or 1,
+    )
+
+
+def _workload(recipe: OnlineConfig) -> WorkloadConfig:
+    """What a recipe says of its batches."""
+    trained = {OnlineDPOConfig: 2, OnlineBoKConfig: 1}.get(type(recipe), recipe.samples_per_prompt)
+    return WorkloadConfig(
+        prompts=recipe.batch_size,
+        samples_per_prompt=recipe.samples_per_prompt,
+        prompt_tokens=float(recipe.max_prompt_length),
+        response_length=recipe.generation.response_length,
+        trained_per_prompt=trained,
+        num_epochs=recipe.num_epochs,
+        num_mini_batches=recipe.num_mini_batches,
+    )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of a batch on stated hardware; every batch is alike.
+
+    Args:
+        hardware: of one device.
+        model: sizes.
+        batch: what it holds.
+    """
+
+    hardware: HardwareConfig
+    model: ModelSizeConfig
+    batch: Batch
+
+    def batches(self, split: Split) -> Sequence[BatchTimes]:
+        """The one batch that they all are."""
+        if split.generators > self.batch.prompts:
+            prompts = self.batch.prompts
+            raise DoesNotFitError(f"{split.generators} generators are more than the {prompts} prompts of a batch")
+        # In turn, an engine finds on its device what the learner leaves it; activations are gone by then.
+        held = self._learner_bytes(split.learners)
+        room = self._room() - (held if split.in_turn else 0.0)
+        generate = self.generate_seconds(split.generators, room)
+        if held + self.model.activations_gb * 1e9 > self._room():
+            raise DoesNotFitError(
+                f"a learner of {split.learners} needs {held / 1e9 + self.model.activations_gb:.0f} GB on each device, "
+                f"which has {self._room() / 1e9:.0f}"
+            )
+        moved = self._weights() / (self.hardware.weights_gbs * 1e9)
+        learn = self.learn_seconds(split.learners)
+        return [BatchTimes((moved + generate,) * split.generators, learn, publish=0.0 if split.in_turn else moved)]
+
+    def generate_seconds(self, generators: int, room: float | None = None) -> float:
+        """Of one generator for its share of the prompts.
+
+        Every step reads all weights, and the keys and values of what is under way; so many completions run at once as
+        those have room for. A step takes what its traffic or its arithmetic takes, whichever is longer.
+
+        Args:
+            generators: who share the prompts.
+            room: bytes of the device for weights, keys and values; null for all that can be used.
+        """
+        batch, hardware, model = self.batch, self.hardware, self.model
+        prompts = math.ceil(batch.prompts / generators)
+        rows = prompts * batch.samples_per_prompt
+        token = 2 * model.layers * model.kv_width * model.generator_bytes
+        room = (self._room() if room is None else room) - self._weights()
+        at_once = math.floor(room / (token * (batch.prompt_tokens + batch.response_length)))
+        if at_once < 1:
+            raise DoesNotFitError(
+                f"a generator needs {self._weights() / 1e9:.0f} GB for weights and more for a completion, and finds "
+                f"{max(0.0, room + self._weights()) / 1e9:.0f}"
+            )
+        operations = 2 * self._policy / (hardware.tflops * 1e12 * hardware.forward_mfu)  # seconds of a token
+        steps = batch.response_length * math.ceil(rows / at_once)
+        read = batch.response_tokens * (batch.prompt_tokens + batch.response_tokens / 2) * token * rows
+        traffic = (steps * self._weights() + read) / (hardware.memory_gbs * 1e9 * hardware.decode_share)
+        arithmetic = rows * batch.response_tokens * operations
+        prefill = prompts * batch.prompt_tokens * operations
+        return prefill + max(traffic, arithmetic) + steps * hardware.step_seconds
+
+    def learn_seconds(self, learners: int) -> float:
+        """Of reward model, reference and update, by so many learners."""
+        batch, hardware, model = self.batch, self.hardware, self.model
+        length = batch.prompt_tokens + batch.response_tokens
+        peak = hardware.tflops * 1e12 * learners
+        scored = batch.prompts * batch.samples_per_prompt * length
+        trained = batch.prompts * batch.trained_per_prompt * length * batch.num_epochs
+        forward = 2 * self._frozen * scored / (peak * hardware.forward_mfu)
+        update = (8 if model.recompute else 6) * self._policy * trained / (peak * hardware.train_mfu)
+        summed = 2 * (learners - 1) / learners * self._policy * model.gradient_bytes / (hardware.reduce_gbs * 1e9)
+        return forward + update + summed * batch.num_epochs * batch.num_mini_batches
+
+    @property
+    def _policy(self) -> float:
+        assert self.model.parameters is not None
+        return self.model.parameters
+
+    @property
+    def _frozen(self) -> float:
+        """Parameters of reference and reward model together."""
+        both = (self.model.reference_parameters, self.model.reward_parameters)
+        return sum(self._policy if parameters is None else parameters for parameters in both)
+
+    def _room(self) -> float:
+        return self.hardware.memory_gb * 1e9 * self.hardware.memory_share
+
+    def _weights(self) -> float:
+        return self._policy * self.model.generator_bytes
+
+    def _learner_bytes(self, learners: int) -> float:
+        """On each of so many learners, activations aside."""
+        whole = self.model.learner_bytes * self._policy + self.model.frozen_bytes * self._frozen
+        return whole / learners if self.model.sharded else whole

@@ -1,0 +1,134 @@
+"""Seconds of a batch: for a split of the devices, and how they vary from batch to batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from async_rlhf.config.plan import ScalingConfig, SecondsConfig, VariationConfig
+from async_rlhf.planning.simulate import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who gets the devices. ``in_turn`` means all of them do both, one after the other: synchronous, inline."""
+
+    generators: int
+    learners: int
+    in_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Seconds of one batch.
+
+    Args:
+        generate: of each generator for its share, loading weights included.
+        learn: of the learner up to the update.
+        publish: of handing the weights out.
+        other: of the learner after the batch.
+    """
+
+    generate: tuple[float, ...]
+    learn: float
+    publish: float
+    other: float = 0.0
+
+
+class DoesNotFitError(ValueError):
+    """A split that the devices' memory, or the batch, does not allow. The message says what is missing."""
+
+
+class Times(Protocol):
+    """Where times come from."""
+
+    def batches(self, split: Split) -> Sequence[BatchTimes]:
+        """One or several batches, as they would be with this split.
+
+        Raises:
+            DoesNotFitError: the split is impossible.
+        """
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Times of one split, scaled to others.
+
+    Args:
+        rows: batches as they were measured, or one as it was given.
+        measured: with which split.
+        scaling: how times change with the number of devices.
+        prompts: of a batch, where that is known: a generator without a prompt is none.
+    """
+
+    rows: Sequence[BatchTimes]
+    measured: Split
+    scaling: ScalingConfig
+    prompts: int | None = None
+
+    def batches(self, split: Split) -> Sequence[BatchTimes]:
+        """The rows, with times that shrink as :class:`~async_rlhf.config.plan.ScalingConfig` says."""
+        if self.prompts is not None and split.generators > self.prompts:
+            raise DoesNotFitError(f"{split.generators} generators are more than the {self.prompts} prompts of a batch")
+        generate = _shrunk(self.scaling.generate_fixed, self.measured.generators, split.generators)
+        learn = _shrunk(self.scaling.learn_fixed, self.measured.learners, split.learners)
+        return [
+            BatchTimes(
+                tuple(row.generate[g % len(row.generate)] * generate for g in range(split.generators)),
+                row.learn * learn,
+                0.0 if split.in_turn else row.publish,
+                row.other,
+            )
+            for row in self.rows
+        ]
+
+
+def _shrunk(fixed: float, measured: int, now: int) -> float:
+    return fixed + (1 - fixed) * measured / now
+
+
+def given(seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None) -> Scaled:
+    """The times that a user states."""
+    assert seconds.generate is not None
+    assert seconds.train is not None
+    measured = Split(scaling.generators or 1, scaling.learners)
+    learn = seconds.score + seconds.train
+    row = BatchTimes((seconds.generate,) * measured.generators, learn, seconds.publish, seconds.other)
+    return Scaled([row], measured, scaling, prompts)
+
+
+def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, seed: int) -> Work:
+    """A run's worth of batches, reproducible by its seed.
+
+    The rows come in random order, each as often as any other. With a variation that is given, the mean row is varied
+    instead. Either way the mean is that of the rows, so that choices are compared by the variation alone.
+
+    Args:
+        rows: at least one.
+        variation: standard deviation / mean, or None to take the rows as they are.
+        batches: how many.
+        seed: of the order, and of the variation.
+    """
+    rng = np.random.default_rng(seed)  # learners of all splits draw the same; generators as far as there are any
+    rounds = math.ceil(batches / len(rows))
+    order_B = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:batches]
+    generate_BG = np.array([row.generate for row in rows])
+    learn_B, publish_B, other_B = (np.array([getattr(row, name) for row in rows]) for name in _LEARNERS)
+    learn_B = _varied(learn_B[:, None], variation.learn, order_B, rng)[:, 0]
+    generate_BG = _varied(generate_BG, variation.generate, order_B, rng)
+    return Work(generate_BG.tolist(), learn_B.tolist(), publish_B[order_B].tolist(), other_B[order_B].tolist())
+
+
+_LEARNERS = ("learn", "publish", "other")
+
+
+def _varied(rows_BX: np.ndarray, variation: float | None, order_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    if variation is None:
+        return rows_BX[order_B]
+    sigma = math.sqrt(math.log1p(variation**2))  # of the lognormal distribution with that standard deviation / mean
+    factors_XB = np.exp(sigma * rng.standard_normal((rows_BX.shape[1], len(order_B))))
+    return rows_BX.mean(axis=0) * (factors_XB / factors_XB.mean(axis=1, keepdims=True)).T

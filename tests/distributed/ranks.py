@@ -1,0 +1,98 @@
+"""Trains in this process, which is one of several ranks or alone, one run after the other.
+
+    torchrun --nproc-per-node 2 tests/distributed/ranks.py '[{"folder": "/tmp/runs", "name": "ddp"}]'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
+from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, TrainerCallback
+
+from async_rlhf.config import LoRAConfig, ParallelConfig
+from async_rlhf.trainers import TRAINERS
+
+SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
+"""With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
+
+
+def widened(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights wide enough that samples differ."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def new_policy(**changes: int) -> GPTNeoXForCausalLM:
+    torch.manual_seed(0)
+    return widened(GPTNeoXForCausalLM(tiny_config(**changes)))
+
+
+def new_reward_model() -> GPTNeoXForSequenceClassification:
+    torch.manual_seed(1)
+    config = tiny_config()
+    config.num_labels = 1
+    return widened(GPTNeoXForSequenceClassification(config)).eval()
+
+
+class FailAt(TrainerCallback):
+    """Rank 0's part of a failure."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.batch:
+            raise RuntimeError("rank 0 was told to fail")
+
+
+def train(
+    folder: str,
+    name: str,
+    algorithm: str = "online_dpo",
+    ranks: int | None = None,
+    strategy: str = "auto",
+    lora: int = 0,
+    reward_model: bool = False,
+    evaluate: bool = False,
+    parallel: dict | None = None,
+    stop_at: int | None = None,
+    **changes,
+) -> None:
+    """One run, as its arguments say."""
+    rank = int(os.environ.get("RANK", 0))
+    args = new_args(
+        Path(folder),
+        name,
+        algorithm=algorithm,
+        parallel=ParallelConfig(strategy=strategy, ranks=ranks, **(parallel or {})),
+        lora=LoRAConfig(rank=lora),
+        **{**SMOOTH, **changes},
+    )
+    trainer = TRAINERS[algorithm](
+        new_policy(),
+        args,
+        PROMPTS,
+        reward_funcs=count_letters,
+        reward_model=new_reward_model() if reward_model else None,
+        processing_class=byte_tokenizer(),
+        eval_dataset=PROMPTS[:5] if evaluate else None,
+        callbacks=[FailAt(stop_at)] if stop_at is not None else [],
+    )
+    trainer.train()
+    print(f"rank {rank}: {name} is done", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for run in json.loads(sys.argv[1]):
+        train(**run)

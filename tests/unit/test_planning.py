@@ -1,0 +1,598 @@
+"""The planner: its simulation against the real schedule and against cases worked by hand, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rlhf.cli import main
+from async_rlhf.config import ConfigError, PlanConfig
+from async_rlhf.config.parsing import parse
+from async_rlhf.config.plan import (
+    HardwareConfig,
+    ModelSizeConfig,
+    ScalingConfig,
+    SecondsConfig,
+    VariationConfig,
+    WorkloadConfig,
+)
+from async_rlhf.planning.measured import read_run
+from async_rlhf.planning.plan import run_plan
+from async_rlhf.planning.roofline import Roofline, batch_of
+from async_rlhf.planning.search import Choice, propose, search, try_split
+from async_rlhf.planning.simulate import LEARNER, Outcome, Work, simulate
+from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
+from async_rlhf.planning.times import given as given_times
+from async_rlhf.reports.trace import Trace
+from async_rlhf.rollouts import Rollouts
+from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def constant(generate, learn, publish=0.0, other=0.0, batches=60) -> Work:
+    """Batches that are all alike; ``generate`` is one number, or one for each generator."""
+    shares = generate if isinstance(generate, tuple) else (generate,)
+    return Work([shares] * batches, [learn] * batches, [publish] * batches, [other] * batches)
+
+
+def spans(outcome: Outcome, name: str) -> list[tuple[int, float, float]]:
+    return [(span.batch, span.started, span.ended) for span in outcome.spans if span.name == name]
+
+
+# The schedule
+
+
+class ClockedGenerator:
+    """Generators under the real schedule, on a clock that only says how late it is."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.now = 0.0
+        self.free = [0.0] * len(work.generate[0])
+        self.ready: dict[int, tuple[float, int]] = {}
+
+    def publish(self, policy: object, version: int) -> None:
+        self.now += self.work.publish[version]
+
+    def submit(self, index: int, version: int, prompts: object) -> None:
+        seconds = self.work.generate[index - 1]
+        self.free = [max(free, self.now) + s for free, s in zip(self.free, seconds, strict=True)]
+        self.ready[index] = (max(self.free), version)
+
+    def collect(self, index: int) -> RolloutBatch:
+        ready, version = self.ready.pop(index)
+        self.now = max(self.now, ready)
+        rollout = Rollout((1,), (0.0,), (version,), "stop")
+        return RolloutBatch(index, version, (RolloutGroup(Prompt(0, 0, (1,)), (rollout,)),), 0.0)
+
+
+class NoPrompts:
+    def batch(self, index: int, size: int) -> tuple[()]:
+        return ()
+
+
+def ends_by_the_real_schedule(work: Work, staleness: int) -> list[float]:
+    """When each batch is done, by rollouts.py itself and the order of the loop in trainer.py."""
+    generator = ClockedGenerator(work)
+    rollouts = Rollouts(
+        generator,
+        NoPrompts(),
+        batch_size=1,
+        num_batches=len(work.learn),
+        staleness=staleness,
+        trace=Trace(),
+    )
+    rollouts.publish(None, version=0)
+    ends = []
+    for batch in rollouts:
+        generator.now += work.learn[batch.index - 1]
+        rollouts.publish(None, version=batch.index)
+        generator.now += work.other[batch.index - 1]
+        ends.append(generator.now)
+    return ends
+
+
+@st.composite
+def works(draw):
+    batches, generators = draw(st.integers(20, 26)), draw(st.integers(1, 4))
+    seconds = st.floats(0.01, 5)
+
+    def rows(n: int) -> list[float]:
+        return draw(st.lists(seconds, min_size=n, max_size=n))
+
+    return Work([rows(generators) for _ in range(batches)], rows(batches), rows(batches), rows(batches))
+
+
+@settings(max_examples=60, deadline=None)
+@given(works(), st.integers(0, 4))
+def test_the_simulation_is_the_real_schedule(work, staleness):
+    simulated = [ended for _, _, ended in spans(simulate(work, staleness), "other")]
+    assert simulated == pytest.approx(ends_by_the_real_schedule(work, staleness), rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(works(), st.integers(0, 3), st.floats(1, 2))
+def test_staleness_never_costs_time_and_slowing_down_never_saves_any(work, staleness, slowdown):
+    def end(s: int, factor: float = 1.0) -> float:
+        return max(span.ended for span in simulate(work, s, factor).spans)
+
+    assert end(staleness + 1) <= end(staleness) * (1 + 1e-9)
+    assert end(staleness) * (1 - 1e-9) <= end(staleness, slowdown) <= end(staleness) * slowdown * (1 + 1e-9)
+    alone = [sum(row[g] for row in work.generate) for g in range(len(work.generate[0]))]
+    assert end(staleness) >= max(*alone, sum(work.learn)) * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(works(), st.integers(0, 3), st.floats(1, 2))
+def test_nobody_does_two_things_at_once_and_all_is_done(work, staleness, slowdown):
+    outcome = simulate(work, staleness, slowdown)
+    generators = len(work.generate[0])
+    for track in (LEARNER, *range(generators)):
+        own = [span for span in outcome.spans if span.track == track]
+        assert all(a.ended <= b.started + 1e-9 for a, b in itertools.pairwise(own))
+    assert len(spans(outcome, "generate")) == len(work.learn) * generators
+    assert len(spans(outcome, "publish")) == len(work.learn) - staleness  # none that no batch would read
+
+
+def test_synchronous_takes_the_sum_and_one_side_idles_while_the_other_works():
+    outcome = simulate(constant(2.0, 3.0, publish=0.5, other=0.25), staleness=0)
+    # What the learner does after publishing is hidden behind sampling even then.
+    assert outcome.step_seconds == pytest.approx(5.5)
+    assert outcome.learner_idle == pytest.approx(1.75 / 5.5)
+    assert outcome.generator_idle == pytest.approx(3.5 / 5.5)
+    alone = simulate(constant(2.0, 3.0, publish=0.5), staleness=0)
+    assert alone.step_seconds == pytest.approx(5.5)
+    assert alone.generator_idle + alone.learner_idle == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("generate", "learn"), [(2.0, 3.0), (3.0, 2.0), (1.0, 1.0)])
+def test_one_step_off_policy_takes_the_longer_of_both(generate, learn):
+    outcome = simulate(constant(generate, learn), staleness=1)
+    assert outcome.step_seconds == pytest.approx(max(generate, learn))
+    assert outcome.efficiency == pytest.approx(1)
+    assert outcome.generator_idle == pytest.approx(1 - generate / max(generate, learn))
+    assert outcome.learner_idle == pytest.approx(1 - learn / max(generate, learn))
+
+
+def test_publishing_counts_where_the_learner_limits_and_also_where_the_generator_waits_for_it():
+    assert simulate(constant(2.0, 3.0, publish=0.5), 1).step_seconds == pytest.approx(3.5)
+    assert simulate(constant(4.0, 3.0, publish=0.5), 1).step_seconds == pytest.approx(4.0)
+    # What comes after publishing delays the learner's next batch alone.
+    assert simulate(constant(4.0, 3.0, other=0.5), 1).step_seconds == pytest.approx(4.0)
+    assert simulate(constant(3.0, 3.0, other=0.5), 1).step_seconds == pytest.approx(3.5)
+
+
+def test_the_first_batches_of_one_step_off_policy():
+    outcome = simulate(constant(2.0, 3.0), staleness=1)
+    # Version 0 samples batches 1 and 2; batch 3 waits for version 1, at 5.
+    assert spans(outcome, "generate")[:4] == [(1, 0, 2), (2, 2, 4), (3, 5, 7), (4, 8, 10)]
+    assert spans(outcome, "learn")[:3] == [(1, 2, 5), (2, 5, 8), (3, 8, 11)]
+
+
+def test_a_batch_is_there_with_its_last_share():
+    assert simulate(constant((1.0, 4.0, 2.0), 3.0), 0).step_seconds == pytest.approx(7)
+    outcome = simulate(constant((1.0, 4.0, 2.0), 3.0), 1)
+    assert outcome.step_seconds == pytest.approx(4)
+    assert outcome.generator_idle == pytest.approx(1 - 7 / 3 / 4)
+
+
+def test_what_varies_is_hidden_by_more_staleness():
+    """Long to sample is long to train on. S = 1 does long batches one after the other; S = 2 has one in store."""
+    seconds = [1.0, 3.0] * 40
+    work = Work([[s] for s in seconds], seconds, [0.0] * 80, [0.0] * 80)
+    assert [simulate(work, s).step_seconds for s in range(4)] == pytest.approx([4, 3, 2, 2], rel=0.02)
+    # Batch 4 may begin when batch 2 is trained on, at 7; with S = 2 when batch 1 is, and its generator is free at 5.
+    assert spans(simulate(work, 1), "generate")[:4] == [(1, 0, 1), (2, 1, 4), (3, 4, 5), (4, 7, 10)]
+    assert spans(simulate(work, 2), "generate")[:4] == [(1, 0, 1), (2, 1, 4), (3, 4, 5), (4, 5, 8)]
+
+
+def test_random_variation_needs_more_than_one_step():
+    work = draw([BatchTimes((1.0,), 1.0, 0.0)], VariationConfig(0.5, 0.5), 2000, seed=0)
+    one, three, ten = (simulate(work, s).step_seconds for s in (1, 3, 10))
+    assert one > 1.2 > 1.1 > three > ten > 0.98
+
+
+def test_what_goes_on_at_once_is_slower():
+    # Both always busy: everything takes 1.5 times as long.
+    assert simulate(constant(1.0, 1.0), 1, slowdown=1.5).step_seconds == pytest.approx(1.5)
+    # The generator's second takes 1.5; the learner has done 1 of 2 by then, and does the other alone.
+    assert simulate(constant(1.0, 2.0), 1, slowdown=1.5).step_seconds == pytest.approx(2.5)
+    assert simulate(constant(1.0, 2.0), 0, slowdown=1.5).step_seconds == pytest.approx(3.0)
+
+
+def test_too_few_batches_to_see_a_full_pipeline():
+    with pytest.raises(ValueError, match="6 batches are too few for staleness 1; more than 6"):
+        simulate(constant(1.0, 1.0, batches=6), 1)
+
+
+# Times
+
+
+def test_measured_times_scale_with_the_devices():
+    row = BatchTimes((4.0,), 6.0, 0.5, 0.25)
+    times = Scaled([row], Split(1, 1), ScalingConfig(generate_fixed=0.25, learn_fixed=0.5), prompts=8)
+    assert times.batches(Split(1, 1)) == [row]
+    assert times.batches(Split(2, 3)) == [BatchTimes((2.5, 2.5), 4.0, 0.5, 0.25)]
+    assert times.batches(Split(2, 2, in_turn=True))[0].publish == 0
+    with pytest.raises(DoesNotFitError, match="9 generators are more than the 8 prompts"):
+        times.batches(Split(9, 1))
+
+
+def test_generators_keep_what_tells_them_apart():
+    times = Scaled([BatchTimes((2.0, 4.0), 1.0, 0.0)], Split(2, 1), ScalingConfig(generate_fixed=0.0))
+    assert times.batches(Split(4, 1))[0].generate == (1.0, 2.0, 1.0, 2.0)
+    assert times.batches(Split(1, 1))[0].generate == (4.0,)
+
+
+def test_measured_batches_come_again_each_as_often_as_any_other():
+    rows = [BatchTimes((float(i), 10.0 + i), 20.0 + i, 30.0 + i, 40.0 + i) for i in range(5)]
+    work = draw(rows, VariationConfig(), 20, seed=3)
+    assert sorted(work.learn) == sorted([20.0 + i for i in range(5)] * 4)
+    for generate, learn, publish, other in zip(work.generate, work.learn, work.publish, work.other, strict=True):
+        i = learn - 20  # a batch stays together
+        assert (generate, publish, other) == ([i, 10 + i], 30 + i, 40 + i)
+    assert draw(rows, VariationConfig(), 20, seed=3) == work
+    assert draw(rows, VariationConfig(), 20, seed=4) != work
+
+
+def test_given_variation_has_the_mean_and_the_deviation_asked_for():
+    work = draw([BatchTimes((2.0, 5.0), 3.0, 1.0)], VariationConfig(generate=0.4, learn=0.2), 4000, seed=0)
+    for seconds, mean, deviation in (
+        ([row[0] for row in work.generate], 2.0, 0.4),
+        ([row[1] for row in work.generate], 5.0, 0.4),
+        (work.learn, 3.0, 0.2),
+    ):
+        assert statistics.fmean(seconds) == pytest.approx(mean)
+        assert statistics.stdev(seconds) / mean == pytest.approx(deviation, rel=0.1)
+    assert set(work.publish) == {1.0}
+    first, second = ([row[g] for row in work.generate] for g in (0, 1))
+    assert abs(statistics.correlation(first, second)) < 0.1
+
+
+def test_splits_are_compared_on_the_same_batches():
+    rows = [[BatchTimes((1.0,) * generators, 1.0, 0.0)] for generators in (1, 3)]
+    one, three = (draw(row, VariationConfig(0.3, 0.3), 50, seed=0) for row in rows)
+    assert one.learn == three.learn
+    assert [row[0] for row in one.generate] == [row[0] for row in three.generate]
+
+
+# Measured runs
+
+
+def write_run(folder: Path, work: Work, staleness: int, traced: bool = True) -> Outcome:
+    """What a run with these times leaves: the metrics that the loop logs, and its trace."""
+    outcome = simulate(work, staleness)
+    folder.mkdir()
+    began = 0.0
+    with closing(Trace()) as trace, (folder / "metrics.jsonl").open("w") as metrics:
+        if traced:
+            trace.write_to(folder / "trace.json")
+        for span in outcome.spans:
+            if span.track != LEARNER:
+                name, loaded = f"generator {span.track}", span.started + (span.ended - span.started) / 4
+                trace.add("load", span.started, loaded, name, version=0)
+                trace.add("generate", loaded, span.ended, name, batch=span.batch, version=0)
+        for batch in range(1, len(work.learn) + 1):
+            # The loop looks at the clock after publishing: what it does then counts to the next batch.
+            _, started, ended = spans(outcome, "learn")[batch - 1]
+            publish = work.publish[batch] if batch + staleness < len(work.learn) else 0.0
+            other = work.other[batch - 2] if batch > 1 else 0.0
+            learn, until = work.learn[batch - 1], ended + publish
+            row = {"batch": batch, "eps": 16 / (until - began), "time/batch": until - began}
+            # Comparing with the engine is a part of the waiting.
+            row |= {"time/wait": started - began - other + learn / 4, "time/mismatch": learn / 4}
+            row |= {"time/score": learn / 4, "time/annotate": 0.0, "time/train": learn / 2, "time/publish": publish}
+            row |= {"time/generate": max(work.generate[batch - 1]), "schedule/lag": min(batch - 1, staleness)}
+            metrics.write(json.dumps(row) + "\n")
+            began = until
+    return outcome
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("generators", [1, 3])
+def test_a_run_is_predicted_from_its_own_files(tmp_path, staleness, generators):
+    rows = [BatchTimes((1.0 + 0.1 * staleness,) * generators, 1.2, 0.05, 0.02)]
+    work = draw(rows, VariationConfig(0.1, 0.1), 40, seed=1)
+    outcome = write_run(tmp_path / "run", work, staleness)
+    run = read_run(tmp_path / "run", warm_up=4)
+    assert (run.split, run.staleness, run.prompts) == (Split(generators, 1), staleness, 16)
+    assert len(run.rows) == 40 - 4 - 1 - staleness
+    for row, generate, learn, publish, other in zip(
+        run.rows, work.generate[4:], work.learn[4:], work.publish[5:], work.other[3:], strict=False
+    ):
+        assert row.generate == pytest.approx(generate, abs=1e-6)
+        assert (row.learn, row.publish, row.other) == pytest.approx((learn, publish, other))
+    again = try_split(Scaled(run.rows, run.split, ScalingConfig()), run.split, PlanConfig()).outcomes[staleness]
+    assert again.step_seconds == pytest.approx(outcome.step_seconds, rel=0.03)
+
+
+def test_a_run_without_its_trace_is_read_too(tmp_path):
+    work = draw([BatchTimes((1.0,), 2.0, 0.1)], VariationConfig(0.1, 0.1), 20, seed=1)
+    write_run(tmp_path / "run", work, 1, traced=False)
+    run = read_run(tmp_path / "run", warm_up=4)
+    assert [row.generate for row in run.rows] == [tuple(row) for row in work.generate[4:18]]
+
+
+def test_a_trace_of_a_killed_run_counts_as_far_as_it_goes(tmp_path):
+    work = draw([BatchTimes((1.0, 2.0), 2.0, 0.1)], VariationConfig(0.1, 0.1), 20, seed=1)
+    write_run(tmp_path / "run", work, 1)
+    path = tmp_path / "run" / "trace.json"
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    run = read_run(tmp_path / "run", warm_up=4)
+    assert run.split == Split(1, 1)  # the whole batch's seconds, for all batches alike
+    assert [row.generate for row in run.rows] == [(max(row),) for row in work.generate[4:18]]
+
+
+def test_a_run_that_sampled_inline_took_turns(tmp_path):
+    write_run(tmp_path / "run", constant(1.0, 2.0, batches=20), 0)
+    path = tmp_path / "run" / "trace.json"
+    path.write_text(path.read_text().replace("generator 0", "learner"))
+    assert read_run(tmp_path / "run", warm_up=4).split == Split(1, 1, in_turn=True)
+
+
+# Hardware
+
+
+PLAIN = HardwareConfig(
+    tflops=1.0,  # 1e12 operations a second
+    memory_gb=20.0,
+    memory_share=1.0,
+    memory_gbs=100.0,
+    train_mfu=0.5,
+    forward_mfu=1.0,
+    decode_share=0.5,
+    step_seconds=0.001,
+    reduce_gbs=10.0,
+    weights_gbs=4.0,
+)
+SMALL = ModelSizeConfig(
+    parameters=1e9, layers=10, kv_width=100, reward_parameters=5e8, activations_gb=1.0, frozen_bytes=2.0
+)
+BATCH = batch_of(
+    WorkloadConfig(
+        prompts=8, samples_per_prompt=4, prompt_tokens=100, response_length=50, response_tokens=20, trained_per_prompt=2
+    ),
+    None,
+)
+
+
+def test_seconds_of_the_learner_worked_by_hand():
+    line = Roofline(PLAIN, SMALL, BATCH)
+    forward = 2 * 1.5e9 * 8 * 4 * 120 / 1e12
+    update = 6 * 1e9 * 8 * 2 * 120 / 0.5e12
+    assert line.learn_seconds(1) == pytest.approx(forward + update)
+    # All but one part of 4 bytes a parameter goes round twice.
+    assert line.learn_seconds(4) == pytest.approx((forward + update) / 4 + 2 * 0.75 * 4e9 / 10e9)
+    twice = Roofline(PLAIN, replace(SMALL, recompute=True), replace(BATCH, num_epochs=2, num_mini_batches=3))
+    assert twice.learn_seconds(2) == pytest.approx((forward + 2 * update * 8 / 6) / 2 + 6 * 2 * 0.5 * 4e9 / 10e9)
+
+
+def test_seconds_of_a_generator_worked_by_hand():
+    line = Roofline(PLAIN, SMALL, BATCH)
+    token = 2 * 10 * 100 * 2  # bytes of keys and values
+    prefill = 2e9 * 8 * 100 / 1e12
+    traffic = (50 * 2e9 + 32 * 20 * 110 * token) / 50e9
+    assert line.generate_seconds(1) == pytest.approx(prefill + traffic + 50 * 0.001)
+    # 3 generators: one has 3 prompts, and reads all weights as often.
+    traffic = (50 * 2e9 + 12 * 20 * 110 * token) / 50e9
+    assert line.generate_seconds(3) == pytest.approx(prefill * 3 / 8 + traffic + 50 * 0.001)
+    # Where arithmetic is slower than memory, it counts.
+    slow = Roofline(replace(PLAIN, memory_gbs=1e6), SMALL, BATCH)
+    assert slow.generate_seconds(1) == pytest.approx(prefill + 32 * 20 * 2e9 / 1e12 + 50 * 0.001)
+
+
+def test_completions_run_in_waves_where_their_keys_and_values_have_no_room():
+    line = Roofline(PLAIN, SMALL, BATCH)
+    completion = 2 * 10 * 100 * 2 * 150  # at full length
+    whole = line.generate_seconds(1, room=2e9 + 32 * completion)
+    waves = line.generate_seconds(1, room=2e9 + 31 * completion)
+    assert whole == line.generate_seconds(1)
+    assert waves == pytest.approx(whole + 50 * (2e9 / 50e9 + 0.001))
+    with pytest.raises(DoesNotFitError, match="a generator needs 2 GB for weights and more for a completion"):
+        line.generate_seconds(1, room=2e9)
+
+
+def test_weights_are_moved_to_generators_elsewhere_and_into_engines_that_take_turns():
+    line = Roofline(PLAIN, SMALL, BATCH)
+    (apart,) = line.batches(Split(2, 2))
+    assert apart.generate == (0.5 + line.generate_seconds(2),) * 2
+    assert apart.publish == 0.5
+    (turns,) = line.batches(Split(2, 2, in_turn=True))
+    assert (turns.generate, turns.publish) == (apart.generate, 0.0)
+
+
+def test_what_does_not_fit_is_refused():
+    # 16 bytes of 1e9 weights, 2 of the reference and the reward model's half, and 1 GB of activations: 20 GB.
+    assert Roofline(PLAIN, SMALL, BATCH).batches(Split(1, 1))
+    with pytest.raises(DoesNotFitError, match="a learner of 1 needs 20 GB on each device, which has 19"):
+        Roofline(replace(PLAIN, memory_gb=19), SMALL, BATCH).batches(Split(1, 1))
+    assert Roofline(replace(PLAIN, memory_gb=19), SMALL, BATCH).batches(Split(1, 2))
+    with pytest.raises(DoesNotFitError, match="a learner of 8 needs 20 GB"):
+        Roofline(replace(PLAIN, memory_gb=19), replace(SMALL, sharded=False), BATCH).batches(Split(1, 8))
+    with pytest.raises(
+        DoesNotFitError, match="a generator needs 2 GB for weights and more for a completion, and finds 1"
+    ):
+        Roofline(PLAIN, SMALL, BATCH).batches(Split(1, 1, in_turn=True))
+    with pytest.raises(DoesNotFitError, match="9 generators are more than the 8 prompts"):
+        Roofline(PLAIN, SMALL, BATCH).batches(Split(9, 1))
+
+
+def test_more_devices_help_ever_less():
+    line = Roofline(HardwareConfig(), replace(SMALL, parameters=4e8), replace(BATCH, prompts=512))
+    seconds = [line.generate_seconds(g) for g in (1, 2, 4, 8, 16, 32)]
+    floor = 50 * (8e8 / (3350e9 * 0.6) + 0.005)
+    assert all(a > b > floor for a, b in itertools.pairwise(seconds))
+    gains = [a / b for a, b in itertools.pairwise(seconds)]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] < 2
+
+
+def test_a_recipe_says_what_the_workload_leaves_open():
+    recipe = parse(PlanConfig, "plan", ["--run", str(RECIPES / "tldr" / "online_dpo_pythia_410m.yml")])[0].run
+    results = run_plan(
+        PlanConfig(run=recipe, devices=4, model=replace(SMALL, parameters=4e8), workload=WorkloadConfig(prompts=64))
+    )
+    (at,) = [row for row in results["choices"] if row["generators"] == 1 and row["staleness"] == 1]
+    assert at["prompts_per_second"] * at["step_seconds"] == pytest.approx(64)
+    whole = run_plan(PlanConfig(run=recipe, devices=4, model=replace(SMALL, parameters=4e8)))
+    (at,) = [row for row in whole["choices"] if row["generators"] == 1 and row["staleness"] == 1]
+    assert at["prompts_per_second"] * at["step_seconds"] == pytest.approx(512)
+
+
+# What is proposed
+
+
+def outcome(seconds: float) -> Outcome:
+    return Outcome(seconds, 0.0, 0.0, [])
+
+
+def test_the_smallest_staleness_within_the_tolerance_is_proposed():
+    choices = [
+        Choice(Split(4, 4, in_turn=True), {0: outcome(1.0)}),
+        Choice(Split(1, 3), {0: outcome(3.0), 1: outcome(1.5), 2: outcome(1.31), 3: outcome(1.30)}),
+        Choice(Split(2, 2), {0: outcome(2.8), 1: outcome(1.4), 2: outcome(1.32), 3: outcome(1.32)}),
+        Choice(Split(3, 1), why_not="too small"),
+    ]
+    proposal = propose(choices, 0.02, in_turn=False)
+    assert (proposal.choice.split, proposal.staleness) == (Split(1, 3), 2)
+    assert proposal.speed_up == pytest.approx(1.0 / 1.31)  # against all in turn
+    assert propose(choices, 0.0, in_turn=False).staleness == 3
+    assert propose(choices, 0.1, in_turn=False).choice.split == Split(2, 2)  # at 1, which is within 10%
+    assert propose(choices, 0.02, in_turn=True).choice.split == Split(4, 4, in_turn=True)
+    assert propose(choices[3:], 0.02, in_turn=True) is None
+    assert propose([choices[0], choices[3]], 0.02, in_turn=False).staleness == 0  # there is nothing else
+
+
+def test_the_search_tries_every_split_at_every_staleness():
+    times = given_times(SecondsConfig(generate=3.0, train=2.0), ScalingConfig(generate_fixed=0, learn_fixed=0), None)
+    choices = search(times, 5, PlanConfig(max_staleness=2))
+    assert [c.split for c in choices] == [Split(5, 5, in_turn=True), *(Split(g, 5 - g) for g in range(1, 5))]
+    assert [c.outcomes.keys() for c in choices] == [{0}, *[{0, 1, 2}] * 4]
+    assert choices[0].outcomes[0].step_seconds == pytest.approx(1.0)
+    proposal = propose(choices, 0.02, in_turn=False)
+    assert (proposal.choice.split, proposal.staleness) == (Split(3, 2), 1)
+    assert proposal.outcome.step_seconds == pytest.approx(1.0)
+
+
+# The command
+
+
+def plan(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    return ended.value.code
+
+
+def test_the_command_says_what_to_set_and_writes_it_down(tmp_path, capsys):
+    words = ["--seconds.generate=3", "--seconds.score=0.5", "--seconds.train=3.5", "--seconds.publish=0.5"]
+    words += ["--devices=2", "--workload.prompts=90", "--max_staleness=2", f"--output_dir={tmp_path}"]
+    assert plan(*words) == 0
+    text = capsys.readouterr().out
+    assert "seconds as given, for 1 generator and 1 learner" in text
+    assert (
+        "Set staleness: 1, generation.workers: 1 (or so many servers), parallel.ranks: 1: 4.5 s a batch, 20 prompts/s"
+        in text
+    )
+    assert "Training limits: generators idle 33%, learners 0% of the time." in text
+    # In turn, on two devices: 3 x 0.65 + 4 x 0.525, and nothing to publish.
+    assert "0.90 times as fast as the fastest synchronous choice, 2 devices in turn" in text
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["config"]["seconds"]["train"] == 3.5
+    assert {key: written["best"][key] for key in ("generators", "learners", "staleness")} == {
+        "generators": 1,
+        "learners": 1,
+        "staleness": 1,
+    }
+    seconds = {(row["in_turn"], row["staleness"]): row["step_seconds"] for row in written["choices"]}
+    assert seconds[(False, 0)] == pytest.approx(7.5)
+    assert seconds[(False, 1)] == pytest.approx(4.5)
+    assert seconds[(True, 0)] == pytest.approx(written["synchronous"]["step_seconds"]) == pytest.approx(4.05)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert tracks == {"learner", "generator 0"}
+    (learn,) = [e for e in events if e["name"] == "learn" and e["args"]["batch"] == 1]
+    assert (learn["ts"], learn["dur"]) == (3.5e6, 4e6)
+
+
+def test_the_command_reads_a_run_and_shows_its_own_error(tmp_path, capsys):
+    work = draw([BatchTimes((2.0,), 1.8, 0.05)], VariationConfig(0.2, 0.2), 60, seed=2)
+    write_run(tmp_path / "run", work, 1)
+    assert plan("--run", str(tmp_path / "run")) == 0
+    text = capsys.readouterr().out
+    assert "55 batches" not in text
+    assert "54 batches measured with 1 generator and 1 learner at staleness 1" in text
+    off = float(text.split("simulated,")[1].split("(")[1].split("%")[0])
+    assert abs(off) < 5
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "run: got None; must be the folder of a run"),
+        (["--run=nowhere"], "run: got 'nowhere'; must be the output folder of a run, or the YAML file of one"),
+        (["--run=RUN"], "must be the output folder of a run, with its metrics.jsonl"),
+        (["--seconds.generate=3"], "seconds.generate: got 3.0; must be given together with train"),
+        (["--seconds.generate=-1", "--seconds.train=1"], "generate: got -1.0; must be above 0"),
+        (["--seconds.generate=1", "--seconds.train=1", "--run=RUN"], "must be a YAML file, or null, with seconds"),
+        (["--model.parameters=1e9"], "model.layers: got 0; must be at least 1 with model.parameters"),
+        (["--model.parameters=1e9", "--model.layers=2", "--model.kv_width=9"], "devices: got None; must be given"),
+        (
+            ["--model.parameters=1e9", "--model.layers=2", "--model.kv_width=9", "--devices=2"],
+            "workload.prompts: got None; must be given with model.parameters",
+        ),
+        (["--scaling.generate_fixed=2"], "scaling.generate_fixed: got 2.0; must be in [0, 1]"),
+        (["--hardware.train_mfu=0"], "hardware.train_mfu: got 0.0; must be above 0 and at most 1"),
+        (["--batches=20"], "batches: got 20; must be at least 40"),
+        (["--overlap_slowdown=0.5"], "overlap_slowdown: got 0.5; must be at least 1"),
+        (["--variation.learn=-1"], "learn: got -1.0; must be at least 0"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, capsys, words, named):
+    assert plan(*(word.replace("RUN", str(tmp_path)) for word in words)) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere_is_an_error_that_says_what_it_lacks():
+    with pytest.raises(ConfigError, match=r"devices: got 2; no split is possible: .*a learner of 1 needs 186 GB"):
+        run_plan(
+            PlanConfig(
+                devices=2,
+                model=ModelSizeConfig(parameters=8e9, layers=32, kv_width=1024, frozen_bytes=3),
+                workload=WorkloadConfig(prompts=8, samples_per_prompt=2, prompt_tokens=10, response_length=10),
+            )
+        )
+
+
+def test_a_run_of_too_few_batches_is_refused(tmp_path):
+    write_run(tmp_path / "run", constant(1.0, 1.0, batches=9), 1)
+    with pytest.raises(ConfigError, match="has logged 9 batches; must be at least 10: the first 4"):
+        read_run(tmp_path / "run", warm_up=4)
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "plan").glob("*.yml")), ids=lambda path: path.stem)
+def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(RECIPES.parent)
+    config, _ = parse(PlanConfig, "plan", ["--config", str(path)])
+    if config.run is not None and not config.run.endswith(".yml"):  # a run that a user has made
+        write_run(tmp_path / "run", constant(1.0, 1.2), 1)
+        config = replace(config, run=str(tmp_path / "run"))
+    results = run_plan(replace(config, batches=8 * (config.max_staleness + 1)))
+    assert (
+        0
+        < results["best"]["step_seconds"]
+        <= min(row["step_seconds"] for row in results["choices"] if "step_seconds" in row and not row["in_turn"])
+        * (1 + config.tolerance)
+    )
+    assert not math.isnan(results["best"]["speed_up"])
+    assert "Set staleness: " in capsys.readouterr().out
