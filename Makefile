@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-vllm test-gpu lint setup setup-vllm bench faults clean
+.PHONY: quickstart test test-vllm test-distributed test-gpu lint setup setup-vllm setup-distributed bench faults clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -14,6 +14,9 @@ test: setup         ## install, then run all tests that need neither vLLM nor a 
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm
+
+test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
+	$(BIN)/python -m pytest -m distributed tests/distributed
 
 test-gpu: setup     ## run the tests that need a GPU; with vLLM's where it is installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
@@ -44,6 +47,12 @@ setup-vllm: $(VENV)/.vllm   ## add vLLM: its CUDA build where there is an NVIDIA
 
 $(VENV)/.vllm: $(VENV)/.installed scripts/setup_vllm.py
 	@$(BIN)/python scripts/setup_vllm.py
+	@touch $@
+
+setup-distributed: $(VENV)/.distributed   ## add DeepSpeed and Ray
+
+$(VENV)/.distributed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,ray]'
 	@touch $@
 
 clean:              ## remove what make setup made; results in runs/ stay

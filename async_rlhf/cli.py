@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import async_rlhf
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
+from async_rlhf.config.parallel import launched_rank
+from async_rlhf.signals import RankError
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _run(name: str, words: list[str]) -> int:
     # then waits for a time slice: 20 times slower was seen. Spinning a little costs nothing. torch reads this once,
     # when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    lead = launched_rank() == 0  # who speaks for all
+    logging.basicConfig(level=logging.INFO if lead else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _terminate)
@@ -135,8 +138,13 @@ def _run(name: str, words: list[str]) -> int:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130
     except ConfigError as error:
-        print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
+        if lead:
+            print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 2
+    except RankError as error:
+        if lead:
+            print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"async-rlhf {name}: error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

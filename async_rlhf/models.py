@@ -313,5 +313,6 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
         plain = architecture_of(model)(copy.deepcopy(model.config))
     if hasattr(model, "_weight_conversions"):  # how transformers renames what it has loaded
         plain._weight_conversions = model._weight_conversions
-    plain.generation_config = model.generation_config
+    if model.can_generate():
+        plain.generation_config = model.generation_config
     return plain

@@ -1,4 +1,4 @@
-"""Signals: SIGTERM asks a run to save and end."""
+"""What comes from outside to end a run: SIGTERM, which asks it to save first, and the failure of another rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
+
+
+class RankError(RuntimeError):
+    """Another rank of the learner has failed. The message says which, and why."""
 
 
 @contextmanager

@@ -110,8 +110,6 @@ class OnlineTrainer:
         require(given, "reward_model", None, "give a reward_model, reward_funcs, or both")
         if ref_model is not None and ref_model is model and not isinstance(model, str):
             raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
-        evaluable = args.eval_steps == 0 or eval_dataset is not None
-        require(evaluable, "eval_steps", args.eval_steps, "must be 0 without eval_dataset")
         check_integrations(args.report_to)
         self._started = False
         self.ranks = start_ranks(args)
@@ -134,6 +132,8 @@ class OnlineTrainer:
         args, self._recorded, self._eval_stream = self.args, None, None
         if not self.ranks.leads:
             return
+        evaluable = args.eval_steps == 0 or eval_dataset is not None
+        require(evaluable, "eval_steps", args.eval_steps, "must be 0 without eval_dataset")
         if args.replay_from is not None:
             self._recorded = read_schedule(Path(args.replay_from), args.generation.shares, args.num_batches)
         self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")

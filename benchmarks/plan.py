@@ -1,24 +1,23 @@
 """Whether `async-rlhf plan` predicts what runs then measure; and its table for models and GPUs that are not here.
 
-    python benchmarks/plan.py [--rounds 4] [--batches 28] [--prompts 16]     real runs against predictions
-    python benchmarks/plan.py --table                                        410m to 8B on 1 to 64 GPUs
-    python benchmarks/plan.py --paper                                        the runs of arXiv 2410.18252
+    python benchmarks/plan.py [--rounds 5] [--only device|cores]     real runs against predictions
+    python benchmarks/plan.py --table                                410m to 8B on 1 to 64 GPUs
+    python benchmarks/plan.py --paper                                the runs of arXiv 2410.18252
 
-Real runs: the model of overlap.py, generators and learner on one core each. The times come from synchronous runs alone;
-what is predicted are runs with other staleness, or with two generators. Each prediction is made from the synchronous
+The real trainer with generators in processes of their own. Times come from synchronous runs with one generator alone;
+what is predicted are runs with other staleness, or with more generators. Each prediction is made from the synchronous
 runs right before and after the run that is predicted, so that a machine whose speed drifts treats both alike.
 
-    balanced    completions of 64 tokens
-    training    of 24 tokens: training limits
-    judge       beside, a reward that waits 0.25 s in the mean, as a model behind a network does, and varies (0.8)
-                two generators are predicted from one: `generate_fixed` comes from a run with half the prompts
+    device: ...   models that wait, as for a GPU (waiting.py): alike; with two epochs, so that training limits; varied,
+                  where sampling varies by 0.5 (standard deviation / mean) and so does a judge, a reward that waits too
+    cores: ...    the model of overlap.py, generator and learner on one core each; also with short completions
 
-A run during which somebody waited for a core for more than 5% of the time (/proc/pressure/cpu) is not counted: others
-were using the machine. It is made again, at most three times as often as rounds are asked for.
+Two generators are predicted from one: `generate_fixed` comes from a run with half the prompts. Cores share caches and
+memory, and what goes on at once takes longer: `overlap_slowdown` is measured without any overlap of sampling and
+training, by two synchronous runs at once, against one alone.
 
-Cores share caches and memory: what goes on at once takes longer. `overlap_slowdown` is measured without any overlap of
-sampling and training: by two synchronous runs at once, against one alone. It holds for two generators, too; of the
-judge's learner it holds for the part in which it does not wait.
+A run on cores during which somebody waited for a core for more than 5% of the time (/proc/pressure/cpu) is not counted:
+others were using the machine. It is made again, at most three times as often as rounds are asked for.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from overlap import PROMPT_TOKENS, policy, reward, tokenizer
+from overlap import PROMPT_TOKENS, VOCABULARY, policy, reward, tokenizer
+from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.config import PlanConfig
@@ -50,7 +50,7 @@ from async_rlhf.planning.times import Scaled, Split
 WARM_UP = 6
 CROWDED = 0.05
 """Share of the time in which somebody waited for a core, beyond which a run is not counted."""
-JUDGE_SECONDS, JUDGE_VARIATION = 0.25, 0.8
+JUDGE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,18 @@ class Setting:
     """A kind of run, and the choices of (generators, staleness) that are predicted from one generator, synchronous."""
 
     response_length: int
-    judged: bool
     predicted: tuple[tuple[int, int], ...]
+    waiting: bool = True
+    variation: float = 0.0
+    epochs: int = 1
 
 
 SETTINGS = {
-    "balanced": Setting(64, False, ((1, 1), (1, 2))),
-    "training": Setting(24, False, ((1, 1),)),
-    "judge": Setting(64, True, ((1, 1), (1, 3), (2, 1))),
+    "device: alike": Setting(32, ((1, 1), (1, 2), (2, 1))),
+    "device: two epochs": Setting(32, ((1, 1),), epochs=2),
+    "device: varied": Setting(32, ((1, 1), (1, 3), (2, 0), (2, 2)), variation=0.5),
+    "cores: alike": Setting(64, ((1, 1), (1, 2)), waiting=False),
+    "cores: short": Setting(24, ((1, 1),), waiting=False),
 }
 
 
@@ -74,12 +78,12 @@ class Judge:
 
     __name__ = "judge"
 
-    def __init__(self) -> None:
+    def __init__(self, variation: float) -> None:
         self.random = random.Random(0)
+        self.sigma = math.sqrt(math.log1p(variation**2))
 
     def __call__(self, prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-        sigma = math.sqrt(math.log1p(JUDGE_VARIATION**2))
-        time.sleep(JUDGE_SECONDS * math.exp(self.random.gauss(-(sigma**2) / 2, sigma)))
+        time.sleep(JUDGE_SECONDS * math.exp(self.random.gauss(-(self.sigma**2) / 2, self.sigma)))
         return reward(prompts, completions, **columns)
 
 
@@ -126,14 +130,17 @@ def train(setting: Setting, workers: int, staleness: int, prompts: int, batches:
             staleness=staleness,
             total_episodes=prompts * batches,
             per_device_train_batch_size=prompts,
+            num_epochs=setting.epochs,
             non_eos_penalty=False,
             max_prompt_length=PROMPT_TOKENS,
             progress=False,
             num_threads=1,
             generation=generation,
         )
-        judge = Judge() if setting.judged else reward
-        trainer = OnlineDPOTrainer(policy(), args, rows, reward_funcs=judge, processing_class=tokenizer())
+        judge = Judge(setting.variation) if setting.variation else reward
+        positions = PROMPT_TOKENS + setting.response_length
+        model = waiting_policy(VOCABULARY, positions, setting.variation) if setting.waiting else policy()
+        trainer = OnlineDPOTrainer(model, args, rows, reward_funcs=judge, processing_class=tokenizer())
         before, started = waited(), time.monotonic()
         trainer.train()
         crowded = (waited() - before) / (time.monotonic() - started)
@@ -147,7 +154,7 @@ def _send(pipe: multiprocessing.connection.Connection, work: Callable[[], Trial]
 def slowdown(prompts: int, batches: int, rounds: int = 3) -> float:
     """How much longer a synchronous run takes beside another one than alone; median over rounds."""
     context = multiprocessing.get_context("spawn")
-    work = partial(train, SETTINGS["balanced"], 1, 0, prompts, batches)
+    work = partial(train, SETTINGS["cores: alike"], 1, 0, prompts, batches)
 
     def at_once(count: int) -> float:
         wait_for_quiet()
@@ -177,55 +184,67 @@ def median_step(run: MeasuredRun) -> float:
 
 def fixed_share(prompts: int, batches: int) -> float:
     """Share of sampling that stays however few the prompts, from two synchronous runs."""
-    whole, half = (train(SETTINGS["judge"], 1, 0, count, batches).run for count in (prompts, prompts // 2))
+    setting = SETTINGS["device: alike"]
+    whole, half = (train(setting, 1, 0, count, batches).run for count in (prompts, prompts // 2))
     seconds = [statistics.median(row.generate[0] for row in run.rows) for run in (whole, half)]
     return min(1.0, max(0.0, 2 * seconds[1] / seconds[0] - 1))
 
 
-def predict(runs: list[MeasuredRun], setting: Setting, choice: tuple[int, int], slower: float, fixed: float) -> float:
+def predict(runs: list[MeasuredRun], choice: tuple[int, int], slower: float, fixed: float) -> float:
     """Seconds a batch of a choice, from synchronous runs: what `async-rlhf plan --run` does."""
     generators, staleness = choice
     rows = [row for run in runs for row in run.rows]
-    if generators > 1:  # they slow each other down as any two do
-        rows = [replace(row, generate=tuple(seconds * slower for seconds in row.generate)) for row in rows]
-    if setting.judged:  # who waits for a judge needs no memory
-        slower = 1 + (slower - 1) * (1 - JUDGE_SECONDS / statistics.fmean(row.learn for row in rows))
     times = Scaled(rows, runs[0].split, ScalingConfig(generate_fixed=fixed))
-    config = PlanConfig(overlap_slowdown=max(1.0, slower), batches=400)
+    config = PlanConfig(overlap_slowdown=slower, batches=400)
     return try_split(times, Split(generators, 1), config).outcomes[staleness].step_seconds
 
 
-def against_runs(rounds: int, batches: int, prompts: int) -> str:
+Key = tuple[str, int, int]
+
+
+def against_runs(rounds: int, batches: int, prompts: int, only: str) -> str:
     """Markdown: medians over rounds, and the range of the error."""
-    slower, fixed = slowdown(prompts, batches), fixed_share(prompts, batches)
-    print(f"overlap_slowdown {slower:.3f}, generate_fixed {fixed:.2f}, {prompts} prompts\n", flush=True)
-    found: dict[tuple[str, int, int], list[tuple[float, ...]]] = {}
+    chosen = {name: setting for name, setting in SETTINGS.items() if name.startswith(only)}
+    slower = slowdown(prompts, batches) if any(not setting.waiting for setting in chosen.values()) else 1.0
+    fixed = fixed_share(prompts, batches) if any(setting.waiting for setting in chosen.values()) else 0.0
+    found: dict[Key, list[tuple[float, ...]]] = {
+        (name, *choice): [] for name, setting in chosen.items() for choice in setting.predicted
+    }
     left_out = 0
     for _ in range(3 * rounds):
-        for name, setting in SETTINGS.items():
-            before = None
-            for choice in setting.predicted:
-                if len(found.setdefault((name, *choice), [])) == rounds:
-                    continue
-                if before is None or before.crowded > CROWDED:
-                    wait_for_quiet()
-                    before = train(setting, 1, 0, prompts, batches)
-                trial = train(setting, *choice, prompts, batches)
-                after = train(setting, 1, 0, prompts, batches)
-                runs = [before.run, after.run]
-                guesses = [predict(runs, setting, choice, factor, fixed) for factor in (slower, 1.0)]
-                synchronous = statistics.fmean(run.step_seconds for run in runs)
-                row = (synchronous, trial.run.step_seconds, *guesses)
-                crowded = max(before.crowded, trial.crowded, after.crowded)
+        for name, setting in chosen.items():
+            missing = [choice for choice in setting.predicted if len(found[(name, *choice)]) < rounds]
+            for choice, row, crowded in _round(setting, missing, prompts, batches, slower, fixed):
                 print(name, choice, *(f"{x:.3f}" for x in (*row, crowded)), file=sys.stderr, flush=True)
-                left_out += crowded > CROWDED
-                if crowded <= CROWDED:
+                counts = setting.waiting or crowded <= CROWDED
+                left_out += not counts
+                if counts:
                     found[(name, *choice)].append(row)
-                before = after
-    return f"{_markdown(found)}\n\n{left_out} left out: others used the machine"
+    figures = f"overlap_slowdown {slower:.3f} (cores), generate_fixed {fixed:.2f} (device), {prompts} prompts"
+    return f"{_markdown(found)}\n\n{figures}; {left_out} left out: others used the machine"
 
 
-def _markdown(found: dict[tuple[str, int, int], list[tuple[float, ...]]]) -> str:
+def _round(
+    setting: Setting, choices: list[tuple[int, int]], prompts: int, batches: int, slower: float, fixed: float
+) -> Iterator[tuple[tuple[int, int], tuple[float, ...], float]]:
+    """For each choice: synchronous, measured and predicted seconds a batch, predicted without slowdown; how crowded."""
+    before = None
+    for choice in choices:
+        if before is None or (before.crowded > CROWDED and not setting.waiting):
+            if not setting.waiting:
+                wait_for_quiet()
+            before = train(setting, 1, 0, prompts, batches)
+        trial = train(setting, *choice, prompts, batches)
+        after = train(setting, 1, 0, prompts, batches)
+        runs = [before.run, after.run]
+        guesses = [predict(runs, choice, factor, fixed) for factor in (1.0 if setting.waiting else slower, 1.0)]
+        synchronous = statistics.fmean(run.step_seconds for run in runs)
+        crowded = max(before.crowded, trial.crowded, after.crowded)
+        yield choice, (synchronous, trial.run.step_seconds, *guesses), crowded
+        before = after
+
+
+def _markdown(found: dict[Key, list[tuple[float, ...]]]) -> str:
     titles = ("run", "generators", "S", "rounds", "synchronous", "measured", "predicted", "error (range)", "unslowed")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for key, rows in found.items():
@@ -325,7 +344,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="the table of sizes and GPUs")
     parser.add_argument("--paper", action="store_true", help="the paper's machines")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", choices=["device", "cores"], default="", help="kinds of runs; default: both")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=28)
     parser.add_argument("--prompts", type=int, default=16, help="of a batch")
     options = parser.parse_args()
@@ -334,7 +354,7 @@ def main() -> None:
             "\n\n".join(make() for make, asked in ((size_table, options.table), (paper_table, options.paper)) if asked)
         )
         return
-    print(against_runs(options.rounds, options.batches, options.prompts))
+    print(against_runs(options.rounds, options.batches, options.prompts, options.only))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,24 @@ DECIDED = (
 """Keys of DeepSpeed's configuration that follow from ours."""
 
 
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_A_RANK = (*_NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID")
+"""Variables that make a process one of several ranks."""
+
+
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """R, the processes that torchrun, accelerate or srun have started; 1 without them."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return int(environment["WORLD_SIZE"]) if all(environment.get(name) for name in names) else 1
+    return int(environment["WORLD_SIZE"]) if all(environment.get(name) for name in _NEEDED) else 1
+
+
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of this process among them."""
+    return int(environment["RANK"]) if launched_ranks(environment) > 1 else 0
+
+
+def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
+    """How many of them are on this host."""
+    return int(environment.get("LOCAL_WORLD_SIZE", 1)) if launched_ranks(environment) > 1 else 1
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config.parallel import OF_A_RANK, launched_on_host
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
@@ -125,11 +126,12 @@ class _Worker:
         self.open: list[Request] = []
         self.starts = 0
         self._arguments = (spec, params, ring)
-        self._method, self._environment = "forkserver", {}
+        self._method = "forkserver"
+        self._environment: dict[str, str | None] = dict.fromkeys(OF_A_RANK)  # which a worker is not
         if spec.vllm is not None:
             # An interpreter of its own: vLLM takes as long to import anyway, and libraries can be preloaded.
             self._method = "spawn"
-            self._environment = gpu_environment(spec.device) if "cuda" in spec.device else cpu_environment()
+            self._environment |= gpu_environment(spec.device) if "cuda" in spec.device else cpu_environment()
         self._arrived = arrived
         self.start()
 
@@ -149,7 +151,7 @@ class _Worker:
             name=f"generator-{self.number}",
             daemon=True,
         )
-        with _main_left_alone(), _sigterm_blocked(), _added_to_environment(self._environment):
+        with _main_left_alone(), _sigterm_blocked(), _environment_changed(self._environment):
             self.process.start()
         theirs.close()  # only the worker holds it now, so that its death ends our reading
         self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -228,24 +230,29 @@ def worker_device(device: str | None, number: int, learner: torch.device) -> str
         return device
     if device is None and learner.type != "cuda":
         return learner.type
-    count = torch.cuda.device_count()
-    others = [gpu for gpu in reversed(range(count)) if gpu != (learner.index or 0) or learner.type != "cuda"]
+    count, ranks = torch.cuda.device_count(), launched_on_host()
+    used = range(ranks) if ranks > 1 else [learner.index or 0]
+    others = [gpu for gpu in reversed(range(count)) if gpu not in used or learner.type != "cuda"]
     return f"cuda:{others[number % len(others)] if others else 0}"
 
 
 @contextmanager
-def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes started within have these variables."""
+def _environment_changed(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Processes started within have these variables, and not those that are None."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set_environment(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class ZeRO(Parallel):
                 tensor = safe_get_full_optimizer_state(parameter, name)
                 if tensor is not None:  # before the first step there is none
                     found[f"{i}.{name}"] = tensor
-                    found[f"{i}.step"] = self._steps()
+                    found[f"{i}.step"] = self._steps().clone()
         return found
 
     def _steps(self) -> Tensor:

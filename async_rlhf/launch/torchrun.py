@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m async_rlhf.cli train --config run.yml
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +25,12 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.config.base import require
-from async_rlhf.config.parallel import Strategy, launched_ranks
+from async_rlhf.config.parallel import Strategy, launched_on_host, launched_ranks
 from async_rlhf.models import default_device
 from async_rlhf.parallel import Model, Parallel, mark_spread
 from async_rlhf.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 _FOR_EVER = timedelta(days=365)
 """Followers wait for rank 0 as long as it takes; that it is alive is watched otherwise (launch/watch.py)."""
@@ -49,7 +52,7 @@ def start_ranks(config: OnlineConfig) -> Ranks:
     require(config.parallel.count == launched, "parallel.ranks", config.parallel.ranks, right)
     if launched == 1:
         return Ranks()
-    local, on_host = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local, on_host = int(os.environ.get("LOCAL_RANK", 0)), launched_on_host()
     if uses_gpu(config):
         right = f"host {os.uname().nodename} has {torch.cuda.device_count()} GPUs for {on_host} ranks"
         require(torch.cuda.device_count() >= on_host, "device", config.device, right)
@@ -113,6 +116,8 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     if ranks.count == 1:
         return Parallel(ranks)
     parallel = from_accelerate(config.parallel, config.bf16)
+    if ranks.leads:
+        logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
     if parallel.strategy == "ddp":
         return DataParallel(ranks)
     device = rank_device(config, ranks)
@@ -170,11 +175,12 @@ class FullyShardedDataParallel(Parallel):
 
     def _shard(self, model: nn.Module) -> None:
         """Block by block, so that only one block's weights are whole at a time."""
+        offload = self.config.cpu_offload and self.device.type != "cpu"  # where else would they be
         blocks = set(getattr(model, "_no_split_modules", None) or [])
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self.config.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         for module in list(model.modules()):
             if type(module).__name__ in blocks:

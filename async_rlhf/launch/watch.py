@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from async_rlhf.ranks import Ranks
+from async_rlhf.signals import RankError
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,6 @@ GRACE = 5.0
 """Seconds that a rank has to unwind once another has failed."""
 _SIGNAL = signal.SIGUSR2
 _WELL = "well"
-
-
-class RankError(RuntimeError):
-    """Another rank has failed. The message says which, and why."""
 
 
 class Watch:

@@ -10,12 +10,14 @@ import transformers
 import yaml
 
 from async_rlhf.config import ConfigError, RunConfig
-from async_rlhf.data.loading import load_rows
+from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.files import whole_file
+from async_rlhf.launch.torchrun import start_ranks
+from async_rlhf.launch.watch import Watch
 from async_rlhf.models import load_tokenizer
+from async_rlhf.ranks import Ranks
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 from async_rlhf.stage import Stage
-from async_rlhf.stages.training import require_single_process
 from async_rlhf.trainers import TRAINERS
 
 MARKER = "train"
@@ -29,28 +31,42 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The metrics of the last batch that was logged.
     """
-    stage = train_stage(config)
+    ranks = start_ranks(config.train)
+    watch = Watch(ranks)
+    with watch.watching():
+        stage = train_stage(config)
+        results = ranks.from_lead(_done(stage, config) if ranks.leads else None)
+        if results is None:
+            results = _train(config, stage, ranks)
+    watch.close()
+    return results
+
+
+def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
+    """The results of a finished run, if it is this one."""
     try:
-        results = stage.done()
+        return stage.done()
     except ConfigError:
         if not config.train.resuming:  # a finished run may be made longer; the checkpoint says what else differs
             raise
-    else:
-        if results is not None:
-            return results
-    require_single_process("train")
+        return None
+
+
+def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     transformers.logging.disable_progress_bar()  # of every model that is loaded or saved; the run has its own
-    data = config.data
-    columns = [data.prompt_field]
-    train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
-    eval_rows = None if data.eval is None else load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
-    reward_funcs = load_reward_functions(config.reward_funcs)
+    data, columns = config.data, [config.data.prompt_field]
+    train_rows: Rows = []
+    eval_rows: Rows | None = None
+    if ranks.leads:  # who hands out the prompts
+        train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
+        if data.eval is not None:
+            eval_rows = load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
     trainer = TRAINERS[config.algorithm](
         config.model,
         config.train,
         train_rows,
         reward_model=config.reward_model,
-        reward_funcs=reward_funcs,
+        reward_funcs=load_reward_functions(config.reward_funcs),
         ref_model=config.ref_model,
         value_model=config.value_model,
         eval_dataset=eval_rows,
@@ -58,12 +74,14 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
         prompt_field=data.prompt_field,
     )
-    with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
-        yaml.safe_dump(asdict(config), file, sort_keys=False)
-    stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
+    if ranks.leads:
+        with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
+            yaml.safe_dump(asdict(config), file, sort_keys=False)
+        stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
-    stage.publish_files({}, results)
+    if ranks.leads:
+        stage.publish_files({}, results)
     return results
 
 

@@ -1,20 +1,23 @@
 """Trains in this process, which is one of several ranks or alone, one run after the other.
 
-    torchrun --nproc-per-node 2 tests/distributed/ranks.py '[{"folder": "/tmp/runs", "name": "ddp"}]'
+torchrun --nproc-per-node 2 tests/distributed/ranks.py '[{"folder": "/tmp/runs", "name": "ddp"}]'
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
-from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, TrainerCallback
+from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import LoRAConfig, ParallelConfig
 from async_rlhf.trainers import TRAINERS
@@ -44,15 +47,30 @@ def new_reward_model() -> GPTNeoXForSequenceClassification:
     return widened(GPTNeoXForSequenceClassification(config)).eval()
 
 
-class FailAt(TrainerCallback):
-    """Rank 0's part of a failure."""
+def break_down(rank: int, how: str, after: float = 0.0) -> None:
+    """Break this process as told, if it is that rank: at once, or while it waits for what rank 0 says next."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def now() -> None:
+        print("FAILING", flush=True)
+        if how == "raise":
+            raise RuntimeError("told to fail")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step == self.batch:
-            raise RuntimeError("rank 0 was told to fail")
+    if int(os.environ.get("RANK", 0)) == rank:
+        threading.Timer(after, now).start() if after else now()
+
+
+def slowed(seconds: float):
+    """The reward, slow from the second batch on."""
+    calls = []
+
+    def rewards(prompts, completions, **columns):
+        calls.append(1)
+        if len(calls) > 1:
+            time.sleep(seconds)
+        return count_letters(prompts, completions)
+
+    return rewards
 
 
 def train(
@@ -65,7 +83,8 @@ def train(
     reward_model: bool = False,
     evaluate: bool = False,
     parallel: dict | None = None,
-    stop_at: int | None = None,
+    fail: dict | None = None,
+    slow_rewards: float = 0.0,
     **changes,
 ) -> None:
     """One run, as its arguments say."""
@@ -82,12 +101,21 @@ def train(
         new_policy(),
         args,
         PROMPTS,
-        reward_funcs=count_letters,
+        reward_funcs=slowed(slow_rewards) if slow_rewards else count_letters,
         reward_model=new_reward_model() if reward_model else None,
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,
-        callbacks=[FailAt(stop_at)] if stop_at is not None else [],
     )
+    if fail is not None:
+        update = trainer.learner._update
+
+        def failing(experience, batch):
+            found = update(experience, batch)
+            if batch == 1 + (not slow_rewards):
+                break_down(**fail)
+            return found
+
+        trainer.learner._update = failing
     trainer.train()
     print(f"rank {rank}: {name} is done", flush=True)
 

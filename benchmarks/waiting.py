@@ -1,0 +1,46 @@
+"""A model that waits as one on a device of its own does: while a GPU computes, no core of the host is needed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+STEP_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.006, 0.0002, 0.00015
+"""Of a step of decoding, of each row of it, and of each token of any other pass."""
+
+
+class WaitingModel(GPTNeoXForCausalLM):
+    """Passes take a time by rows and tokens; decoding varies from share to share by ``config.variation``."""
+
+    @functools.wraps(GPTNeoXForCausalLM.forward)  # engines look at what it takes
+    def forward(self, input_ids: Tensor, *others: Any, **options: Any) -> Any:
+        rows, length = input_ids.shape
+        if length > 1:
+            sigma = math.sqrt(math.log1p(self.config.variation**2))
+            draw = random.Random(int(input_ids.sum())).gauss(-(sigma**2) / 2, sigma)  # the same in every run
+            self.slowness = math.exp(draw)
+        decoding = (STEP_SECONDS + ROW_SECONDS * rows) * self.slowness
+        time.sleep(decoding if length == 1 else TOKEN_SECONDS * rows * length)
+        return super().forward(input_ids, *others, **options)
+
+
+def waiting_policy(vocabulary: int, positions: int, variation: float) -> WaitingModel:
+    """So small that the waiting is all of its time."""
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=positions,
+    )
+    config.variation = variation
+    return WaitingModel(config)

@@ -1,0 +1,182 @@
+"""The command on several ranks as its users start it: torchrun, accelerate launch, SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from launching import finish, free_port, kill_all, metrics_of, weights_of
+from ranks import new_policy
+from tiny import PROMPTS, byte_tokenizer
+
+pytestmark = pytest.mark.distributed
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A model, prompts and a reward on the disk."""
+    folder = tmp_path_factory.mktemp("inputs")
+    new_policy().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    reward = """
+        def letters(prompts, completions, **columns):
+            return [sum(c.isascii() and c.isalpha() for c in text) + 0.01 * len(text) for text in completions]
+    """
+    (folder / "reward.py").write_text(textwrap.dedent(reward))
+    return folder
+
+
+def write_config(inputs: Path, folder: Path, **train: object) -> Path:
+    config = {
+        "model": str(inputs / "model"),
+        "reward_funcs": [f"{inputs / 'reward.py'}:letters"],
+        "data": {"train": str(inputs / "prompts.jsonl")},
+        "train": {
+            "output_dir": str(folder / "run"),
+            "total_episodes": 48,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-2,
+            "max_prompt_length": 32,
+            "non_eos_penalty": False,
+            "progress": False,
+            "num_threads": 1,
+            **train,
+            "generation": {"response_length": 12, "num_threads": 1, "heartbeat_timeout": 60.0},
+        },
+    }
+    path = folder / "run.yml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(words: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, env=environment | variables, start_new_session=True
+        )
+
+
+def torchrun(config: Path, *more: str, ranks: int = 2) -> list[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    return [*words, f"--master-port={free_port()}", "-m", "async_rlhf.cli", "train", "--config", str(config), *more]
+
+
+def test_the_command_under_torchrun(inputs, tmp_path):
+    """Trains, and is skipped the second time; a mistake is said once, and by nobody as a traceback."""
+    config, log = write_config(inputs, tmp_path), tmp_path / "log"
+    finish(start(torchrun(config), log), log, 120)
+    assert len(metrics_of(tmp_path / "run")) == 6
+    again = finish(start(torchrun(config), log), log, 120)
+    assert "done before" in again or "skipped" in again
+    wrong = start(torchrun(config, "--train.parallel.ranks=3", "--train.total_episodes=36"), tmp_path / "wrong")
+    assert wrong.wait(120) != 0
+    kill_all(wrong)
+    text = (tmp_path / "wrong").read_text()
+    assert text.count("parallel.ranks: got 3; must be 2, the processes that were launched, or null") == 1
+    assert 'File "' not in text.split("torch.distributed.elastic")[0].split("Traceback")[0]
+
+
+ACCELERATE = {
+    "zero2": {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "none", "gradient_accumulation_steps": 1},
+    },
+    "fsdp": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
+}
+
+
+@pytest.mark.parametrize("strategy", ACCELERATE)
+def test_an_accelerate_config_file(inputs, tmp_path, strategy):
+    """It says how many ranks there are and what spreads their weights."""
+    general = {
+        "compute_environment": "LOCAL_MACHINE",
+        "num_machines": 1,
+        "num_processes": 2,
+        "machine_rank": 0,
+        "main_process_port": free_port(),
+        "mixed_precision": "no",
+        "use_cpu": strategy == "fsdp",
+        "main_training_function": "main",
+    }
+    file, log = tmp_path / "accelerate.yml", tmp_path / "log"
+    file.write_text(yaml.safe_dump({**general, **ACCELERATE[strategy]}))
+    config = write_config(inputs, tmp_path)
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "-m", "async_rlhf.cli"]
+    text = finish(start([*words, "train", "--config", str(config)], log), log, 120)
+    assert len(metrics_of(tmp_path / "run")) == 6
+    assert f"2 ranks, {strategy}" in text
+
+
+SRUN = """
+    #!{python}
+    # What srun does, on this host alone: as many tasks, each with its number, and signals handed on to all.
+    import os, signal, subprocess, sys
+    words = sys.argv[1:]
+    while words[0].startswith("--"):
+        words = words[1:]
+    count = int(os.environ["SLURM_NTASKS"])
+    tasks = []
+    signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+    for number in range(count):
+        task = {{"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}}
+        tasks.append(subprocess.Popen(words, env={{**os.environ, **task}}))
+    sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """
+    #!/bin/sh
+    if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$REQUEUED"; fi
+"""
+
+
+def test_a_slurm_job_that_is_preempted_goes_on_exactly(inputs, tmp_path):
+    """The script of recipes/slurm, with stand-ins for SLURM's two commands: signal, save, back into the queue, resume."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (tools / name).write_text(textwrap.dedent(text).lstrip())
+        (tools / name).chmod((tools / name).stat().st_mode | stat.S_IXUSR)
+    config, log = write_config(inputs, tmp_path, total_episodes=480, staleness=1), tmp_path / "log"
+    whole = tmp_path / "whole"
+    finish(start(torchrun(config, f"--train.output_dir={whole}"), log), log, 240)
+    job = {
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "RESULTS": str(tmp_path / "results"),
+        "REQUEUED": str(tmp_path / "requeued"),
+        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    words = ["bash", str(RECIPES / "slurm" / "one_node.sh"), str(config)]
+    output = tmp_path / "results" / job["SLURM_JOB_ID"] / "run"
+    first = start(words, tmp_path / "job", **job)
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or len((output / "metrics.jsonl").read_text().splitlines()) < 5:
+        assert time.monotonic() < deadline, (tmp_path / "job").read_text()[-4000:]
+        assert first.poll() is None, (tmp_path / "job").read_text()[-4000:]
+        time.sleep(0.1)
+    srun = subprocess.run(["pgrep", "-f", str(tools / "srun")], capture_output=True, text=True, check=True).stdout
+    os.kill(int(srun.split()[0]), signal.SIGTERM)
+    finish(first, tmp_path / "job", 60)
+    assert (tmp_path / "requeued").read_text().split() == ["requeue", job["SLURM_JOB_ID"]]
+    assert not (output / "final").exists()
+    finish(start(words, tmp_path / "job", **job), tmp_path / "job", 240)
+    assert (tmp_path / "requeued").read_text().count("requeue") == 1
+    assert metrics_of(output) == metrics_of(whole)
+    left, right = weights_of(output), weights_of(whole)
+    assert all(torch.equal(left[name], right[name]) for name in right)

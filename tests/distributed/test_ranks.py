@@ -1,0 +1,195 @@
+"""The learner on several ranks, by torchrun: the same run as in one process, whatever spreads its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import finish, free_port, kill_all, metrics_of, weights_of
+from ranks import new_policy
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+ASYNC = {"staleness": 1, "reward_model": True}
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    # What it changes, and under what it is tried.
+    "dpo": ({**ASYNC, "total_episodes": 96, "save_steps": 3}, STRATEGIES),
+    "inline": ({"staleness": 0, "evaluate": True, "eval_steps": 2}, ["ddp", "fsdp", "zero3"]),
+    # DeepSpeed clips policy and value model together: without clipping it must be the same.
+    "ppo": ({**ASYNC, "algorithm": "ppo", "max_grad_norm": 0.0, "num_epochs": 2}, ["ddp", "fsdp", "zero2", "zero3"]),
+    "grpo": (
+        {"algorithm": "grpo", "staleness": 1, "normalization": "token", "num_mini_batches": 2, "samples_per_prompt": 4},
+        ["ddp", "zero3"],
+    ),
+    "lora": ({"algorithm": "rloo", "staleness": 1, "lora": 2}, ["ddp", "fsdp", "zero3"]),
+    "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
+}
+
+
+def launch(runs: list[dict[str, Any]], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start the script on so many ranks, in a session of its own."""
+    words = [sys.executable, str(SCRIPT)]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+        words = [sys.executable, *torchrun, str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [*words, json.dumps(runs)], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def run_of(case: str, strategy: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"folder": str(folder), "name": f"{case}-{strategy}", "strategy": strategy, **CASES[case][0], **changes}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """Every case in one process, with as large a batch."""
+    folder = tmp_path_factory.mktemp("alone")
+    runs = []
+    for case, (changes, _) in CASES.items():
+        plain = {key: value for key, value in changes.items() if key != "parallel"}
+        runs.append({"folder": str(folder), "name": case, "gradient_accumulation_steps": 2, **plain})
+    finish(launch(runs, 1, folder / "log"), folder / "log", 300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory) -> Path:
+    """Every case on two ranks, under every strategy."""
+    folder = tmp_path_factory.mktemp("spread")
+    runs = [run_of(case, strategy, folder) for case, (_, tried) in CASES.items() for strategy in tried]
+    finish(launch(runs, 2, folder / "log"), folder / "log", 500)
+    return folder
+
+
+@pytest.mark.parametrize(("case", "strategy"), [(case, s) for case, (_, tried) in CASES.items() for s in tried])
+def test_two_ranks_train_as_one(alone, spread, case, strategy):
+    """The same losses, norms, ratios and weights, to rounding: so the gradients are the same, whoever computes them."""
+    ours, theirs = metrics_of(spread / f"{case}-{strategy}"), metrics_of(alone / case)
+    assert len(ours) == len(theirs)
+    clipped_together = strategy.startswith("zero") and case == "ppo"
+    for mine, one in zip(ours, theirs, strict=True):
+        left_out = {"grad_norm", "value_grad_norm"} if clipped_together else set()
+        assert mine.keys() - left_out == one.keys() - left_out
+        for name in one.keys() - left_out:
+            # What measures rounding itself is not the same to rounding.
+            noise = name.startswith(("engine/", "weights/"))
+            assert mine[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4 if noise else 1e-5), name
+    left, right = weights_of(spread / f"{case}-{strategy}"), weights_of(alone / case)
+    assert left.keys() == right.keys()
+    moved = max((right[k] - weights_of_start()[k]).abs().max().item() for k in right)
+    assert moved > 1e-3
+    for name, tensor in right.items():
+        assert torch.allclose(left[name], tensor, rtol=0, atol=1e-3 * moved), name
+
+
+def weights_of_start() -> dict[str, torch.Tensor]:
+    """Of every run, as transformers saves them."""
+    weights = new_policy().state_dict()
+    return {name.replace("lm_head", "embed_out"): tensor for name, tensor in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, spread) -> Path:
+    """From the middle of each, in new processes: with the same strategy, and with others'."""
+    folder = tmp_path_factory.mktemp("resumed")
+    runs = [
+        run_of("dpo", s, folder, resume_from=str(spread / f"dpo-{s}" / "checkpoint-3"), save_steps=0)
+        for s in STRATEGIES
+    ]
+    for s, other in (("fsdp", "zero3"), ("zero2", "ddp"), ("zero3", "fsdp")):
+        checkpoint = str(spread / f"dpo-{other}" / "checkpoint-3")
+        again = run_of("dpo", s, folder, resume_from=checkpoint, save_steps=0, resume_anyway=True)
+        runs.append({**again, "name": f"{s}-from-{other}"})
+    finish(launch(runs, 2, folder / "log"), folder / "log", 300)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_is_the_uninterrupted_one(spread, resumed, strategy):
+    whole, rest = spread / f"dpo-{strategy}", resumed / f"dpo-{strategy}"
+    assert metrics_of(rest) == metrics_of(whole)[3:]
+    left, right = weights_of(rest), weights_of(whole)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize(("strategy", "other"), [("fsdp", "zero3"), ("zero2", "ddp"), ("zero3", "fsdp")])
+def test_a_checkpoint_does_not_depend_on_what_spread_the_weights(spread, resumed, strategy, other):
+    left, right = weights_of(resumed / f"{strategy}-from-{other}"), weights_of(spread / f"dpo-{other}")
+    for name, tensor in right.items():
+        assert torch.allclose(left[name], tensor, rtol=0, atol=1e-6), name
+
+
+def test_three_ranks_whose_number_divides_nothing(tmp_path):
+    """Parts of parameters are padded, and so are rounds of micro-batches: the batch of three is 9 prompts of size 2."""
+    sizes = {"per_device_train_batch_size": 3, "total_episodes": 27, "staleness": 1, "reward_model": True}
+    ppo = {"algorithm": "ppo", "shared_trunk": True, "max_grad_norm": 0.0, "samples_per_prompt": 1}
+    runs = [
+        {"folder": str(tmp_path), "name": f"{algorithm}-{s}", "strategy": s, "num_mini_batches": 1, **changes, **sizes}
+        for s in ("fsdp", "zero3")
+        for algorithm, changes in (("dpo", {}), ("ppo", ppo))
+    ]
+    one = [
+        {**run, "name": run["name"].removesuffix("-fsdp"), "strategy": "auto", "gradient_accumulation_steps": 3}
+        for run in runs[:2]
+    ]
+    log = tmp_path / "log"
+    finish(launch(one, 1, log), log, 120)
+    finish(launch(runs, 3, log), log, 240)
+    for run in runs:
+        left, right = weights_of(tmp_path / run["name"]), weights_of(tmp_path / run["name"].split("-")[0])
+        for name, tensor in right.items():
+            assert torch.allclose(left[name], tensor, rtol=0, atol=1e-6), (run["name"], name)
+
+
+FAILURES = {
+    "rank 1 raises": ({"fail": {"rank": 1, "how": "raise"}}, "rank 1 failed: RuntimeError: told to fail"),
+    "rank 0 raises": ({"fail": {"rank": 0, "how": "raise"}}, "rank 0 failed: RuntimeError: told to fail"),
+    "rank 1 is killed": ({"fail": {"rank": 1, "how": "kill"}}, "rank 1 is gone, without a word"),
+    # Rank 0 is busy with something that has nothing to do with the others.
+    "rank 1 is killed during rewards": (
+        {"fail": {"rank": 1, "how": "kill", "after": 2.0}, "slow_rewards": 120.0},
+        "rank 1 is gone, without a word",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failing_rank_ends_all_of_them_within_seconds(tmp_path, name):
+    changes, said = FAILURES[name]
+    run = {"folder": str(tmp_path), "name": "run", "strategy": "ddp", "staleness": 1, "total_episodes": 800, **changes}
+    log = tmp_path / "log"
+    process = launch([run], 2, log)
+    try:
+        deadline = time.monotonic() + 90
+        while "FAILING" not in log.read_text(errors="replace"):
+            assert time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
+            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+            time.sleep(0.1)
+        started = time.monotonic()
+        assert process.wait(30) != 0
+        assert time.monotonic() - started < 10
+        assert said in log.read_text(errors="replace")
+        assert left_behind(process.pid) == []
+    finally:
+        kill_all(process)
+
+
+def left_behind(session: int) -> list[int]:
+    """Processes of the session that are still there, half a second later."""
+    time.sleep(0.5)
+    words = subprocess.run(["ps", "-eo", "pid=,sid=,stat="], capture_output=True, text=True, check=True).stdout.split()
+    rows = zip(words[::3], words[1::3], words[2::3], strict=True)
+    return [int(pid) for pid, sid, stat in rows if int(sid) == session and not stat.startswith("Z")]
