@@ -105,6 +105,9 @@ class Parallel:
         """This rank's share of something that belongs to the optimiser's parameter of that number."""
         return tensor
 
+    def settle(self, model: nn.Module) -> None:
+        """Give back what forward passes have left whole."""
+
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Within, the parameters can be computed with. Every rank must ask."""
@@ -170,4 +173,5 @@ def with_every_rank(model: nn.Module, call: str, *args: Any) -> Iterator[Paralle
         yield Parallel()
         return
     with spread.parallel.ranks.calling(call, spread.name, *args):
+        spread.parallel.settle(model)
         yield spread.parallel

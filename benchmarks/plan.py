@@ -65,9 +65,9 @@ class Setting:
 
 
 SETTINGS = {
-    "device: alike": Setting(32, ((1, 1), (1, 2), (2, 1))),
-    "device: two epochs": Setting(32, ((1, 1),), epochs=2),
-    "device: varied": Setting(32, ((1, 1), (1, 3), (2, 0), (2, 2)), variation=0.5),
+    "device: alike": Setting(16, ((1, 1), (1, 2), (2, 1))),
+    "device: two epochs": Setting(16, ((1, 1),), epochs=2),
+    "device: varied": Setting(16, ((1, 1), (1, 3), (2, 0), (2, 2)), variation=0.5),
     "cores: alike": Setting(64, ((1, 1), (1, 2)), waiting=False),
     "cores: short": Setting(24, ((1, 1),), waiting=False),
 }
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="the paper's machines")
     parser.add_argument("--only", choices=["device", "cores"], default="", help="kinds of runs; default: both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=28)
+    parser.add_argument("--batches", type=int, default=26)
     parser.add_argument("--prompts", type=int, default=16, help="of a batch")
     options = parser.parse_args()
     if options.table or options.paper:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-STEP_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.006, 0.0002, 0.00015
+STEP_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.015, 0.0005, 0.00025
 """Of a step of decoding, of each row of it, and of each token of any other pass."""
 
 

@@ -186,9 +186,10 @@ class Actor:
     ) -> None:
         self.label, self.place, self.room_timeout = label, place, room_timeout
         groups = {"work": 1, "weights": 1, "signs": 1}  # threads
-        self._remote = ray.remote(concurrency_groups=groups)(kind).options(**place.options())
+        options = place.options()
         if environment:
-            self._remote = self._remote.options(**place.options(), runtime_env={"env_vars": dict(environment)})
+            options["runtime_env"] = {"env_vars": dict(environment)}
+        self._remote = ray.remote(concurrency_groups=groups)(kind).options(**options)
         self._arguments = arguments
         self.starts = 0
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -206,6 +206,11 @@ class FullyShardedDataParallel(Parallel):
             return tensor
         tensor = tensor.to(like.device)
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+    def settle(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         assert isinstance(parameter, DTensor)

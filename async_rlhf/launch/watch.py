@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -106,7 +107,11 @@ class Watch:
             before = signal.signal(_SIGNAL, self._raise)
         try:
             yield
+            if before is not None:
+                signal.signal(_SIGNAL, before)
         except BaseException as error:
+            if before is not None:
+                signal.signal(_SIGNAL, signal.SIG_IGN)  # the others' answer may come at any moment
             if isinstance(error, SystemExit) and not error.code:
                 self.close()
                 raise
@@ -114,11 +119,8 @@ class Watch:
                 raise RankError(self.failure) from error
             with self._lock:
                 self._told = True
-            self._tell(f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}")
+            self._tell(f"rank {self.ranks.rank} failed: {_described(error)}")
             raise
-        finally:
-            if before is not None:
-                signal.signal(_SIGNAL, before)
 
     def _raise(self, _signal: int, _frame: object) -> None:
         signal.signal(_SIGNAL, signal.SIG_IGN)
@@ -132,6 +134,13 @@ class Watch:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
+
+
+def _described(error: BaseException) -> str:
+    """The error with the place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _write_line(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 import async_rlhf
-from async_rlhf.config import algorithms, base, generation, online, plan, quickstart, ray, run
+from async_rlhf.config import algorithms, base, generation, online, parallel, plan, quickstart, ray, run
 
 PACKAGE = Path(async_rlhf.__file__).parent
 FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
-    {"files", "config", "signals", "types"},
-    {"lora", "objectives", "rows"},
+    {"files", "config", "ranks", "signals", "types"},
+    {"lora", "objectives", "parallel", "rows"},
     {"weights"},
     {"algorithms", "forward", "models", "random_state", "reports"},
     {"data", "scoring", "generation"},
@@ -94,7 +94,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 CONFIGS = [
     kind
-    for module in (generation, online, algorithms, run, quickstart, plan, ray)
+    for module in (generation, online, parallel, algorithms, run, quickstart, plan, ray)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, base.Checked) and kind.__module__ == module.__name__
 ]

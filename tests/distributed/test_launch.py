@@ -82,7 +82,7 @@ def test_the_command_under_torchrun(inputs, tmp_path):
     finish(start(torchrun(config), log), log, 120)
     assert len(metrics_of(tmp_path / "run")) == 6
     again = finish(start(torchrun(config), log), log, 120)
-    assert "done before" in again or "skipped" in again
+    assert "train: done already" in again
     wrong = start(torchrun(config, "--train.parallel.ranks=3", "--train.total_episodes=36"), tmp_path / "wrong")
     assert wrong.wait(120) != 0
     kill_all(wrong)
@@ -144,7 +144,7 @@ SCONTROL = """
 
 
 def test_a_slurm_job_that_is_preempted_goes_on_exactly(inputs, tmp_path):
-    """The script of recipes/slurm, with stand-ins for SLURM's two commands: signal, save, back into the queue, resume."""
+    """The script of recipes/slurm, with stand-ins for SLURM's commands: signal, save, back into the queue, resume."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
