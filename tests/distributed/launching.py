@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -32,10 +31,33 @@ def finish(process: subprocess.Popen[bytes], log: Path, timeout: float) -> str:
     return text
 
 
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process and all below it; torchrun gives its ranks sessions of their own."""
+    try:
+        parent = psutil.Process(process.pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """kill -9, parents first, so that nobody is left to report or to start anything again."""
+    members = family(process)
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
     process.wait()
+    psutil.wait_procs(members, timeout=10)
+
+
+def left_of(members: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run a second later. Orphans that have ended wait for init, which may be in no hurry."""
+    left = []
+    for member in psutil.wait_procs(members, timeout=1)[1]:
+        with suppress(psutil.NoSuchProcess):
+            if member.status() != psutil.STATUS_ZOMBIE:
+                left.append(member)
+    return left
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:

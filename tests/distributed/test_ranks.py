@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import finish, free_port, kill_all, metrics_of, weights_of
+from launching import family, finish, free_port, kill_all, left_of, metrics_of, weights_of
 from ranks import new_policy
 
 pytestmark = pytest.mark.distributed
@@ -37,10 +39,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def launch(runs: list[dict[str, Any]], ranks: int, log: Path) -> subprocess.Popen[bytes]:
     """Start the script on so many ranks, in a session of its own."""
-    words = [sys.executable, str(SCRIPT)]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-        words = [sys.executable, *torchrun, str(SCRIPT)]
+    return start_ranks(runs, [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else [], log)
+
+
+def start_ranks(runs: list[dict[str, Any]], options: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start the script, by torchrun if there are options for it."""
+    torchrun = ["-m", "torch.distributed.run", *options] if options else []
+    words = [sys.executable, *torchrun, str(SCRIPT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -154,6 +159,64 @@ def test_three_ranks_whose_number_divides_nothing(tmp_path):
             assert torch.allclose(left[name], tensor, rtol=0, atol=1e-6), (run["name"], name)
 
 
+def launch_node(run: dict[str, Any], number: int, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """One of two nodes with a rank each, as torchrun starts them on each host."""
+    words = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    return start_ranks([run], [*words, f"--master-port={port}"], log)
+
+
+def test_two_nodes_train_as_one_host(spread, tmp_path):
+    """Local ranks are both 0; only the first node samples, writes and logs."""
+    run, port = run_of("dpo", "fsdp", tmp_path), free_port()
+    logs = [tmp_path / f"log{number}" for number in range(2)]
+    nodes = [launch_node(run, number, port, log) for number, log in enumerate(logs)]
+    for node, log in zip(nodes, logs, strict=True):
+        finish(node, log, 120)
+    assert metrics_of(tmp_path / "dpo-fsdp") == metrics_of(spread / "dpo-fsdp")
+
+
+def test_a_node_that_is_lost_ends_the_other(tmp_path):
+    run, port = run_of("dpo", "ddp", tmp_path, total_episodes=160_000, save_steps=0), free_port()
+    logs = [tmp_path / f"log{number}" for number in range(2)]
+    nodes = [launch_node(run, number, port, log) for number, log in enumerate(logs)]
+    try:
+        metrics = tmp_path / "dpo-ddp" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, nodes[0], logs[0])
+        others = family(nodes[0])
+        kill_all(nodes[1])  # the whole node at once
+        started = time.monotonic()
+        assert nodes[0].wait(30) != 0
+        assert time.monotonic() - started < 10
+        assert "rank 1 is gone, without a word" in logs[0].read_text(errors="replace")
+        assert left_of(others) == []
+    finally:
+        for node in nodes:
+            kill_all(node)
+
+
+def test_sigterm_saves_and_the_run_goes_on_exactly(spread, tmp_path):
+    """As torchrun hands it on to all ranks."""
+    run, log = run_of("dpo", "zero2", tmp_path, total_episodes=160_000, save_steps=0), tmp_path / "log"
+    process = launch([run], 2, log)
+    try:
+        metrics = tmp_path / "dpo-zero2" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, process, log)
+        members = family(process)
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        assert left_of(members) == []
+    finally:
+        kill_all(process)
+    checkpoints = list((tmp_path / "dpo-zero2").glob("checkpoint-*"))
+    assert len(checkpoints) == 1, log.read_text(errors="replace")[-4000:]
+    batch = int(checkpoints[0].name.rpartition("-")[2])
+    again = {**run, "resume": True, "total_episodes": 16 * (batch + 2)}
+    finish(launch([again], 2, log), log, 120)
+    found = metrics_of(tmp_path / "dpo-zero2")
+    assert [row["batch"] for row in found] == list(range(1, batch + 3))
+    assert found[: len(metrics_of(spread / "dpo-zero2"))][:3] == metrics_of(spread / "dpo-zero2")[:3]
+
+
 FAILURES = {
     "rank 1 raises": ({"fail": {"rank": 1, "how": "raise"}}, "rank 1 failed: RuntimeError: told to fail"),
     "rank 0 raises": ({"fail": {"rank": 0, "how": "raise"}}, "rank 0 failed: RuntimeError: told to fail"),
@@ -173,23 +236,19 @@ def test_a_failing_rank_ends_all_of_them_within_seconds(tmp_path, name):
     log = tmp_path / "log"
     process = launch([run], 2, log)
     try:
-        deadline = time.monotonic() + 90
-        while "FAILING" not in log.read_text(errors="replace"):
-            assert time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
-            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-            time.sleep(0.1)
-        started = time.monotonic()
+        wait_for(lambda: "FAILING" in log.read_text(errors="replace"), process, log)
+        members, started = family(process), time.monotonic()
         assert process.wait(30) != 0
         assert time.monotonic() - started < 10
         assert said in log.read_text(errors="replace")
-        assert left_behind(process.pid) == []
+        assert left_of(members) == []
     finally:
         kill_all(process)
 
 
-def left_behind(session: int) -> list[int]:
-    """Processes of the session that are still there, half a second later."""
-    time.sleep(0.5)
-    words = subprocess.run(["ps", "-eo", "pid=,sid=,stat="], capture_output=True, text=True, check=True).stdout.split()
-    rows = zip(words[::3], words[1::3], words[2::3], strict=True)
-    return [int(pid) for pid, sid, stat in rows if int(sid) == session and not stat.startswith("Z")]
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        time.sleep(0.1)
