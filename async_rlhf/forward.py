@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.objectives.logprobs import entropies, selected_logprobs
+from async_rlhf.parallel import device_of
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.types import PolicyOutput
 
@@ -208,7 +209,8 @@ def score_in_batches(
 @torch.no_grad()
 def score_batch(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False) -> Tensor:
     """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU."""
-    tokens_BT = pad_rows(rows, torch.long).to(model.device)
-    lengths_B = torch.tensor([len(row) for row in rows], device=model.device)
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+    device = device_of(model)
+    tokens_BT = pad_rows(rows, torch.long).to(device)
+    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         return reward_scores(model, tokens_BT, lengths_B).float().cpu()

@@ -30,7 +30,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import Parallel, device_of
 from async_rlhf.rows import by_length, dealt, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
@@ -155,7 +155,7 @@ class Learner:
         """What rank 0 may ask of the others."""
         return {
             "annotate": self._annotate,
-            "update": lambda batch: self.update(self._credited, batch),
+            "update": lambda batch, empty: self.update(self._credited.select([]) if empty else self._credited, batch),
             "state": self.state,
         }
 
@@ -168,7 +168,7 @@ class Learner:
 
     def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
         """The rows with more fields, computed without gradient in batches of like length, by all ranks."""
-        device, found = self.policy.device, []
+        device, found = device_of(self.policy), []
         batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
         with torch.no_grad():
             for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
@@ -208,7 +208,7 @@ class Learner:
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""
-        with self.ranks.calling("update", batch):
+        with self.ranks.calling("update", batch, len(experience) == 0):
             return self._update(experience, batch)
 
     def _update(self, experience: Experience, batch: int) -> dict[str, float]:
@@ -247,7 +247,7 @@ class Learner:
 
         The weight is that of the whole mini-batch, of which each rank has some micro-batches.
         """
-        config, device = self._batch_config, self.policy.device
+        config, device = self._batch_config, device_of(self.policy)
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
         parts = list(by_length(longest_U, self.config.per_device_train_batch_size))
         mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
@@ -265,7 +265,7 @@ class Learner:
                 watch.add(output, micro_batch)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.config.bf16)
+        return torch.autocast(device_of(self.policy).type, torch.bfloat16, enabled=self.config.bf16)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a new learner and its :meth:`restore` need beside the files of :meth:`save`: tensors, and values for

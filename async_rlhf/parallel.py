@@ -27,6 +27,8 @@ class Parallel:
 
     spreads_weights = False
     """Whether a forward pass needs every rank."""
+    device: torch.device | None = None
+    """Where the ranks compute, if that is not where the weights are."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
@@ -153,6 +155,12 @@ def mark_spread(model: nn.Module, name: str, parallel: Parallel) -> None:
 def spread_of(model: nn.Module) -> Spread | None:
     """How the model's weights are spread; None where this process has all of them."""
     return _SPREAD.get(model)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model of transformers computes; weights that are spread may wait elsewhere."""
+    spread = spread_of(model) if isinstance(model, nn.Module) else None
+    return spread.parallel.device if spread is not None and spread.parallel.device is not None else model.device
 
 
 def architecture_of(model: nn.Module) -> type[Any]:

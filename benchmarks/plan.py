@@ -43,7 +43,7 @@ from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.config import PlanConfig
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, ScalingConfig, VariationConfig, WorkloadConfig
 from async_rlhf.planning.measured import MeasuredRun, read_run
-from async_rlhf.planning.plan import find_times
+from async_rlhf.planning.plan import find_times, short
 from async_rlhf.planning.search import propose, search, try_split
 from async_rlhf.planning.times import Scaled, Split
 
@@ -312,7 +312,7 @@ def size_table() -> str:
                 "in turn" if split.in_turn else f"{split.generators} + {split.learners}",
                 proposal.staleness,
                 f"{outcome.step_seconds:.3g}",
-                f"{source.prompts / outcome.step_seconds:.3g}",
+                short(source.prompts / outcome.step_seconds),
                 *idle,
                 *("does not fit" if math.isnan(gain) else f"{gain:.2f}" for gain in gains),
             ]

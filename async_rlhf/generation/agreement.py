@@ -19,7 +19,7 @@ from async_rlhf.config import GenerationConfig
 from async_rlhf.forward import response_logprobs
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.parallel import Parallel, with_every_rank
+from async_rlhf.parallel import Parallel, device_of, with_every_rank
 from async_rlhf.rows import response_tensors
 from async_rlhf.types import RolloutGroup
 
@@ -110,7 +110,7 @@ def log_ratios(
         autocast: type that the learner computes in; None for that of its weights.
     """
     groups = [group for group in groups if version in group.rollouts[0].versions]
-    rows, device = response_tensors(groups), policy.device
+    rows, device = response_tensors(groups), device_of(policy)
     mask_BT = rows["response_mask_BT"]
     drawn_BT = torch.zeros_like(mask_BT)
     drawn_BT[mask_BT.bool()] = torch.tensor(

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.forward import response_logprobs
-from async_rlhf.parallel import with_every_rank
+from async_rlhf.parallel import device_of, with_every_rank
 
 ROWS, LENGTH = 4, 16
 
@@ -33,13 +33,14 @@ def probe_logprobs(model: PreTrainedModel, autocast: torch.dtype | None = None) 
 
 
 def _logprobs(model: PreTrainedModel, autocast: torch.dtype | None) -> list[float]:
-    tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(model.device)
-    mask_BT = torch.ones(ROWS, LENGTH, device=model.device)
+    device = device_of(model)
+    tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(device)
+    mask_BT = torch.ones(ROWS, LENGTH, device=device)
     mask_BT[:, 0] = 0
     training = model.training
     model.eval()
     try:
-        with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             output = response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False)
     finally:
         model.train(training)

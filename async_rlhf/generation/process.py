@@ -34,7 +34,7 @@ from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.lora import only_adapter, write_base
-from async_rlhf.parallel import architecture_of
+from async_rlhf.parallel import architecture_of, device_of
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import DeviceRing, SnapshotRing
 
@@ -68,7 +68,8 @@ class ProcessGenerator(RestartingGenerator):
         adapters_only: bool = False,
     ) -> None:
         dtype = getattr(torch, config.dtype)
-        devices = [worker_device(config.device, number, policy.device) for number in range(config.workers)]
+        device = device_of(policy)
+        devices = [worker_device(config.device, number, device) for number in range(config.workers)]
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
         self.ring = (DeviceRing if shared else SnapshotRing).for_model(policy, dtype, staleness + 1, adapters_only)
         architecture = architecture_of(policy)

@@ -17,6 +17,7 @@ from async_rlhf.generation.decode_cache import join, keep_rows, only_grows
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.parallel import device_of
 from async_rlhf.types import Prompt, Rollout
 from async_rlhf.weights import digests, named_weights
 
@@ -98,7 +99,7 @@ class TransformersEngine:
         return [completions[i] for i in range(len(prompts))]
 
     def _decode(self, prompts: Sequence[Prompt]) -> Completions:
-        params, device = self.params, self.model.device
+        params, device = self.params, device_of(self.model)
         rows = len(prompts) * params.samples_per_prompt
         uniforms = row_uniforms(params.seed, prompts, params.samples_per_prompt, params.response_length)
         uniforms_TR = torch.from_numpy(uniforms).reshape(rows, -1).T.contiguous().to(device)
@@ -144,7 +145,7 @@ class TransformersEngine:
         Returns:
             Logits (B, V) for the next token, the mask (B, T) of these tokens and of ``room`` more, and their cache.
         """
-        device = self.model.device
+        device = device_of(self.model)
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens_PT = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -175,7 +176,7 @@ class TransformersEngine:
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT
-        with torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(device_of(self.model).type, dtype=self.autocast, enabled=self.autocast is not None):
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         return output.logits[:, -1]
 

@@ -52,6 +52,7 @@ class ZeRO(Parallel):
     def frozen(self, model: Model) -> Model:
         """With stage 3 an inference engine that spreads the weights; a smaller stage has nothing to spread."""
         if self.spreads_weights:
+            mark_spread(model, "frozen", self)
             options = {key: value for key, value in self._options(3).items() if key != "gradient_clipping"}
             self._deepspeed.initialize(model=model, config=options)
         return model
@@ -131,6 +132,8 @@ class ZeRO(Parallel):
         options = copy.deepcopy(self.config.deepspeed)
         zero = options.setdefault("zero_optimization", {})
         zero["stage"] = stage
+        # It would replace torch's linear layer in the whole process by one that rounds otherwise.
+        zero.setdefault("memory_efficient_linear", False)
         if self.config.cpu_offload:
             zero.setdefault("offload_optimizer", {"device": "cpu"})
             if stage == 3:
@@ -140,7 +143,7 @@ class ZeRO(Parallel):
             "train_micro_batch_size_per_gpu": self.run.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,  # accumulating() says where a step ends
             "gradient_clipping": self.run.max_grad_norm,
-            "torch_autocast": {"enabled": self.run.bf16, "dtype": "bfloat16"},
+            "torch_autocast": {"enabled": self.run.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
             # The optimiser is the same AdamW in float32 as everywhere else.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

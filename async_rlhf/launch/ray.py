@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 10.0
 _MANY = 1_000_000
-_TELL_AFTER_SECONDS = 10.0
+_TELL_AFTER_SECONDS = 30.0
 """An actor that is not placed by then is worth a line in the log."""
 
 
@@ -256,7 +256,9 @@ class Actor:
             )
         if seconds > _TELL_AFTER_SECONDS and not self._told:
             self._told = True
-            logger.warning("%s waits for room, for %g s at most: %s", self.label, self.room_timeout, needs)
+            logger.warning(
+                "%s is not there yet; it has %g s (ray.room_timeout): %s", self.label, self.room_timeout, needs
+            )
 
     def end(self) -> str:
         """Make sure that it has ended, and say how it did."""

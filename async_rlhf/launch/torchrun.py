@@ -170,12 +170,13 @@ class FullyShardedDataParallel(Parallel):
         return self.optimizer
 
     def frozen(self, model: Model) -> Model:
+        mark_spread(model, "frozen", self)
         self._shard(model)
         return model
 
     def _shard(self, model: nn.Module) -> None:
         """Block by block, so that only one block's weights are whole at a time."""
-        offload = self.config.cpu_offload and self.device.type != "cpu"  # where else would they be
+        offload = self.config.cpu_offload and self._mesh.device_type != "cpu"  # where else would they be
         blocks = set(getattr(model, "_no_split_modules", None) or [])
         options: dict[str, Any] = {
             "mesh": self._mesh,

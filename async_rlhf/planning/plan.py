@@ -133,6 +133,11 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}" + ("" if number == 1 else "s")
 
 
+def short(number: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> str:
     """The fastest splits as plain text: seconds from batch to batch for each staleness, and who waits."""
     possible = [choice for choice in choices if choice.outcomes]
@@ -163,7 +168,7 @@ def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> 
 def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
     """What to set, what limits, what it gains: one sentence each."""
     split, outcome = proposal.choice.split, proposal.outcome
-    rate = f", {source.prompts / outcome.step_seconds:.3g} prompts/s" if source.prompts else ""
+    rate = f", {short(source.prompts / outcome.step_seconds)} prompts/s" if source.prompts else ""
     where = (
         f"generation.placement: inline, parallel.ranks: {split.learners}"
         if split.in_turn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -71,20 +72,30 @@ class Scaled:
     prompts: int | None = None
 
     def batches(self, split: Split) -> Sequence[BatchTimes]:
-        """The rows, with times that shrink as :class:`~async_rlhf.config.plan.ScalingConfig` says."""
+        """The rows, with times that shrink as :class:`~async_rlhf.config.plan.ScalingConfig` says.
+
+        A generator beyond those measured takes the seconds of another row: it samples other prompts, and varies apart.
+        Fewer generators than measured take their mean.
+        """
         if self.prompts is not None and split.generators > self.prompts:
             raise DoesNotFitError(f"{split.generators} generators are more than the {self.prompts} prompts of a batch")
         generate = _shrunk(self.scaling.generate_fixed, self.measured.generators, split.generators)
         learn = _shrunk(self.scaling.learn_fixed, self.measured.learners, split.learners)
         return [
             BatchTimes(
-                tuple(row.generate[g % len(row.generate)] * generate for g in range(split.generators)),
+                tuple(self._generate(i, g, split) * generate for g in range(split.generators)),
                 row.learn * learn,
                 0.0 if split.in_turn else row.publish,
                 row.other,
             )
-            for row in self.rows
+            for i, row in enumerate(self.rows)
         ]
+
+    def _generate(self, row: int, generator: int, split: Split) -> float:
+        if split.generators < self.measured.generators:
+            return fmean(self.rows[row].generate)
+        further, known = divmod(generator, self.measured.generators)
+        return self.rows[(row + further) % len(self.rows)].generate[known]
 
 
 def _shrunk(fixed: float, measured: int, now: int) -> float:

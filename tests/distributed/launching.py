@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,14 +51,19 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(members, timeout=10)
 
 
-def left_of(members: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run a second later. Orphans that have ended wait for init, which may be in no hurry."""
-    left = []
-    for member in psutil.wait_procs(members, timeout=1)[1]:
-        with suppress(psutil.NoSuchProcess):
-            if member.status() != psutil.STATUS_ZOMBIE:
-                left.append(member)
+def left_of(members: list[psutil.Process], seconds: float = 5.0) -> list[psutil.Process]:
+    """Those that still run so much later. Orphans that have ended wait for init, which may be in no hurry."""
+    deadline = time.monotonic() + seconds
+    while (left := [member for member in members if runs(member)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
     return left
+
+
+def runs(member: psutil.Process) -> bool:
+    try:
+        return member.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -210,7 +211,7 @@ class LoseTheNode(TrainerCallback):
 
 
 def test_a_node_that_is_killed_mid_run_costs_nothing_but_time(cluster, run, undisturbed, caplog):
-    """It goes on from a checkpoint of the run on this host, too, with every actor on the node that is lost."""
+    """Every actor was on it, and a batch was under way; a new node takes its place."""
     lose = LoseTheNode(cluster)
     ray_config = RayConfig(address=cluster.address, labels=ACTORS, reward_workers=1, reward_labels=ACTORS)
     with caplog.at_level(logging.WARNING):
@@ -235,7 +236,7 @@ class HarmGenerators(TrainerCallback):
             os.kill(self.pids[1], signal.SIGSTOP)
 
 
-def test_actors_that_die_or_hang_are_replaced_and_a_checkpoint_goes_on(cluster, run, undisturbed, caplog):
+def test_actors_that_die_or_hang_are_replaced(cluster, run, undisturbed, caplog):
     harm = HarmGenerators()
     ray_config = RayConfig(address=cluster.address, labels=ACTORS)
     with caplog.at_level(logging.WARNING):
@@ -442,48 +443,74 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(cluster, tokenizer, p
     assert error() == "launch: got 'ray'; needs Ray: pip install 'async-rlhf[ray]'"
 
 
-def test_however_the_command_ends_its_actors_end(cluster, make_policy, tokenizer, prompts, tmp_path, monkeypatch):
-    """One is interrupted, one is killed; their reward is a file that the nodes know nothing of."""
+@pytest.fixture
+def command(cluster, make_policy, tokenizer, prompts, tmp_path, monkeypatch):
+    """Starts the command; its reward is a file that the nodes know nothing of."""
     write_model(make_policy(), tokenizer, tmp_path / "policy")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    (tmp_path / "letters.py").write_text(
-        "def letters(prompts, completions, **columns):\n    return [*map(len, completions)]"
-    )
+    (tmp_path / "letters.py").write_text(inspect.getsource(count_letters))
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    started = []
 
-    def start(name: str) -> subprocess.Popen[str]:
+    def start(name: str, *launcher: str, **train: object) -> subprocess.Popen[str]:
         config = {
             "model": str(tmp_path / "policy"),
             "data": {"train": str(tmp_path / "prompts.jsonl")},
-            "reward_funcs": [f"{tmp_path / 'letters.py'}:letters"],
+            "reward_funcs": [f"{tmp_path / 'letters.py'}:count_letters"],
             "train": {
                 "output_dir": str(tmp_path / name),
-                "total_episodes": 40_000,
                 "max_prompt_length": 32,
                 "non_eos_penalty": False,
                 "progress": False,
                 "launch": "ray",
-                "ray": {"labels": ACTORS, "reward_workers": int(name == "interrupted")},
                 "generation": {"response_length": 8},
+                **train,
             },
         }
         (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "async_rlhf.cli", "train", "--config", str(tmp_path / f"{name}.yml")]
-        return subprocess.Popen(command, stderr=(tmp_path / f"{name}.log").open("w"), text=True)
+        words = [*launcher, "-m", "async_rlhf.cli", "train", "--config", str(tmp_path / f"{name}.yml")]
+        log = (tmp_path / f"{name}.log").open("w")
+        started.append(subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, text=True))
+        return started[-1]
 
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_however_the_command_ends_its_actors_end(command, tmp_path):
     ends = {"interrupted": (signal.SIGINT, 130), "killed": (signal.SIGKILL, -9)}
-    processes = {name: start(name) for name in ends}
-    try:
-        for name, process in processes.items():
-            assert wait_until(partial(has_trained, process, tmp_path / name / "metrics.jsonl"), 120)
-            assert process.poll() is None, (tmp_path / f"{name}.log").read_text()
-        assert len(actor_pids("GeneratorActor")) == 2
-        assert len(actor_pids("RewardActor")) == 1
-        for name, (number, code) in ends.items():
-            processes[name].send_signal(number)
-            assert processes[name].wait(timeout=30) == code
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+    rewards = {"interrupted": {"reward_workers": 1, "reward_labels": ACTORS}, "killed": {}}
+    processes = {name: command(name, total_episodes=40_000, ray={"labels": ACTORS, **rewards[name]}) for name in ends}
+    for name, process in processes.items():
+        assert wait_until(partial(has_trained, process, tmp_path / name / "metrics.jsonl"), 120)
+        assert process.poll() is None, (tmp_path / f"{name}.log").read_text()
+    assert len(actor_pids("GeneratorActor")) == 2
+    assert len(actor_pids("RewardActor")) == 1
+    for name, (number, code) in ends.items():
+        processes[name].send_signal(number)
+        assert processes[name].wait(timeout=30) == code
     assert wait_until(lambda: not actor_pids("GeneratorActor") and not actor_pids("RewardActor"), 15)
+
+
+def test_a_learner_on_two_ranks_under_torchrun_has_its_actors_too(command, make_policy, tokenizer, prompts, make_args):
+    """Weights that are spread over ranks come together for the object store; the run is that of one process."""
+    # With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding.
+    smooth = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "total_episodes": 48, "staleness": 1}
+    alone = make_args("alone", {"response_length": 8}, gradient_accumulation_steps=2, num_mini_batches=1, **smooth)
+    trainer = OnlineDPOTrainer(make_policy(), alone, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer.train()
+    expected = outcome(trainer)[1]
+
+    folder = Path(alone.output_dir).with_name("ranks")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d"]
+    spread = {"per_device_train_batch_size": 4, "parallel": {"strategy": "fsdp"}, "ray": {"labels": ACTORS}}
+    process = command("ranks", *torchrun, **smooth, **spread)
+    assert process.wait(timeout=180) == 0, folder.with_name("ranks.log").read_text()
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == len(expected) == 6
+    for ours, theirs in zip(metrics, expected, strict=True):
+        for name in ("schedule/version", "objective/scores", "objective/kl", "loss/policy_avg", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name

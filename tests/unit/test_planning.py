@@ -231,7 +231,18 @@ def test_measured_times_scale_with_the_devices():
 def test_generators_keep_what_tells_them_apart():
     times = Scaled([BatchTimes((2.0, 4.0), 1.0, 0.0)], Split(2, 1), ScalingConfig(generate_fixed=0.0))
     assert times.batches(Split(4, 1))[0].generate == (1.0, 2.0, 1.0, 2.0)
-    assert times.batches(Split(1, 1))[0].generate == (4.0,)
+    # One generator for all prompts takes as long as both did together.
+    assert times.batches(Split(1, 1))[0].generate == (6.0,)
+
+
+def test_generators_beyond_those_measured_vary_apart():
+    rows = [BatchTimes((seconds,), 1.0, 0.0) for seconds in (2.0, 4.0, 6.0)]
+    times = Scaled(rows, Split(1, 1), ScalingConfig(generate_fixed=1.0))
+    assert [row.generate for row in times.batches(Split(2, 1))] == [(2.0, 4.0), (4.0, 6.0), (6.0, 2.0)]
+    # Each as fast as one alone, but a batch is there with the slower of them.
+    one, two = (try_split(times, Split(g, 1), PlanConfig()).outcomes[0].step_seconds for g in (1, 2))
+    assert one == pytest.approx(5, rel=0.02)
+    assert two == pytest.approx(1 + 16 / 3, rel=0.02)
 
 
 def test_measured_batches_come_again_each_as_often_as_any_other():
