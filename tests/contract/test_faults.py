@@ -312,11 +312,14 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
 
         def __init__(self) -> None:
             from async_rlhf.generation.inline import InlineGenerator
+            from async_rlhf.generation.shared import SharedEngine
             from async_rlhf.generation.transformers_engine import TransformersEngine
+            from async_rlhf.ranks import Ranks
 
             self.model = make_policy()
+            engine = TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0))
             self.inner = InlineGenerator(
-                TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0)),
+                SharedEngine(engine, Ranks(), "generate"),
                 Trace(),
                 Agreement(GenerationConfig(mismatch_samples=0), torch.float32, None),
             )

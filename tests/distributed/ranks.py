@@ -60,15 +60,15 @@ def break_down(rank: int, how: str, after: float = 0.0) -> None:
         threading.Timer(after, now).start() if after else now()
 
 
-def slowed(seconds: float):
-    """The reward, slow from the second batch on."""
-    calls = []
+def unsteady(slow: float = 0.0, none_at: int = 0):
+    """The reward, slow from the second batch on, or missing for one whole batch."""
+    calls: list[None] = []
 
     def rewards(prompts, completions, **columns):
-        calls.append(1)
+        calls.append(None)
         if len(calls) > 1:
-            time.sleep(seconds)
-        return count_letters(prompts, completions)
+            time.sleep(slow)
+        return [float("nan")] * len(prompts) if len(calls) == none_at else count_letters(prompts, completions)
 
     return rewards
 
@@ -85,6 +85,7 @@ def train(
     parallel: dict | None = None,
     fail: dict | None = None,
     slow_rewards: float = 0.0,
+    no_reward_at: int = 0,
     **changes,
 ) -> None:
     """One run, as its arguments say."""
@@ -101,7 +102,7 @@ def train(
         new_policy(),
         args,
         PROMPTS,
-        reward_funcs=slowed(slow_rewards) if slow_rewards else count_letters,
+        reward_funcs=unsteady(slow_rewards, no_reward_at),
         reward_model=new_reward_model() if reward_model else None,
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,

@@ -35,6 +35,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "lora": ({"algorithm": "rloo", "staleness": 1, "lora": 2}, ["ddp", "fsdp", "zero3"]),
     "bf16": ({**ASYNC, "bf16": True}, ["ddp", "fsdp", "zero2", "zero3"]),
     "checkpointing": ({"staleness": 1, "gradient_checkpointing": True}, ["ddp", "fsdp", "zero3"]),
+    "a batch without rewards": (
+        {"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "no_reward_at": 2},
+        ["ddp", "zero2"],
+    ),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
 
