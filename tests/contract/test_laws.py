@@ -149,12 +149,13 @@ def accumulated_gradients(make_policy, tokenizer, prompts, args: OnlineConfig, a
     experience, _ = learner.annotate(scored)
     captured = {}
 
-    def capture() -> list[float]:
+    def capture(limit: float) -> list[float]:
         captured.update({n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None})
         return [0.0] * len(learner.optimizer.param_groups)
 
-    learner._step = capture
+    learner.parallel.step = capture
     learner.update(experience, 1)
+    assert captured
     return captured
 
 
