@@ -24,9 +24,11 @@ _PUBLIC = {
     "OnlineTrainerState": "async_rlhf.callbacks",
     "PPOConfig": "async_rlhf.config",
     "PPOTrainer": "async_rlhf.trainers",
+    "ParallelConfig": "async_rlhf.config",
     "PolicyAndValueWrapper": "async_rlhf.forward",
     "RLOOConfig": "async_rlhf.config",
     "RLOOTrainer": "async_rlhf.trainers",
+    "RayConfig": "async_rlhf.config",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

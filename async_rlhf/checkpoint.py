@@ -57,6 +57,8 @@ _MAY_CHANGE = {
     "progress",
     "trace",
     "reward_timeout",
+    "parallel.ranks",
+    "parallel.timeout",
     "generation.max_restarts",
     "generation.timeout",
     "generation.heartbeat_timeout",
@@ -126,6 +128,10 @@ class ResumeState:
         lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
         self.ahead = [_rollout_batch(json.loads(line), stream) for line in lines]
 
+    def forget_weights(self) -> None:
+        """Let go of what the learner has taken; the random generators are still to be restored."""
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith("random.")}
+
     def check(self, config: OnlineConfig) -> None:
         """Require the configuration to be the same, but for keys that may change.
 
@@ -145,7 +151,12 @@ class ResumeState:
 def as_saved(config: OnlineConfig) -> dict[str, Any]:
     """A configuration as JSON gives it back, keys with dots, with what follows from it and may not change."""
     algorithm = next(name for name, kind in ALGORITHM_CONFIGS.items() if isinstance(config, kind))
-    derived = {"algorithm": algorithm, "number of generation.urls": len(config.generation.urls)}
+    derived = {
+        "algorithm": algorithm,
+        "number of generation.urls": len(config.generation.urls),
+        "number of ranks": config.parallel.count,
+        "prompts per batch": config.batch_size,
+    }
     return json.loads(json.dumps({**derived, **dotted(asdict(config))}))
 
 

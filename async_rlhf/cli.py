@@ -138,11 +138,11 @@ def _run(name: str, words: list[str]) -> int:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130
     except ConfigError as error:
-        if lead:
+        if lead or os.environ.get("LOCAL_RANK") == "0":  # a mistake may be of one host alone
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 2
     except RankError as error:
-        if lead:
+        if lead or (launched_rank() == 1 and str(error).startswith("rank 0 ")):
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -155,7 +155,7 @@ class Learner:
         """What rank 0 may ask of the others."""
         return {
             "annotate": self._annotate,
-            "update": lambda batch, empty: self.update(self._credited.select([]) if empty else self._credited, batch),
+            "update": lambda batch, empty: self.update(self._credited if empty is None else empty, batch),
             "state": self.state,
         }
 
@@ -208,7 +208,7 @@ class Learner:
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""
-        with self.ranks.calling("update", batch, len(experience) == 0):
+        with self.ranks.calling("update", batch, None if len(experience) else experience):
             return self._update(experience, batch)
 
     def _update(self, experience: Experience, batch: int) -> dict[str, float]:
@@ -269,7 +269,7 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a new learner and its :meth:`restore` need beside the files of :meth:`save`: tensors, and values for
-        JSON. They do not depend on the number of ranks.
+        JSON. They do not depend on the number of ranks, and are on rank 0 alone.
         """
         with self.ranks.calling("state"):
             tensors = {f"optimizer.{name}": tensor for name, tensor in self.parallel.moments().items()}

@@ -24,9 +24,11 @@ from transformers import (
 )
 
 from async_rlhf.config import ConfigError, NewModelConfig
+from async_rlhf.config.base import require
 from async_rlhf.lora import has_adapters, save_adapters
 from async_rlhf.parallel import architecture_of, spread_of
-from async_rlhf.weights import iterate_weights, named_weights
+from async_rlhf.ranks import Ranks
+from async_rlhf.weights import checksum, iterate_weights, named_weights
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -170,6 +172,33 @@ def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
     if folder is not None:
         load_value_head(Path(folder), head)
     return head
+
+
+def value_model_for(
+    given: PreTrainedModel | str | None,
+    reward_model: PreTrainedModel | None,
+    policy: PreTrainedModel,
+    device: torch.device,
+) -> PreTrainedModel:
+    """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
+    if isinstance(given, str):
+        return load_reward_model(given, device, "value_model")
+    if given is not None and given is reward_model:
+        raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
+    if given is not None:
+        return check_reward_model(given, "value_model").to(device)
+    return (new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model)).to(device)
+
+
+def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
+    """Require every rank to have been given the same models, under these names."""
+    if ranks.count == 1:
+        return
+    mine = {key: checksum(named_weights(model)) for key, model in models.items() if model is not None}
+    for rank, theirs in enumerate(ranks.gather(mine)):
+        for key in mine:
+            found = f"different weights on ranks {rank} and {ranks.rank}"
+            require(theirs.get(key) == mine[key], key, found, "must be the same model on every rank")
 
 
 def write_value_head(head: nn.Linear, folder: Path) -> None:

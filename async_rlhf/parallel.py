@@ -86,9 +86,17 @@ class Parallel:
         return torch.nn.utils.clip_grad_norm_(parameters, limit).item()
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimiser's state under ``number of the parameter.name``; on every rank, whole."""
-        state = self.optimizer.state_dict()["state"]
-        return {f"{i}.{name}": self.whole(x) for i, values in state.items() for name, x in values.items()}
+        """The optimiser's state under ``number of the parameter.name``, whole, in the memory of rank 0's host.
+
+        Every rank must ask; the others get nothing.
+        """
+        found = {}
+        for i, values in self.optimizer.state_dict()["state"].items():
+            for name, tensor in values.items():
+                whole = self.whole(tensor)
+                if self.ranks.leads:
+                    found[f"{i}.{name}"] = whole.cpu()
+        return found
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Take back what :meth:`moments` gave; the groups' rates stay as they are."""

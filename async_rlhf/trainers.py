@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,15 +42,14 @@ from async_rlhf.lora import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models import (
     check_embeddings,
     check_positions,
-    check_reward_model,
     in_float32,
     load_policy,
-    load_reward_model,
     new_value_head,
-    new_value_model,
+    require_alike,
     reward_model_for,
     stop_token_ids,
     tokenizer_for,
+    value_model_for,
 )
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts, read_schedule
@@ -166,6 +164,7 @@ class OnlineTrainer:
         if reference is not None:
             check_embeddings(reference.to(device), self.processing_class, "ref_model")
         value = self._value(value_model, scoring_model, device)
+        require_alike(self.ranks, model=self.model, ref_model=reference, reward_model=scoring_model, value_model=value)
         if args.lora.rank > 0 and not has_adapters(self.model):
             add_adapters(self.model, args.lora, args.seed)
         if args.lora.publish == "adapter":
@@ -203,8 +202,13 @@ class OnlineTrainer:
             with shared_cores(self.args, self.device, self.ranks.local_count) as threads:
                 if self._resumed is not None:
                     self.learner.restore(self._resumed.tensors, self._resumed.values["learner"])
+                    self._resumed.forget_weights()
                 engine = shared_engine(self.args, self.model, self._params, self.ranks, "generate")
-                state = self._lead(engine, threads, stop_asked) if self.ranks.leads else self._follow(engine)
+                state: OnlineTrainerState | None
+                if self.ranks.leads:
+                    state = self._lead(engine, threads, lambda: stop_asked() or self._watch.stop_asked)
+                else:
+                    state = self._follow(engine, stop_asked)
             self._watch.close()
         if state is None:
             raise SystemExit(0)
@@ -243,8 +247,9 @@ class OnlineTrainer:
             )
             try:
                 state = loop.run(resumed, resumed.logs if resumed and self._here else None)
-            except SystemExit:  # a signal has asked for it
-                self.ranks.end(None)
+            except SystemExit as error:
+                if not error.code:  # a signal has asked for it, and the state is saved
+                    self.ranks.end(None)
                 raise
         self.ranks.end(state)
         return state
@@ -264,11 +269,18 @@ class OnlineTrainer:
             ahead=resumed.ahead if resumed else (),
         )
 
-    def _follow(self, engine: SharedEngine) -> OnlineTrainerState | None:
+    def _follow(self, engine: SharedEngine, stop_asked: Callable[[], bool]) -> OnlineTrainerState | None:
         """Do what rank 0 asks for, until it ends. Returns its state, None where a signal has ended it."""
+
+        def update(*args: Any) -> None:
+            self.learner.calls["update"](*args)
+            if stop_asked():
+                self._watch.ask_to_stop()
+
         models = {"policy": self.model, "value": self.learner.value}
         calls: dict[str, Callable[..., Any]] = {
             **self.learner.calls,
+            "update": update,
             "weights": lambda name, adapters: deque(iterate_weights(models[name], adapters), maxlen=0),
             "probe": lambda name, autocast: probe_logprobs(models[name], autocast),
             "log_ratios": lambda name, *rest: log_ratios(models[name], *rest),
@@ -375,14 +387,7 @@ class PPOTrainer(OnlineTrainer):
                 right = "with shared_trunk it must be None or the folder of a head"
                 raise ConfigError(f"value_model: got a model; {right}")
             return new_value_head(self.model, value_model).to(device)
-        if isinstance(value_model, str):
-            value = load_reward_model(value_model, device, "value_model")
-        elif value_model is not None and value_model is reward_model:
-            raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
-        elif value_model is not None:
-            value = check_reward_model(value_model, "value_model").to(device)
-        else:
-            value = new_value_model(self.model) if reward_model is None else copy.deepcopy(reward_model)
+        value = value_model_for(value_model, reward_model, self.model, device)
         check_embeddings(value, self.processing_class, "value_model")
         value = in_float32(value).to(device).requires_grad_(True)
         if self.args.lora.rank > 0:

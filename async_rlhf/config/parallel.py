@@ -47,7 +47,8 @@ def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
 
 @dataclass(frozen=True)
 class ParallelConfig(Checked):
-    """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch or srun.
+    """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch,
+    or srun as in recipes/slurm.
 
     Args:
         strategy: "ddp" keeps all of the weights on every rank; "zero1" spreads the optimiser's state (DeepSpeed),
@@ -80,7 +81,10 @@ class ParallelConfig(Checked):
             right = "must be left out: it follows from the keys of train"
             require(name not in self.deepspeed, f"deepspeed.{name}", self.deepspeed.get(name), right)
         right = "must be left out of deepspeed.zero_optimization: strategy says it"
-        stage = self.deepspeed.get("zero_optimization", {}).get("stage")
+        zero_options = self.deepspeed.get("zero_optimization", {})
+        right_kind = 'must be a mapping, such as {"stage3_prefetch_bucket_size": 5e7}'
+        require(isinstance(zero_options, dict), "deepspeed.zero_optimization", zero_options, right_kind)
+        stage = zero_options.get("stage")
         require(stage is None, "deepspeed.zero_optimization.stage", stage, right)
         right = 'must be false with strategy "ddp": nothing is spread'
         require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", self.cpu_offload, right)

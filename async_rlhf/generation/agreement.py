@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,7 +117,9 @@ def log_ratios(
     drawn_BT[mask_BT.bool()] = torch.tensor(
         [float(v == version) for group in groups for v in group.rollouts[0].versions]
     )
-    told = (dict.fromkeys(snapshot), version, groups, temperature, autocast)
+    # The columns of prompts stay on rank 0: they may be large, and only rewards need them.
+    stripped = [replace(group, prompt=replace(group.prompt, columns={})) for group in groups]
+    told = (dict.fromkeys(snapshot), version, stripped, temperature, autocast)
     with with_every_rank(policy, "log_ratios", *told) as parallel, ExitStack() as stack:
         model: Any = policy
         if snapshot and parallel.spreads_weights:
@@ -147,6 +150,7 @@ def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], par
     finally:
         for restore in undo:
             restore()
+        parallel.settle(policy)  # the pass may have left the snapshot whole
 
 
 class _WithWeights:

@@ -81,8 +81,8 @@ class ZeRO(Parallel):
         for i, parameter in enumerate(self._parameters):
             for name in ("exp_avg", "exp_avg_sq"):
                 tensor = safe_get_full_optimizer_state(parameter, name)
-                if tensor is not None:  # before the first step there is none
-                    found[f"{i}.{name}"] = tensor
+                if tensor is not None and self.ranks.leads:  # before the first step there is none
+                    found[f"{i}.{name}"] = tensor.cpu()
                     found[f"{i}.step"] = self._steps().clone()
         return found
 
@@ -95,7 +95,7 @@ class ZeRO(Parallel):
         kind = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
         for flat in getattr(self._zero, kind):  # the optimiser has no state before its first step
             zeros = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[flat] = {"step": moments["0.step"].clone(), **zeros}
+            self.optimizer.state[flat] = {"step": moments["0.step"].clone().to(flat.device), **zeros}
         if self.stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
         for i, parameter in enumerate(self._parameters):

@@ -47,13 +47,21 @@ def start_ranks(config: OnlineConfig) -> Ranks:
     launched = launched_ranks()
     right = f"must be {launched}, the processes that were launched, or null"
     if launched == 1:
-        right = "start the command with torchrun, accelerate launch or srun, such as: torchrun --nproc-per-node"
+        right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
         right += f" {config.parallel.ranks} -m async_rlhf.cli train ..."
     require(config.parallel.count == launched, "parallel.ranks", config.parallel.ranks, right)
     if launched == 1:
+        if config.parallel.strategy not in ("auto", "ddp"):
+            logger.warning(
+                "parallel.strategy: %r has no effect on one rank; start with torchrun", config.parallel.strategy
+            )
         return Ranks()
+    # transformers would leave the weights of all but one rank zero, for somebody to broadcast them.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     local, on_host = int(os.environ.get("LOCAL_RANK", 0)), launched_on_host()
     if uses_gpu(config):
+        right = "the variable LOCAL_RANK must say which GPU of its host a rank takes"
+        require("LOCAL_RANK" in os.environ, "device", config.device, right)
         right = f"host {os.uname().nodename} has {torch.cuda.device_count()} GPUs for {on_host} ranks"
         require(torch.cuda.device_count() >= on_host, "device", config.device, right)
         torch.cuda.set_device(local)
@@ -93,6 +101,9 @@ def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str
     right = f"the accelerate config file says mixed_precision: {asked}; set bf16 to match, or leave it out there"
     require(asked in ("", "no", "bf16") and (asked == "bf16") <= bf16, "bf16", bf16, right)
     if said("ACCELERATE_USE_DEEPSPEED") == "true":
+        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+        right = f"the accelerate config file names {file}; set parallel.strategy, and its options as parallel.deepspeed"
+        require(file in ("", "none"), "parallel.strategy", "auto", right)
         stage = said("ACCELERATE_DEEPSPEED_ZERO_STAGE") or "2"
         right = f"the accelerate config file says zero_stage: {stage}; must be 1, 2 or 3"
         require(stage in _ZERO, "parallel.strategy", "auto", right)
@@ -116,6 +127,9 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     if ranks.count == 1:
         return Parallel(ranks)
     parallel = from_accelerate(config.parallel, config.bf16)
+    spread = parallel.strategy in ("fsdp", "zero3")
+    right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+    require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
     if ranks.leads:
         logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
     if parallel.strategy == "ddp":

@@ -38,6 +38,9 @@ class Watch:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.failure: str | None = None
+        self.stop_asked = False
+        """Whether another rank has been told to end."""
+        self._watching = False
         self._lock = threading.Lock()
         self._told = False
         self._connections: dict[int, socket.socket] = {}
@@ -54,6 +57,7 @@ class Watch:
                 ranks.from_lead((server.getsockname()[1], key))
                 while len(self._connections) < ranks.count - 1:
                     connection, _ = server.accept()
+                    connection.settimeout(10)
                     hello = _read_line(connection)
                     if hello is not None and hello.get("key") == key:
                         self._connections[hello["rank"]] = connection
@@ -64,11 +68,14 @@ class Watch:
             self._connections[0] = connection
         for rank, connection in self._connections.items():
             connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _notice_lost_hosts(connection)
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
         message = _read_line(connection)
+        while message is not None and "stop" in message:
+            self.stop_asked = True
+            message = _read_line(connection)
         if message is None:
             self._fail(f"rank {rank} is gone, without a word (killed, or out of memory?)")
         elif message.get("end") != _WELL:
@@ -80,8 +87,9 @@ class Watch:
                 return
             self.failure = why
         self._tell(why)
-        with suppress(ProcessLookupError):
-            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+        if self._watching:
+            with suppress(ProcessLookupError):
+                signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
         # A main thread that waits for a GPU cannot be woken.
         timer = threading.Timer(GRACE, self._leave)
         timer.daemon = True
@@ -102,11 +110,16 @@ class Watch:
         if not self._connections:
             yield
             return
+        if self.failure is not None:  # between two times of watching
+            raise RankError(self.failure)
         before: Any = None
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(_SIGNAL, self._raise)
+            self._watching = True
+        self._outer = before
         try:
             yield
+            self._watching = False
             if before is not None:
                 signal.signal(_SIGNAL, before)
         except BaseException as error:
@@ -122,7 +135,15 @@ class Watch:
             self._tell(f"rank {self.ranks.rank} failed: {_described(error)}")
             raise
 
-    def _raise(self, _signal: int, _frame: object) -> None:
+    def ask_to_stop(self) -> None:
+        """Tell rank 0 that this one has been told to end."""
+        for connection in self._connections.values():
+            with suppress(OSError):
+                _write_line(connection, {"stop": True})
+
+    def _raise(self, number: int, frame: object) -> None:
+        if self.failure is None:  # a watch around this one means it
+            self._outer(number, frame)
         signal.signal(_SIGNAL, signal.SIG_IGN)
         raise RankError(self.failure)
 
@@ -143,18 +164,27 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+def _notice_lost_hosts(connection: socket.socket) -> None:
+    """Within some 6 seconds, where the system can; else only processes that end are noticed at once."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 6000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _write_line(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message; None where the other side is gone."""
+    """The next message; None where the other side is gone, or speaks another language."""
     data = b""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         while not data.endswith(b"\n"):
-            part = connection.recv(65536)
+            part = connection.recv(1)
             if not part:
                 return None
             data += part
-        return json.loads(data)
+        message = json.loads(data)
+        return message if isinstance(message, dict) else None
     return None

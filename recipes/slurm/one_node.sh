@@ -16,6 +16,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # newer versions of srun no longer take it from sbatch
 config=${1:?usage: sbatch recipes/slurm/one_node.sh CONFIG.yml [--key value ...]}
 shift
 

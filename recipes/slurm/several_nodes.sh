@@ -4,7 +4,8 @@
 #   sbatch --nodes=3 recipes/slurm/several_nodes.sh recipes/tldr/online_dpo_pythia_410m_vllm.yml my-org/my-sft-model
 #
 # The model is named for the servers, which read its architecture; weights come from the run, over the network.
-# As one_node.sh it saves when its time is nearly over, is put back into the queue, and goes on.
+# As one_node.sh it saves when its time is nearly over, is put back into the queue, and goes on; preempted without that
+# warning, it goes on from its last checkpoint (save_steps).
 #SBATCH --job-name=async-rlhf
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=8
@@ -16,6 +17,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # newer versions of srun no longer take it from sbatch
 usage="usage: sbatch --nodes=N recipes/slurm/several_nodes.sh CONFIG.yml MODEL [--key value ...]"
 config=${1:?$usage}
 model=${2:?$usage}

@@ -19,7 +19,7 @@ from tiny import count_letters
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.checkpoint import ResumeState, as_saved
 from async_rlhf.config import ConfigError
 from async_rlhf.trainers import TRAINERS
@@ -350,3 +350,12 @@ def test_servers_may_move_but_not_multiply(make_args):
     with pytest.raises(ConfigError, match=r"number of generation.urls: was 2, is 1"):
         state.check(served("http://b:1"))
     state.check(served("http://b:1", resume_anyway=True))
+
+
+def test_as_many_ranks_with_as_large_a_batch(make_args):
+    """Else prompts would be passed over: who has which draw follows from the size of a batch."""
+    before = make_args(parallel=ParallelConfig(ranks=2), total_episodes=96)
+    state = ResumeState(batch=1, config=as_saved(before), inputs={}, values={}, logs={})
+    state.check(make_args(parallel=ParallelConfig(ranks=2), total_episodes=192))
+    with pytest.raises(ConfigError, match=r"number of ranks: was 2, is 1\n +prompts per batch: was 16, is 8"):
+        state.check(make_args(total_episodes=96))

@@ -19,7 +19,7 @@ import torch
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from async_rlhf.config import LoRAConfig, ParallelConfig
+from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.trainers import TRAINERS
 
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
@@ -60,15 +60,16 @@ def break_down(rank: int, how: str, after: float = 0.0) -> None:
         threading.Timer(after, now).start() if after else now()
 
 
-def unsteady(slow: float = 0.0, none_at: int = 0):
-    """The reward, slow from the second batch on, or missing for one whole batch."""
+def unsteady(slow: float = 0.0, none_at: int = 0, missing: int = 0):
+    """The reward: slow from the second batch on, missing for one whole batch, or for the first so many completions."""
     calls: list[None] = []
 
     def rewards(prompts, completions, **columns):
         calls.append(None)
         if len(calls) > 1:
             time.sleep(slow)
-        return [float("nan")] * len(prompts) if len(calls) == none_at else count_letters(prompts, completions)
+        absent = len(prompts) if len(calls) == none_at else missing
+        return [float("nan")] * absent + count_letters(prompts, completions)[absent:]
 
     return rewards
 
@@ -86,6 +87,8 @@ def train(
     fail: dict | None = None,
     slow_rewards: float = 0.0,
     no_reward_at: int = 0,
+    missing_rewards: int = 0,
+    kl: dict | None = None,
     **changes,
 ) -> None:
     """One run, as its arguments say."""
@@ -96,13 +99,13 @@ def train(
         algorithm=algorithm,
         parallel=ParallelConfig(strategy=strategy, ranks=ranks, **(parallel or {})),
         lora=LoRAConfig(rank=lora),
-        **{**SMOOTH, **changes},
+        **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
     )
     trainer = TRAINERS[algorithm](
         new_policy(),
         args,
         PROMPTS,
-        reward_funcs=unsteady(slow_rewards, no_reward_at),
+        reward_funcs=unsteady(slow_rewards, no_reward_at, missing_rewards),
         reward_model=new_reward_model() if reward_model else None,
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,

@@ -76,6 +76,14 @@ def torchrun(config: Path, *more: str, ranks: int = 2) -> list[str]:
     return [*words, f"--master-port={free_port()}", "-m", "async_rlhf.cli", "train", "--config", str(config), *more]
 
 
+@pytest.fixture(scope="module")
+def by_torchrun(inputs, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("by_torchrun")
+    log = folder / "log"
+    finish(start(torchrun(write_config(inputs, folder)), log), log, 120)
+    return folder / "run"
+
+
 def test_the_command_under_torchrun(inputs, tmp_path):
     """Trains, and is skipped the second time; a mistake is said once, and by nobody as a traceback."""
     config, log = write_config(inputs, tmp_path), tmp_path / "log"
@@ -101,8 +109,8 @@ ACCELERATE = {
 
 
 @pytest.mark.parametrize("strategy", ACCELERATE)
-def test_an_accelerate_config_file(inputs, tmp_path, strategy):
-    """It says how many ranks there are and what spreads their weights."""
+def test_an_accelerate_config_file(inputs, by_torchrun, tmp_path, strategy):
+    """It says how many ranks there are and what spreads their weights; the run is the one by torchrun."""
     general = {
         "compute_environment": "LOCAL_MACHINE",
         "num_machines": 1,
@@ -118,8 +126,12 @@ def test_an_accelerate_config_file(inputs, tmp_path, strategy):
     config = write_config(inputs, tmp_path)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "-m", "async_rlhf.cli"]
     text = finish(start([*words, "train", "--config", str(config)], log), log, 120)
-    assert len(metrics_of(tmp_path / "run")) == 6
     assert f"2 ranks, {strategy}" in text
+    ours, theirs = metrics_of(tmp_path / "run"), metrics_of(by_torchrun)
+    assert len(ours) == len(theirs) == 6
+    for mine, one in zip(ours, theirs, strict=True):
+        for name in ("loss/policy_avg", "grad_norm", "objective/kl", "objective/scores"):
+            assert mine[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
 
 
 SRUN = """

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.distributed
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
-ASYNC = {"staleness": 1, "reward_model": True}
+ASYNC = {"staleness": 1, "reward_model": True, "annotate_batch_size": 8}
+"""So small that every rank has passes without gradient to make, and some of the reward model's."""
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     # What it changes, and under what it is tried.
     "dpo": ({**ASYNC, "total_episodes": 96, "save_steps": 3, "lr_scheduler_type": "constant"}, STRATEGIES),
@@ -36,9 +37,19 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bf16": ({**ASYNC, "bf16": True}, ["ddp", "fsdp", "zero2", "zero3"]),
     "checkpointing": ({"staleness": 1, "gradient_checkpointing": True}, ["ddp", "fsdp", "zero3"]),
     "a batch without rewards": (
-        {"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "no_reward_at": 2},
+        {"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "no_reward_at": 1},
         ["ddp", "zero2"],
     ),
+    # 11 of 16 prompts are left, so that the last round of micro-batches is short.
+    "uneven": (
+        {"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "missing_rewards": 10},
+        ["ddp", "fsdp"],
+    ),
+    "kl target": (
+        {"algorithm": "rloo", "staleness": 1, "kl": {"coef": 0.3, "target": 0.01, "horizon": 100}},
+        ["ddp", "zero3"],
+    ),
+    "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
 
@@ -200,15 +211,21 @@ def test_a_node_that_is_lost_ends_the_other(tmp_path):
             kill_all(node)
 
 
-def test_sigterm_saves_and_the_run_goes_on_exactly(spread, tmp_path):
-    """As torchrun hands it on to all ranks."""
+@pytest.mark.parametrize("told", ["torchrun", "rank 1"])
+def test_sigterm_saves_and_the_run_goes_on_exactly(spread, tmp_path, told):
+    """As torchrun hands it on to all ranks; or to one of them, whose host is about to go."""
     run, log = run_of("dpo", "zero2", tmp_path, total_episodes=160_000, save_steps=0), tmp_path / "log"
     process = launch([run], 2, log)
     try:
         metrics = tmp_path / "dpo-zero2" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, process, log)
         members = family(process)
-        process.send_signal(signal.SIGTERM)
+        if told == "torchrun":
+            process.send_signal(signal.SIGTERM)
+        else:
+            next(
+                m for m in members if m.environ().get("RANK") == "1" and "ranks.py" in " ".join(m.cmdline())
+            ).terminate()
         process.wait(30)
         assert left_of(members) == []
     finally:
@@ -228,6 +245,7 @@ FAILURES = {
     "rank 1 raises": ({"fail": {"rank": 1, "how": "raise"}}, "rank 1 failed: RuntimeError: told to fail"),
     "rank 0 raises": ({"fail": {"rank": 0, "how": "raise"}}, "rank 0 failed: RuntimeError: told to fail"),
     "rank 1 is killed": ({"fail": {"rank": 1, "how": "kill"}}, "rank 1 is gone, without a word"),
+    "rank 0 is killed": ({"fail": {"rank": 0, "how": "kill"}}, "rank 0 is gone, without a word"),
     # Rank 0 is busy with something that has nothing to do with the others.
     "rank 1 is killed during rewards": (
         {"fail": {"rank": 1, "how": "kill", "after": 2.0}, "slow_rewards": 120.0},
