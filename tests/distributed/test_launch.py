@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launching import finish, free_port, kill_all, metrics_of, weights_of
+from launching import family, finish, free_port, kill_all, metrics_of, weights_of
 from ranks import new_policy
 from tiny import PROMPTS, byte_tokenizer
 
@@ -182,8 +181,7 @@ def test_a_slurm_job_that_is_preempted_goes_on_exactly(inputs, tmp_path):
         assert time.monotonic() < deadline, (tmp_path / "job").read_text()[-4000:]
         assert first.poll() is None, (tmp_path / "job").read_text()[-4000:]
         time.sleep(0.1)
-    srun = subprocess.run(["pgrep", "-f", str(tools / "srun")], capture_output=True, text=True, check=True).stdout
-    os.kill(int(srun.split()[0]), signal.SIGTERM)
+    next(member for member in family(first) if str(tools / "srun") in member.cmdline()).terminate()
     finish(first, tmp_path / "job", 60)
     assert (tmp_path / "requeued").read_text().split() == ["requeue", job["SLURM_JOB_ID"]]
     assert not (output / "final").exists()
