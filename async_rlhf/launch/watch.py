@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 GRACE = 5.0
 """Seconds that a rank has to unwind once another has failed."""
+_PATIENCE = 1.0
+"""Seconds for the news of another rank's end, which may come after its consequences."""
 _SIGNAL = signal.SIGUSR2
 _WELL = "well"
 
@@ -42,6 +44,7 @@ class Watch:
         """Whether another rank has been told to end."""
         self._watching = False
         self._lock = threading.Lock()
+        self._failed = threading.Event()
         self._told = False
         self._connections: dict[int, socket.socket] = {}
         if ranks.count > 1:
@@ -86,6 +89,7 @@ class Watch:
             if self.failure is not None or self._told:
                 return
             self.failure = why
+        self._failed.set()
         self._tell(why)
         if self._watching:
             with suppress(ProcessLookupError):
@@ -128,6 +132,8 @@ class Watch:
             if isinstance(error, SystemExit) and not error.code:
                 self.close()
                 raise
+            if isinstance(error, RuntimeError):  # perhaps of a collective, because another rank has just gone
+                self._failed.wait(_PATIENCE)
             if self.failure is not None:
                 raise RankError(self.failure) from error
             with self._lock:
