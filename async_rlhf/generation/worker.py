@@ -49,7 +49,7 @@ class Weights(Protocol):
         """The tensors of a version."""
 
 
-class Sampler:
+class RequestHandler:
     """An engine that answers requests, each by the weights that it names.
 
     Args:
@@ -110,9 +110,9 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     sender = threading.Thread(target=_send, args=(pipe, replies))
     sender.start()
     try:
-        sampler = Sampler(spec, params, ring, beat=lambda: setattr(beat, "value", time.monotonic()))
+        handler = RequestHandler(spec, params, ring, beat=lambda: setattr(beat, "value", time.monotonic()))
         while (request := requests.get()) is not None:
-            replies.put(sampler.answer(request))
+            replies.put(handler.answer(request))
     except Exception as error:
         replies.put(to_failure(error))
     finally:

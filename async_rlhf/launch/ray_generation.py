@@ -27,7 +27,7 @@ from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
-from async_rlhf.generation.worker import Sampler, to_failure
+from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.launch.ray import Actor, Place, Signs, generator_place, is_lost
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import TensorSpec, digests, iterate_weights, layout, tensors_in
@@ -118,18 +118,18 @@ class GeneratorActor(Signs):
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._spec, self._params = spec, params
         self._weights = FetchedWeights(specs)
-        self._sampler: Sampler | None = None
+        self._handler: RequestHandler | None = None
         self._has_begun = False
 
     @ray.method(concurrency_group="work")
     def sample(self, request: Request, version: int, reference: list[ray.ObjectRef]) -> Reply | Failure:
         """Answer a request. ``version`` is the one that it names, or the newest when it was asked."""
         try:
-            if self._sampler is None:
-                self._sampler = Sampler(self._spec, self._params, self._weights, self._beat)
+            if self._handler is None:
+                self._handler = RequestHandler(self._spec, self._params, self._weights, self._beat)
             self.last_sign = time.monotonic() if self._has_begun else None
             self._weights.fetch(version, reference)
-            reply = self._sampler.answer(request)
+            reply = self._handler.answer(request)
             self._weights.keep(reply.version)
         except Exception as error:
             return to_failure(error)
