@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m async_rlhf.cli train --config run.yml
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,8 @@ def start_ranks(config: OnlineConfig) -> Ranks:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if uses_gpu(config) else "cpu:gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
+        # A thread of gloo's that still holds a tensor of Python's would abort the interpreter as it ends.
+        atexit.register(dist.destroy_process_group)
     return Ranks(
         dist.get_rank(), dist.get_world_size(), local, on_host, dist.new_group(timeout=_FOR_EVER, backend="gloo")
     )

@@ -38,7 +38,8 @@ class Watch:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+        # Not the ranks themselves: their process group must not be left to a thread that outlives the main one.
+        self._rank = ranks.rank
         self.failure: str | None = None
         self.stop_asked = False
         """Whether another rank has been told to end."""
@@ -48,11 +49,10 @@ class Watch:
         self._told = False
         self._connections: dict[int, socket.socket] = {}
         if ranks.count > 1:
-            self._connect()
+            self._connect(ranks)
 
-    def _connect(self) -> None:
+    def _connect(self, ranks: Ranks) -> None:
         """Rank 0 listens; the others come and say who they are."""
-        ranks = self.ranks
         if ranks.leads:
             with socket.create_server(("", 0)) as server:
                 server.settimeout(60)
@@ -138,7 +138,7 @@ class Watch:
                 raise RankError(self.failure) from error
             with self._lock:
                 self._told = True
-            self._tell(f"rank {self.ranks.rank} failed: {_described(error)}")
+            self._tell(f"rank {self._rank} failed: {_described(error)}")
             raise
 
     def ask_to_stop(self) -> None:
