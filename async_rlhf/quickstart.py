@@ -22,7 +22,7 @@ from async_rlhf.config import (
     SFTConfig,
 )
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
-from async_rlhf.config.run import GOLD_REWARD
+from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.files import whole_file
 
 logger = logging.getLogger(__name__)

@@ -13,29 +13,32 @@ from async_rlhf.config.algorithms import (
     RLOOConfig,
 )
 from async_rlhf.config.base import ConfigError
+from async_rlhf.config.evaluation import EvaluateConfig, GenerateConfig
 from async_rlhf.config.generation import GenerationConfig, ServeConfig, VLLMConfig
-from async_rlhf.config.online import LoRAConfig, OnlineConfig
+from async_rlhf.config.online import AdapterConfig, LoRAConfig, OnlineConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.plan import PlanConfig
 from async_rlhf.config.ray import RayConfig
-from async_rlhf.config.run import (
-    DataConfig,
-    EvaluateConfig,
+from async_rlhf.config.rewards import JudgeConfig
+from async_rlhf.config.run import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.config.stages import (
     NewModelConfig,
     PairsConfig,
-    ReplayConfig,
+    RelabelConfig,
     RewardConfig,
-    RunConfig,
     SFTConfig,
 )
 
 __all__ = [
     "ALGORITHM_CONFIGS",
+    "AdapterConfig",
     "ConfigError",
     "DataConfig",
     "EvaluateConfig",
     "GRPOConfig",
+    "GenerateConfig",
     "GenerationConfig",
+    "JudgeConfig",
     "KLConfig",
     "KLPenaltyConfig",
     "LoRAConfig",
@@ -51,6 +54,7 @@ __all__ = [
     "RLOOConfig",
     "RatioConfig",
     "RayConfig",
+    "RelabelConfig",
     "ReplayConfig",
     "RewardConfig",
     "RunConfig",

@@ -10,29 +10,38 @@ from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
+LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
+
 
 @dataclass(frozen=True)
-class LoRAConfig(Checked):
-    """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight.
-
-    The reference policy is then the policy with its adapters off. Dropout stays off.
+class AdapterConfig(Checked):
+    """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight. Dropout stays off.
 
     Args:
         rank: of the adapters; 0 trains every weight.
         alpha: the adapters' output is scaled by alpha / rank.
         target_modules: names of the modules to adapt; empty takes every linear layer but the head.
-        publish: "merged" hands generators weights with the adapters merged in; "adapter" the adapters alone, a small
-            part of the bytes, which the engine applies at every step (vLLM in a process or inline).
     """
 
     rank: int = 0
     alpha: float = 32.0
     target_modules: list[str] = field(default_factory=list)
-    publish: Literal["merged", "adapter"] = "merged"
 
     def check(self) -> None:
         self.at_least(0, "rank")
         self.above(0, "alpha")
+
+
+@dataclass(frozen=True)
+class LoRAConfig(AdapterConfig):
+    """Adapters in online training. The reference policy is then the policy with its adapters off.
+
+    Args:
+        publish: "merged" hands generators weights with the adapters merged in; "adapter" the adapters alone, a small
+            part of the bytes, which the engine applies at every step (vLLM in a process or inline).
+    """
+
+    publish: Literal["merged", "adapter"] = "merged"
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,7 @@ class OnlineConfig(Checked):
     num_mini_batches: int = 1
     num_epochs: int = 1
     learning_rate: float = 3e-6
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
-        "linear"
-    )
+    lr_scheduler_type: LRSchedule = "linear"
     warmup_steps: int = 0
     weight_decay: float = 0.0
     adam_beta1: float = 0.9

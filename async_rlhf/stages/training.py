@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainingArguments
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.run import StageConfig
+from async_rlhf.config.stages import StageConfig
 from async_rlhf.models import write_model
 from async_rlhf.stage import Stage
 

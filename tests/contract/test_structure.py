@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 import async_rlhf
-from async_rlhf.config import algorithms, base, generation, online, parallel, plan, quickstart, ray, run
+from async_rlhf.config import (
+    algorithms,
+    base,
+    generation,
+    online,
+    parallel,
+    plan,
+    quickstart,
+    ray,
+    run,
+)
 
 PACKAGE = Path(async_rlhf.__file__).parent
 FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -94,7 +104,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 CONFIGS = [
     kind
-    for module in (generation, online, parallel, algorithms, run, quickstart, plan, ray)
+    for module in (generation, online, parallel, algorithms, run, stages, rewards, evaluation, quickstart, plan, ray)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, base.Checked) and kind.__module__ == module.__name__
 ]

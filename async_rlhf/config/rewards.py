@@ -1,0 +1,61 @@
+"""What judges completions, as configurations name it: a reward model, Python functions, or a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from async_rlhf.config.base import Checked, require
+
+GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
+
+
+def check_functions(functions: Sequence[str], key: str = "reward_funcs") -> None:
+    """Every name has the form of one."""
+    right = 'must be "module:function" or "path/to/file.py:function", maybe with arguments: "module:function(limit=3)"'
+    for name in functions:
+        require(":" in name, key, name, right)
+
+
+def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> None:
+    """Either a reward model or functions."""
+    check_functions(reward_funcs)
+    one = (reward_model is not None) != (len(reward_funcs) > 0)
+    require(one, "reward_model", reward_model, "give either a reward_model or reward_funcs")
+
+
+@dataclass(frozen=True)
+class JudgeConfig(Checked):
+    """A language model that compares two completions, behind an OpenAI-compatible URL.
+
+    Each pair is shown twice, the second time in the other order; a completion wins when both verdicts name it, and
+    two verdicts that contradict each other count as a tie.
+
+    Args:
+        url: up to and including the version, such as "http://localhost:8000/v1"; null for no such judge.
+        model: its name there.
+        prompt_file: a text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a
+            general question about helpfulness.
+        api_key_variable: the environment variable with the key; it may be unset where none is needed.
+        concurrency: requests under way at the same time.
+        timeout: seconds for one request.
+        max_retries: how often a request that failed is made again.
+        max_tokens: most tokens of a verdict.
+    """
+
+    url: str | None = None
+    model: str = ""
+    prompt_file: str | None = None
+    api_key_variable: str = "OPENAI_API_KEY"
+    concurrency: int = 8
+    timeout: float = 120.0
+    max_retries: int = 5
+    max_tokens: int = 16
+
+    def check(self) -> None:
+        right = 'must begin with http:// or https://, such as "http://localhost:8000/v1"'
+        require(self.url is None or self.url.startswith(("http://", "https://")), "judge.url", self.url, right)
+        require(self.url is None or self.model != "", "judge.model", self.model, "name the model at judge.url")
+        self.at_least(1, "concurrency", "max_tokens")
+        self.at_least(0, "max_retries")
+        self.above(0, "timeout")
