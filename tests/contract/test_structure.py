@@ -14,13 +14,16 @@ import async_rlhf
 from async_rlhf.config import (
     algorithms,
     base,
+    evaluation,
     generation,
     online,
     parallel,
     plan,
     quickstart,
     ray,
+    rewards,
     run,
+    stages,
 )
 
 PACKAGE = Path(async_rlhf.__file__).parent
