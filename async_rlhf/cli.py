@@ -51,6 +51,11 @@ COMMANDS = {
         "async_rlhf.config:RewardConfig",
         "async_rlhf.stages.reward:run_reward",
     ),
+    "relabel": Command(
+        "label preference pairs anew by a gold reward",
+        "async_rlhf.config:RelabelConfig",
+        "async_rlhf.stages.relabel:run_relabel",
+    ),
     "train": Command(
         "train a policy online, synchronously or asynchronously",
         "async_rlhf.config:RunConfig",

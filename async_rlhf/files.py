@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import TextIO
 
 
+def cache_folder() -> Path:
+    """Where what can be computed again is kept: ``$ASYNC_RLHF_CACHE``, else ``~/.cache/async_rlhf``."""
+    told = os.environ.get("ASYNC_RLHF_CACHE")
+    return Path(told) if told else Path.home() / ".cache" / "async_rlhf"
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name only when the body has ended well; else nothing is left of it."""

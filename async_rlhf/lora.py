@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ConfigError, LoRAConfig
+from async_rlhf.config import AdapterConfig, ConfigError
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -22,7 +22,7 @@ def has_adapters(model: nn.Module) -> bool:
     return getattr(model, "peft_config", None) is not None
 
 
-def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int, task: str = "CAUSAL_LM") -> PreTrainedModel:
+def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task: str = "CAUSAL_LM") -> PreTrainedModel:
     """Freeze the model and put trainable adapters on it, in place.
 
     Args:

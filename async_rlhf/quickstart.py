@@ -73,6 +73,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             num_epochs=1,
             learning_rate=1e-3,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
+            center=False,  # the samples that it is trained on are few, and nothing here asks where its zero is
             seed=seed,
             overwrite=config.overwrite,
         ),

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from async_rlhf.config import ConfigError
-from async_rlhf.files import whole_file
+from async_rlhf.files import cache_folder, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def harvest(
         raise ConfigError(f"workers must be at least 1, or None for one per core; found {workers}")
     names = default_sources() if sources is None else list(sources)
     files = [file for name in names for file in _list_files(name)]
-    path = (cache_dir or _default_cache_dir()) / f"docstrings-{_cache_key(files)}.jsonl"
+    path = (cache_dir or cache_folder()) / f"docstrings-{_cache_key(files)}.jsonl"
     functions = _read_cache(path)
     if functions is None:
         functions = _parse_files(files, workers, progress)
@@ -343,11 +343,6 @@ def _summary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     if not line.isascii() or not line.isprintable() or letters < 0.8 * len(line) or " " not in line:
         return None
     return None if _NOT_PROSE.search(line) or _SIGNATURE.search(line) or '"""' in line else line
-
-
-def _default_cache_dir() -> Path:
-    told = os.environ.get("ASYNC_RLHF_CACHE")
-    return Path(told) if told else Path.home() / ".cache" / "async_rlhf"
 
 
 def _cache_key(files: Iterable[_File]) -> str:

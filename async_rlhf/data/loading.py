@@ -1,4 +1,4 @@
-"""Reading data sets: JSON lines, JSON, Parquet, CSV, a folder written by datasets, or a name on the hub."""
+"""Reading data sets: JSON lines, JSON, Parquet, CSV, a folder of them or one written by datasets, or a hub name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
     """All rows of a data set.
 
     Args:
-        source: a .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a hub name.
+        source: a .jsonl, .json, .parquet or .csv file, a folder of such files named by their splits, one written by
+            datasets, or a hub name; "name:config" where the hub has several configurations.
         split: the split to take where there are several.
         columns: columns that must be there.
         key: the configuration key that errors name.
@@ -70,18 +71,22 @@ def _load_with_datasets(path: Path, source: str, split: str, key: str) -> Rows:
     try:
         if path.suffix in _FILE_FORMATS:
             return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
-        if path.is_dir():
+        if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             loaded = load_from_disk(str(path))
-            if isinstance(loaded, DatasetDict):
-                if split not in loaded:
-                    raise ConfigError(f"{key}: {source!r} has no split {split!r}; it has {', '.join(loaded)}")
-                return loaded[split]
-            return loaded
-        return load_dataset(source, split=split)
+            if not isinstance(loaded, DatasetDict):
+                return loaded
+        elif path.is_dir():  # files as <split>.jsonl or <split>-00000-of-00002.parquet
+            loaded = load_dataset(str(path))
+        else:
+            name, _, config = source.partition(":")
+            return load_dataset(name, config or None, split=split)
+        if split not in loaded:
+            raise ConfigError(f"{key}: {source!r} has no split {split!r}; it has {', '.join(loaded)}")
+        return loaded[split]
     except ConfigError:
         raise
     except Exception as error:  # datasets raises many unrelated types for a source it cannot read
         raise ConfigError(
             f"{key}: {source!r} could not be read ({type(error).__name__}: {error}); must be a .jsonl, .json, .parquet "
-            "or .csv file, a folder written by datasets, or a name on the hub"
+            "or .csv file, a folder of such files or one written by datasets, or a name on the hub"
         ) from error

@@ -17,7 +17,9 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, check_columns
+from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ class PromptStream:
     Args:
         rows: the data set.
         tokenizer: of the policy.
-        prompt_field: the column with the prompt's text.
+        prompt_field: the column with the prompt, as text or as a chat (see data/formats.py); what is handed out has
+            the text there.
         max_length: prompts with more tokens are dropped, and counted in ``dropped``.
         seed: of the order.
         shuffle: False keeps the order of the rows.
@@ -55,24 +58,16 @@ class PromptStream:
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
         check_columns(rows, [prompt_field], key)
-        for number, row in enumerate(rows, start=1):
-            if not isinstance(row[prompt_field], str):
-                raise ConfigError(
-                    f"{key}: {prompt_field!r} of row {number} is a {type(row[prompt_field]).__name__}; must be text "
-                    "(apply a chat template first)"
-                )
-            try:
-                row[prompt_field].encode()
-            except UnicodeEncodeError as error:
-                raise ConfigError(
-                    f"{key}: {prompt_field!r} of row {number} is {row[prompt_field][:60]!r}; must be Unicode text, "
-                    "without half characters (surrogates)"
-                ) from error
+        values = [row[prompt_field] for row in rows]
+        texts = RowReader(tokenizer, key).prompts(values, prompt_field)
         self.rows = rows
         self.seed = seed
         self.shuffle = shuffle
-        encoded = tokenizer([row[prompt_field] for row in rows], add_special_tokens=False)["input_ids"]
-        self._tokens = {i: tuple(ids) for i, ids in enumerate(encoded) if 0 < len(ids) <= max_length}
+        self._field = prompt_field
+        encoded = encode_texts(tokenizer, texts, key)
+        self._tokens = {i: ids for i, ids in enumerate(encoded) if 0 < len(ids) <= max_length}
+        # Of chats alone: a second copy of plain text would be nothing but memory.
+        self._texts = {i: texts[i] for i in self._tokens if texts[i] is not values[i]}
         self._kept = np.fromiter(self._tokens, dtype=np.int64)
         self.dropped = len(rows) - len(self._kept)
         if len(self._kept) == 0:
@@ -102,6 +97,8 @@ class PromptStream:
         epoch, position = divmod(draw, len(self))
         row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
+        if row in self._texts:  # who reads the columns sees what the policy sees
+            columns[self._field] = self._texts[row]
         return Prompt(draw, row, self._tokens[row], columns)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.types import Rollout
 
 EOS = "<|endoftext|>"
@@ -61,13 +62,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
     )
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Token ids of each text, without special tokens."""
-    if not texts:
-        return []
-    return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-
-
 def encode_responses(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool] | None = None
 ) -> list[tuple[int, ...]]:
@@ -78,7 +72,7 @@ def encode_responses(
         texts: the responses.
         ended: whether each ended by itself; one that was cut off gets no end-of-sequence token. None: all ended.
     """
-    bare = encode_prompts(tokenizer, [strip_eos(tokenizer, text) for text in texts])
+    bare = encode_texts(tokenizer, [strip_eos(tokenizer, text) for text in texts])
     flags = [True] * len(bare) if ended is None else ended
     return [ids + (tokenizer.eos_token_id,) * flag for ids, flag in zip(bare, flags, strict=True)]
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.data.tokenizer import encode_prompts, encode_responses
+from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.forward import score_rows
 from async_rlhf.models import load_reward_model, load_tokenizer
 from async_rlhf.scoring.functions import RewardError, call_reward_function, load_reward_functions
@@ -24,6 +26,7 @@ class Judge:
         batch_size: rows of one pass of the reward model.
         device: of the reward model.
         prompt_field: the column that is the prompt; functions do not get it twice.
+        dtype: of the reward model.
     """
 
     def __init__(
@@ -33,13 +36,15 @@ class Judge:
         batch_size: int,
         device: torch.device | str,
         prompt_field: str = "query",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.batch_size = batch_size
         self.prompt_field = prompt_field
         self.functions = load_reward_functions(reward_funcs)
-        self.model = None
+        self.model: PreTrainedModel | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
-            self.model = load_reward_model(reward_model, device)
+            self.model = load_reward_model(reward_model, device).to(dtype)
             self.tokenizer = load_tokenizer(reward_model, key="reward_model")
 
     def __call__(
@@ -68,8 +73,9 @@ class Judge:
 
     def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
         assert self.model is not None
+        assert self.tokenizer is not None
         encoded = zip(
-            encode_prompts(self.tokenizer, prompts),
+            encode_texts(self.tokenizer, prompts),
             encode_responses(self.tokenizer, completions, ended),
             strict=True,
         )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +17,21 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, RewardConfig
+from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, load_rows
-from async_rlhf.data.tokenizer import encode_prompts, encode_responses
+from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.forward import reward_scores
+from async_rlhf.lora import add_adapters
 from async_rlhf.models import load_tokenizer, new_reward_model
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.stage import Stage
+from async_rlhf.stages.reward_scale import calibration, center_scores
+from async_rlhf.stages.sft import encode_rows
 from async_rlhf.stages.training import StageTrainer, publish_model, require_single_process, train
 
 logger = logging.getLogger(__name__)
-
-_COLUMNS = ("prompt", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +48,25 @@ class EncodedPair:
         return max(len(self.chosen), len(self.rejected))
 
 
-def run_reward(config: RewardConfig) -> dict[str, float]:
+def run_reward(config: RewardConfig) -> dict[str, Any]:
     """Train a reward model and save it with its tokenizer in ``config.output_dir``.
 
-    The score is left as it was trained, without an offset; its mean and deviation are in the results.
-
     Returns:
-        train_loss, pairs, dropped (too long), ties (both sides alike) and, on held-out pairs, eval_pairs, eval_loss,
-        eval_accuracy with its 95% interval (Wilson) eval_accuracy_low and eval_accuracy_high, score_mean and score_sd
-        over both sides.
+        train_loss, pairs, dropped (too long), ties (both sides alike), score_offset (what ``center`` subtracted) and,
+        on held-out pairs, those of :func:`evaluate_pairs`.
 
     Raises:
         ConfigError: see the message.
     """
-    inputs = {"train": config.train, "eval": config.eval, "model": config.model}
+    inputs = {"train": config.train, "eval": config.eval, "model": config.model, "reference": config.reference}
     stage = Stage(Path(config.output_dir), "reward", config, inputs, owns_folder=True)
     if (results := stage.done()) is not None:
         return results
     require_single_process("reward")
-    rows = load_rows(config.train, config.train_split, columns=_COLUMNS, key="train")
-    heldout = load_rows(config.eval, config.eval_split, columns=_COLUMNS, key="eval") if config.eval else None
+    rows = load_rows(config.train, config.train_split, key="train")
+    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
     tokenizer = load_tokenizer(config.model)
+    reference = _reference(config, tokenizer)
     model = new_reward_model(config.model, tokenizer, config.seed)
     pairs, counts = encode_pairs(rows, tokenizer, config.max_length, "train")
     if heldout is None:
@@ -72,16 +74,32 @@ def run_reward(config: RewardConfig) -> dict[str, float]:
     else:
         held, _ = encode_pairs(heldout, tokenizer, config.max_length, "eval")
 
-    trainer = RewardTrainer(model, pairs, [pair.longest for pair in pairs], config)
-    results = {"train_loss": train(trainer), "pairs": len(pairs), **counts}
-    results.update(evaluate_pairs(model, held, config.per_device_train_batch_size))
-    logger.info("reward: held-out accuracy %.3f on %d pairs", results["eval_accuracy"], len(held))
-    publish_model(stage, trainer, tokenizer, results)
-    return results
+    size = config.per_device_train_batch_size
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
+    lengths = [pair.longest for pair in pairs]
+    trainer = RewardTrainer(model, pairs, lengths, config, lambda: evaluate_pairs(model, held, size))
+    found: dict[str, Any] = {"train_loss": train(trainer), "pairs": len(pairs), **counts, "score_offset": 0.0}
+    if config.center:
+        found["score_offset"] = center_scores(model, reference or [pair.chosen for pair in pairs], 2 * size)
+    found |= evaluate_pairs(model, held, size)
+    logger.info("reward: held-out accuracy %.3f on %d pairs", found["eval_accuracy"], len(held))
+    publish_model(stage, trainer, tokenizer, found)
+    return found
+
+
+def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """The data whose mean score is to be 0, as tokens; empty for the training pairs' own."""
+    if config.reference is None:
+        return []
+    rows = load_rows(config.reference, config.reference_split, key="reference")
+    return [row.tokens for row in encode_rows(rows, tokenizer, False, config.max_length, "reference")[0]]
 
 
 class RewardTrainer(StageTrainer):
-    """-log sigmoid(score(chosen) - score(rejected))."""
+    """-log sigmoid(score(chosen) - score(rejected)), and maybe a penalty on the sum of the two."""
+
+    config: RewardConfig
 
     def collate(self, examples: Sequence[EncodedPair]) -> dict[str, Tensor]:
         """input_ids (2B, T), lengths (2B) and labels (B, 2), which only say how many pairs there are."""
@@ -93,7 +111,8 @@ class RewardTrainer(StageTrainer):
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
         """Nats, summed over the pairs."""
         scores_B2 = reward_scores(model, batch["input_ids"], batch["lengths"]).view(-1, 2)
-        return -logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
+        loss = -logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
+        return loss + self.config.center_rewards_coefficient * scores_B2.sum(dim=1).square().sum()
 
 
 def pair_tensors(pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
@@ -112,18 +131,13 @@ def encode_pairs(
         both sides alike.
 
     Raises:
-        ConfigError: a column is not text, or no pair is left.
+        ConfigError: a row is no pair, or no pair is left.
     """
-    for number, row in enumerate(rows, start=1):
-        for column in _COLUMNS:
-            if not isinstance(row[column], str):
-                raise ConfigError(f"{key}: row {number}: `{column}` must be text; got {type(row[column]).__name__}")
-    prompts = [str(row["prompt"]) for row in rows]
-    encoded = encode_prompts(tokenizer, prompts)
+    prompts, *texts_of_sides = zip(*RowReader(tokenizer, key).preferences(rows), strict=True)
+    encoded = encode_texts(tokenizer, prompts, key)
     sides = []
-    for side in ("chosen", "rejected"):
+    for side, texts in zip(("chosen", "rejected"), texts_of_sides, strict=True):
         ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
-        texts = [str(row[side]) for row in rows]
         sides.append([a + b for a, b in zip(encoded, encode_responses(tokenizer, texts, ended), strict=True)])
     pairs = [EncodedPair(*pair) for pair in zip(prompts, *sides, strict=True)]
     different = [pair for pair in pairs if pair.chosen != pair.rejected]
@@ -156,8 +170,14 @@ def split_by_prompt(
 
 
 @torch.no_grad()
-def evaluate_pairs(model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_size: int) -> dict[str, float]:
-    """Loss, accuracy with its interval, and the spread of the scores. Equal scores count as half right."""
+def evaluate_pairs(model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_size: int) -> dict[str, Any]:
+    """How well scores order held-out pairs. Equal scores count as half right.
+
+    Returns:
+        eval_pairs, eval_loss (nats per pair), eval_accuracy with its 95% interval (Wilson) eval_accuracy_low and
+        eval_accuracy_high, eval_margin (mean of chosen less rejected), eval_ece and calibration (see
+        :func:`~async_rlhf.stages.reward_scale.calibration`), score_mean and score_sd over both sides.
+    """
     model.eval()
     scores_R2 = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for index_B in by_length(torch.tensor([pair.longest for pair in pairs]), batch_size):
@@ -172,6 +192,8 @@ def evaluate_pairs(model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_s
         "eval_accuracy": accuracy.estimate,
         "eval_accuracy_low": accuracy.low,
         "eval_accuracy_high": accuracy.high,
+        "eval_margin": margins_R.mean().item(),
+        **calibration(margins_R),
         "score_mean": scores_R2.mean().item(),
         "score_sd": scores_R2.std(correction=1).item(),
     }

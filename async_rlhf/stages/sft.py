@@ -11,10 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, SFTConfig
-from async_rlhf.data.loading import Rows, load_rows
-from async_rlhf.data.tokenizer import TEXT, encode_prompts, encode_responses, split_text, train_tokenizer
+from async_rlhf.data.formats import RowReader
+from async_rlhf.data.loading import Rows, check_columns, load_rows
+from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import TEXT, encode_responses, train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.forward import response_logits
+from async_rlhf.lora import add_adapters
 from async_rlhf.models import load_policy, load_tokenizer, new_gpt_neox
 from async_rlhf.stage import Stage
 from async_rlhf.stages.training import StageTrainer, publish_model, require_single_process, train
@@ -30,26 +33,30 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
         (nats per token) and eval_perplexity (e to that power).
 
     Raises:
-        ConfigError: see the message; among others a row whose ``query`` is not the start of its text.
+        ConfigError: see the message; among others a row whose `query` is not the start of its text.
     """
     inputs = {"train": config.train, "eval": config.eval, "model": config.model}
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
     if (results := stage.done()) is not None:
         return results
     require_single_process("sft")
-    columns = ["query", TEXT] if config.completion_only else [TEXT]
-    rows = load_rows(config.train, config.train_split, columns=columns, key="train")
-    heldout = load_rows(config.eval, config.eval_split, columns=columns, key="eval") if config.eval else None
+    rows = load_rows(config.train, config.train_split, key="train")
+    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
     model, tokenizer = _start(config, rows)
     longest = _longest(config, model)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
     held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0] if heldout else []
 
-    trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config)
+    def evaluate() -> dict[str, float]:
+        loss, perplexity = loss_and_perplexity(model, held_examples, config.per_device_train_batch_size)
+        return {"eval_loss": loss, "eval_perplexity": perplexity}
+
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora, config.seed)
+    trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config, evaluate)
     results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped}
     if held_examples:
-        size = config.per_device_train_batch_size
-        results["eval_loss"], results["eval_perplexity"] = loss_and_perplexity(model, held_examples, size)
+        results |= evaluate()
         logger.info("sft: held-out loss %.4f, perplexity %.2f", results["eval_loss"], results["eval_perplexity"])
     publish_model(stage, trainer, tokenizer, results)
     return results
@@ -76,22 +83,23 @@ def encode_rows(
     """Rows as tokens, and how many were dropped for having more than ``longest``.
 
     Args:
-        rows: with `query_reference_response`, and maybe `query`, its start.
+        rows: see :meth:`~async_rlhf.data.formats.RowReader.demonstrations`.
         tokenizer: its end-of-sequence token is added to every row.
-        completion_only: only what follows the query is trained on.
+        completion_only: only the response is trained on.
         longest: most tokens of a row.
         key: the configuration key that errors name.
 
     Raises:
-        ConfigError: a query is not the start of its text, or every row is too long.
+        ConfigError: a row is no demonstration, or has no prompt to leave out, or every row is too long.
     """
-    queries, rests = [], []
-    for number, row in enumerate(rows, start=1):
-        query, rest = split_text(row, f"{key}: row {number}")
-        queries.append(query)
-        rests.append(rest)
-    encoded = zip(encode_prompts(tokenizer, queries), encode_responses(tokenizer, rests), strict=True)
-    examples = [EncodedRow(query + rest, len(query) if completion_only else 0) for query, rest in encoded]
+    prompts, responses = zip(*RowReader(tokenizer, key).demonstrations(rows), strict=True)
+    if completion_only and "" in prompts:
+        raise ConfigError(
+            f"completion_only: got True, and row {prompts.index('') + 1} of {key} has no prompt (`query`, or `prompt` "
+            "with `completion`, or `messages`); set completion_only false to train on whole texts"
+        )
+    encoded = zip(encode_texts(tokenizer, prompts, key), encode_responses(tokenizer, responses), strict=True)
+    examples = [EncodedRow(prompt + rest, len(prompt) if completion_only else 0) for prompt, rest in encoded]
     kept = [row for row in examples if 1 < len(row.tokens) <= longest]
     dropped = len(examples) - len(kept)
     if not kept:
@@ -106,6 +114,7 @@ def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTo
     if config.model is not None:
         return load_policy(config.model), load_tokenizer(config.model)
     size = config.new_model
+    check_columns(rows, [TEXT], "train")
     tokenizer = train_tokenizer((str(row[TEXT]) for row in rows), size.vocab_size, size.max_positions)
     return new_gpt_neox(size, tokenizer, config.seed), tokenizer
 

@@ -6,14 +6,21 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.stages import StageConfig
@@ -62,14 +69,41 @@ class QuietProgress(ProgressCallback):
             self.training_bar.set_postfix(shown, refresh=False)
 
 
+class _EvaluateEvery(TrainerCallback):
+    """Metrics of held-out data in the Trainer's log, every so many optimiser steps."""
+
+    def __init__(self, trainer: Trainer, steps: int, evaluate: Callable[[], dict[str, float]]) -> None:
+        self.trainer, self.steps, self.evaluate = trainer, steps, evaluate
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate, if it is time."""
+        if self.steps > 0 and state.global_step % self.steps == 0 and state.global_step < state.max_steps:
+            metrics = {name: value for name, value in self.evaluate().items() if isinstance(value, (int, float))}
+            self.trainer.model.train()
+            self.trainer.log(metrics)
+            logger.info("step %d of %d: held-out loss %.4f", state.global_step, state.max_steps, metrics["eval_loss"])
+
+
 class StageTrainer(Trainer):
     """A Trainer whose loss is a sum over an optimiser step's items divided by their number.
 
     A subclass gives :meth:`loss_sum` and :meth:`collate`; a batch has ``labels``, which are -100 except at items.
+
+    Args:
+        model: is trained.
+        examples: any number.
+        lengths: tokens of each.
+        config: of the stage.
+        evaluate: gives `eval_loss` and more of held-out data.
     """
 
     def __init__(
-        self, model: PreTrainedModel, examples: Sequence[Any], lengths: Sequence[int], config: StageConfig
+        self,
+        model: PreTrainedModel,
+        examples: Sequence[Any],
+        lengths: Sequence[int],
+        config: StageConfig,
+        evaluate: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.config = config
         self.batches = LengthBatches(lengths, config.per_device_train_batch_size, config.seed)
@@ -84,6 +118,7 @@ class StageTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.remove_callback(ProgressCallback)
         self.add_callback(QuietProgress)
+        self.add_callback(_EvaluateEvery(self, config.eval_steps, evaluate))
 
     def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """A batch on the CPU."""
@@ -113,11 +148,13 @@ def _training_arguments(config: StageConfig) -> TrainingArguments:
         output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output at the end
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="linear",
+        lr_scheduler_type=config.lr_scheduler_type,
         warmup_steps=config.warmup_ratio,  # below 1 it is a share of the steps
         weight_decay=config.weight_decay,
         per_device_train_batch_size=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},  # the other kind finds no gradient below adapters
         logging_steps=config.logging_steps,
         logging_nan_inf_filter=False,  # it replaces what went wrong by an older loss
         report_to=config.report_to or "none",

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rlhf.config import ConfigError, NewModelConfig
-from async_rlhf.data.tokenizer import encode_prompts, encode_responses, split_text, train_tokenizer
+from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import encode_responses, split_text, train_tokenizer
 from async_rlhf.models import load_tokenizer, new_gpt_neox, write_model
 
 TEXTS = ["def read_file(path): Return the content.", "def write_file(path, text): Write the text."] * 20
@@ -19,7 +20,7 @@ def bpe():
 
 
 def test_every_text_survives(bpe):
-    for text, ids in zip(HARD, encode_prompts(bpe, HARD), strict=True):
+    for text, ids in zip(HARD, encode_texts(bpe, HARD), strict=True):
         assert bpe.decode(ids) == text
 
 
@@ -29,7 +30,7 @@ def test_special_tokens_and_sizes(bpe):
     assert bpe.encode("a<|endoftext|>b") == [*bpe.encode("a"), 0, *bpe.encode("b")]
     assert 258 < len(bpe) <= 320
     assert bpe.model_max_length == 64
-    assert len(encode_prompts(bpe, [" path"])[0]) < len(" path")  # merges were learned
+    assert len(encode_texts(bpe, [" path"])[0]) < len(" path")  # merges were learned
 
 
 def test_the_same_texts_give_the_same_tokenizer(bpe):
@@ -44,13 +45,13 @@ def test_saved_beside_a_model_it_is_read_back_alike(bpe, tmp_path):
     for loaded in (load_tokenizer(str(tmp_path / "model")), AutoTokenizer.from_pretrained(tmp_path / "model")):
         assert loaded.get_vocab() == bpe.get_vocab()
         assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1)
-        assert encode_prompts(loaded, HARD + TEXTS) == encode_prompts(bpe, HARD + TEXTS)
+        assert encode_texts(loaded, HARD + TEXTS) == encode_texts(bpe, HARD + TEXTS)
 
 
 def test_a_response_ends_once_or_not_at_all(bpe):
     plain, spelled, cut = encode_responses(bpe, ["Return.", "Return.<|endoftext|>", "Return."], [True, True, False])
     assert plain == spelled == (*cut, 0)
-    assert cut == encode_prompts(bpe, ["Return."])[0]
+    assert cut == encode_texts(bpe, ["Return."])[0]
     assert encode_responses(bpe, [""]) == [(0,)]
     assert encode_responses(bpe, []) == []
 
