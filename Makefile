@@ -41,6 +41,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,report]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[reasoning-gym]' || \
+		echo "reasoning-gym could not be installed (it takes a C compiler): its tests will be skipped"
 	@touch $@
 
 setup-vllm: $(VENV)/.vllm   ## add vLLM: its CUDA build where there is an NVIDIA GPU, its CPU build elsewhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -75,6 +76,11 @@ COMMANDS = {
         "start a vLLM server that samples for runs on other devices or hosts",
         "async_rlhf.config:ServeConfig",
         "async_rlhf.generation.vllm_serve:run_serve",
+    ),
+    "generate": Command(
+        "sample from models or from all checkpoints of a run on held-out prompts",
+        "async_rlhf.config:GenerateConfig",
+        "async_rlhf.evaluation.generate:run_generate",
     ),
     "evaluate": Command(
         "compare models on held-out prompts: gold reward, win-rates, KL",
@@ -157,9 +163,12 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, and ``train --resume`` as ``train --train.resume=true``."""
+    """``replay RUN`` as ``replay --run RUN``, ``train --resume`` as ``train --train.resume=true``, and in every command
+    with rewards ``--reward F`` as ``--reward_funcs F``."""
     if name == "replay" and words and not words[0].startswith("-"):
         return ["--run", *words]
+    if name in ("train", "pairs", "relabel", "evaluate"):
+        words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
     if name != "train":
         return words
     plain = {"--resume": "--train.resume=true", "--resume-anyway": "--train.resume_anyway=true"}

@@ -17,6 +17,7 @@ import xxhash
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted
+from async_rlhf.config.rewards import FunctionName
 from async_rlhf.files import whole_file, whole_folder
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Stage:
         return self.folder / f"{self.marker_name or self.name}.json"
 
     @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """What the marker says of configuration and inputs."""
         values = dotted(dataclasses.asdict(self.config))
         config = {key: value for key, value in values.items() if key.rpartition(".")[2] not in _ELSEWHERE}
         # Through JSON and back, so that it equals what a marker says.
@@ -90,7 +92,7 @@ class Stage:
         Raises:
             ConfigError: it was done with others, or the folder holds something else.
         """
-        identity = self._identity
+        identity = self.identity
         found = self._read_marker()
         if found is None:
             self._check_place()
@@ -139,7 +141,7 @@ class Stage:
                 file.write(text)
 
     def _marker_text(self, results: Mapping[str, Any]) -> str:
-        content = {"stage": self.name, **self._identity, "results": dict(results)}
+        content = {"stage": self.name, **self.identity, "results": dict(results)}
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     def _read_marker(self) -> dict[str, Any] | None:
@@ -190,12 +192,11 @@ def fingerprint(source: str) -> str:
     """What tells one input from another: a hash of the content where it is local, else the name.
 
     Of a model's folder only the files of model and tokenizer count, so that logs and markers beside them may change.
-    A function, as "module:function" or "file.py:function", counts with the file it is in.
+    A function, as "module:function" or "file.py:function(key=value)", counts with the file it is in, and of a package
+    with the files beside it.
     """
-    place, colon, function = source.rpartition(":")
-    if colon and not Path(source).expanduser().exists():
-        file = Path(place) if place.endswith(".py") else _module_file(place)
-        return f"{function} in {_hash([file], file.parent)}" if file is not None and file.is_file() else source
+    if ":" in source and not Path(source).expanduser().exists():
+        return _function_fingerprint(source)
     path = Path(source).expanduser()
     if path.is_file():
         return _hash([path], path.parent, named=False)
@@ -205,6 +206,18 @@ def fingerprint(source: str) -> str:
         return _hash({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
     files = [file for file in path.rglob("*") if not file.name.startswith((".", "cache-"))]
     return _hash(files, path)
+
+
+def _function_fingerprint(name: str) -> str:
+    try:
+        wanted = FunctionName.parse(name, "")
+    except ConfigError:
+        return name  # not the name of a function, such as that of a data set on the hub
+    file = Path(wanted.place) if wanted.place.endswith(".py") else _module_file(wanted.place)
+    if file is None or not file.is_file():
+        return name
+    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
+    return f"{name.strip()[len(wanted.place) + 1 :]} in {_hash(files, file.parent)}"
 
 
 def _module_file(module: str) -> Path | None:

@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from async_rlhf.config.base import Checked, require
+from async_rlhf.config.base import Checked, ConfigError, require
 
 GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
 
 
+_RIGHT = (
+    'must be "module:function" or "path/to/file.py:function", maybe with literal keyword arguments: '
+    '"module:function(limit=3)"'
+)
+_FORM = re.compile(r"(?P<place>.+?):(?P<attribute>[^\W\d]\w*)(?P<call>\(.*\))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """ "place:attribute" or "place:attribute(key=value, ...)".
+
+    Args:
+        place: a module, or the path of a file that ends with ".py".
+        attribute: what to take from it.
+        arguments: what to call that with first; None where the name has no parentheses.
+    """
+
+    place: str
+    attribute: str
+    arguments: dict[str, Any] | None = None
+
+    @staticmethod
+    def parse(name: str, key: str) -> FunctionName:
+        """Take the name apart that was given for a configuration key.
+
+        Raises:
+            ConfigError: it has another form, or arguments that are no literals.
+        """
+        found = _FORM.fullmatch(name.strip())
+        if found is None:
+            raise ConfigError(f"{key}: got {name!r}; {_RIGHT}")
+        arguments = None if found["call"] is None else _arguments(found["call"], name, key)
+        return FunctionName(found["place"], found["attribute"], arguments)
+
+
+def _arguments(call: str, name: str, key: str) -> dict[str, Any]:
+    arguments = {}
+    try:
+        tree = ast.parse(f"f{call}", mode="eval").body
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
+            raise ValueError("there is more than one pair of parentheses")
+        if tree.args:
+            raise ValueError("arguments need their names")
+        for keyword in tree.keywords:
+            if keyword.arg is None or keyword.arg in arguments:
+                raise ValueError("** is not possible" if keyword.arg is None else f"{keyword.arg} is given twice")
+            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error).partition(" on line")[0]
+        raise ConfigError(f"{key}: got {name!r}: {reason}; {_RIGHT}") from error
+    return arguments
+
+
 def check_functions(functions: Sequence[str], key: str = "reward_funcs") -> None:
-    """Every name has the form of one."""
-    right = 'must be "module:function" or "path/to/file.py:function", maybe with arguments: "module:function(limit=3)"'
+    """Every name has the form of one.
+
+    Raises:
+        ConfigError: one has not.
+    """
     for name in functions:
-        require(":" in name, key, name, right)
+        FunctionName.parse(name, key)
 
 
 def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> None:

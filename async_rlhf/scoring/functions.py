@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.base import require
+from async_rlhf.config.rewards import FunctionName
 from async_rlhf.scoring.calls import TooLateError, call_together
 
 logger = logging.getLogger(__name__)
@@ -34,15 +36,18 @@ class RewardError(RuntimeError):
 def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
     """Functions by name: "package.module:function" or "path/to/file.py:function".
 
+    With arguments, "package.module:factory(limit=3)", it is what the factory returns, called with them.
+
     Raises:
-        ConfigError: there is no such module, file or function.
+        ConfigError: there is no such module, file or function, or its factory refuses the arguments.
     """
     return [load_object(name, "reward_funcs") for name in names]
 
 
 def load_object(name: str, key: str) -> Any:
     """Something callable by name, for the given configuration key."""
-    place, _, attribute = name.rpartition(":")
+    wanted = FunctionName.parse(name, key)
+    place, attribute = wanted.place, wanted.attribute
     if "" not in sys.path:
         sys.path.append("")  # an installed command does not look into the current folder; python -m does
     try:
@@ -54,7 +59,18 @@ def load_object(name: str, key: str) -> Any:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(f"{key}: got {name!r}; {place} has no function {attribute!r}")
-    return function
+    return function if wanted.arguments is None else _made_by(function, wanted.arguments, name, key)
+
+
+def _made_by(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str, key: str) -> Any:
+    """What a factory returns for the arguments of a configuration."""
+    try:
+        made = factory(**arguments)
+    except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
+        right = "a name with arguments calls a factory, which has to take them and to return the function"
+        raise ConfigError(f"{key}: got {name!r}: {error}; {right}") from error
+    require(callable(made), key, name, f"called with these arguments it must return a function, not {made!r:.200}")
+    return made
 
 
 def _module_from_file(path: Path) -> ModuleType:

@@ -32,7 +32,7 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
     {"files", "config", "ranks", "signals", "types"},
-    {"lora", "objectives", "parallel", "rows"},
+    {"lora", "objectives", "parallel", "rewards", "rows"},
     {"weights"},
     {"algorithms", "forward", "models", "random_state", "reports"},
     {"data", "scoring", "generation"},
@@ -45,7 +45,12 @@ LAYERS = [
     {"quickstart"},
     {"cli"},
 ]
-ONLY_THESE_MAY_IMPORT = {"vllm": {"generation/vllm"}, "ray": {"launch/ray"}, "deepspeed": {"launch/deepspeed"}}
+ONLY_THESE_MAY_IMPORT = {
+    "vllm": {"generation/vllm"},
+    "ray": {"launch/ray"},
+    "deepspeed": {"launch/deepspeed"},
+    "reasoning_gym": {"rewards/reasoning_gym"},
+}
 
 
 def room(module: str) -> str:
@@ -97,7 +102,7 @@ def test_heavy_extras_are_imported_where_they_are_used():
 
 def test_importing_the_package_loads_nothing_heavy():
     program = (
-        "import sys, async_rlhf, async_rlhf.config, async_rlhf.cli\n"
+        "import sys, async_rlhf, async_rlhf.config, async_rlhf.cli, async_rlhf.rewards.reasoning_gym\n"
         "heavy = {'torch', 'transformers', 'vllm', 'ray', 'deepspeed', 'wandb', 'matplotlib', 'datasets'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

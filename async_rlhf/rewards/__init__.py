@@ -1,0 +1,10 @@
+"""Rewards that can be verified: functions of completions and of the data's columns, without a model.
+
+Each is a reward function as it is, and called with options it is the same one with those options:
+``reward_funcs=[numeric_answer, length(maximum=80)]``, or in YAML ``async_rlhf.rewards:length(maximum=80)``.
+"""
+
+from async_rlhf.rewards.numeric import numeric_answer
+from async_rlhf.rewards.text import exact_match, length, regex
+
+__all__ = ["exact_match", "length", "numeric_answer", "regex"]

@@ -1,0 +1,136 @@
+"""Rewards for the text of a completion: the right answer, a form, a length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from async_rlhf.config.base import require
+from async_rlhf.rewards.base import Reward, column_values
+
+
+@dataclass(frozen=True)
+class ExactMatch(Reward):
+    """1 where the completion is the reference, else 0.
+
+    Args:
+        column: the column with the reference, or with a list of references of which one has to match.
+        extract: a pattern that finds the answer within the completion: its first group where it has one, else all it
+            matched, and of several matches the last; null takes the whole completion. Without a match the reward is 0.
+        ignore_case: "Paris" matches "PARIS".
+        whitespace: "strip" ignores it around answer and reference, "collapse" also takes any run of it for one space,
+            "keep" ignores none.
+    """
+
+    column: str = "answer"
+    extract: str | None = None
+    ignore_case: bool = False
+    whitespace: Literal["strip", "collapse", "keep"] = "strip"
+
+    def check(self) -> None:
+        check_pattern("extract", self.extract)
+
+    def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
+        references = column_values(columns, self.column)
+        return [float(self._matches(text, right)) for text, right in zip(completions, references, strict=True)]
+
+    def _matches(self, completion: str, reference: Any) -> bool:
+        if reference is None:
+            raise ValueError(f"column {self.column!r} has an empty value; must be the right answer")
+        answer: str | None = completion
+        if self.extract is not None:
+            found = list(re.finditer(self.extract, completion))
+            answer = found[-1][min(1, found[-1].re.groups)] if found else None
+        if answer is None:
+            return False
+        several = reference if isinstance(reference, (list, tuple)) else [reference]
+        return self._normal(answer) in {self._normal(str(one)) for one in several}
+
+    def _normal(self, text: str) -> str:
+        if self.whitespace == "strip":
+            text = text.strip()
+        elif self.whitespace == "collapse":
+            text = " ".join(text.split())
+        return text.casefold() if self.ignore_case else text
+
+
+@dataclass(frozen=True)
+class Regex(Reward):
+    """1 where the completion matches a regular expression (Python's ``re``), else 0.
+
+    Args:
+        pattern: the expression; null takes each row's own from ``column``. Flags go within: "(?s)" lets "." match
+            newlines, "(?i)" ignores case.
+        column: the column with the expressions, where ``pattern`` is null.
+        full: the whole completion has to match, instead of some part of it.
+    """
+
+    pattern: str | None = None
+    column: str = "pattern"
+    full: bool = False
+
+    def check(self) -> None:
+        check_pattern("pattern", self.pattern)
+
+    def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
+        given = self.pattern
+        patterns = column_values(columns, self.column) if given is None else [given] * len(completions)
+        match = re.fullmatch if self.full else re.search
+        pairs = zip(patterns, completions, strict=True)
+        return [float(match(pattern, text) is not None) for pattern, text in pairs]
+
+
+@dataclass(frozen=True)
+class Length(Reward):
+    """A reward for length: the length itself, or how near it is to what is wanted.
+
+    Without a target or limits it is the number of words or characters; a negative weight then makes answers shorter.
+    With limits it is 1 within them and 0 outside. With a target it is 1 there, and falls evenly to 0 at nothing and at
+    twice the target.
+
+    Args:
+        unit: "words", which whitespace separates, or "characters".
+        target: the length that is wanted.
+        minimum: the least that is wanted.
+        maximum: the most that is wanted.
+    """
+
+    unit: Literal["words", "characters"] = "words"
+    target: int | None = None
+    minimum: int | None = None
+    maximum: int | None = None
+
+    def check(self) -> None:
+        self.at_least(1, "target")
+        self.at_least(0, "minimum")
+        self.at_least(self.minimum or 0, "maximum")
+        right = "must be left out with minimum or maximum"
+        require(self.target is None or self.minimum is self.maximum is None, "target", self.target, right)
+
+    def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
+        return [self._reward(len(text.split() if self.unit == "words" else text)) for text in completions]
+
+    def _reward(self, length: int) -> float:
+        if self.target is not None:
+            return max(0.0, 1 - abs(length - self.target) / self.target)
+        if self.minimum is None and self.maximum is None:
+            return float(length)
+        return float((self.minimum or 0) <= length and (self.maximum is None or length <= self.maximum))
+
+
+def check_pattern(key: str, pattern: str | None) -> None:
+    """The text is a regular expression, or None."""
+    try:
+        re.compile(pattern or "")
+    except (re.error, OverflowError, RecursionError) as error:
+        require(False, key, pattern, f"must be a regular expression: {error}")
+
+
+exact_match = ExactMatch()
+"""Compares with the column ``answer``; see :class:`ExactMatch` for its options."""
+regex = Regex()
+"""Matches the expression of the column ``pattern``, or ``regex(pattern=...)``; see :class:`Regex`."""
+length = Length()
+"""Counts words, or wants some number of them; see :class:`Length`."""

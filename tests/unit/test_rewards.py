@@ -1,0 +1,422 @@
+"""Built-in rewards against tables of tricky cases, their names in configurations, and reasoning-gym's own scorers."""
+
+from __future__ import annotations
+
+import json
+import time
+from fractions import Fraction
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rlhf.cli import main
+from async_rlhf.config import ConfigError, PairsConfig
+from async_rlhf.config.rewards import FunctionName
+from async_rlhf.rewards import exact_match, length, numeric_answer, reasoning_gym, regex
+from async_rlhf.rewards.numeric import find_answer
+from async_rlhf.scoring import RewardError, call_reward_function, load_reward_functions
+from async_rlhf.scoring.functions import function_name
+from async_rlhf.stage import fingerprint
+
+
+def reward(function, completion: str, **columns) -> float:
+    """Of one completion, by the way that the trainer takes."""
+    return call_reward_function(function, ["prompt"], [completion], {k: [v] for k, v in columns.items()})[0]
+
+
+# Numbers
+
+NUMBERS = [
+    # text, its answer
+    ("18", 18),
+    ("The answer is 18.", 18),
+    ("#### 18", 18),
+    ("####18", 18),
+    ("#### 18.", 18),
+    ("####\n18", 18),
+    ("She has 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18.\n#### 18", 18),
+    ("#### 18 apples and 3 pears", 18),
+    ("#### 5\nWait, that is wrong.\n#### 6 of 7", 6),
+    ("2 + 2 = 4 ####", 4),
+    ("1,234", 1234),
+    ("#### 1,234,567.50", Fraction("1234567.5")),
+    ("#### $1,080.00", 1080),
+    ("$-5", -5),
+    ("-$5", -5),
+    ("\N{MINUS SIGN}5 degrees", -5),
+    ("x = -7", -7),
+    ("(-7)", -7),
+    ("answer:-7", -7),
+    ("+7", 7),
+    ("10-5", 5),
+    ("pages 10\N{EN DASH}15", 15),
+    ("COVID-19", 19),
+    ("Answer:\n- 5", 5),
+    ("50%", 50),
+    (r"\boxed{50\%}", 50),
+    ("3/4", Fraction(3, 4)),
+    ("3 / 4 of it", Fraction(3, 4)),
+    ("-3/4", Fraction(-3, 4)),
+    ("1 1/2", Fraction(3, 2)),
+    ("-1 1/2", Fraction(-3, 2)),
+    ("step 3 8/2", 4),
+    ("1.5/0.5", 3),
+    ("5/0", None),
+    ("5 of 6/0", 5),
+    (".5", Fraction(1, 2)),
+    ("It is .5.", Fraction(1, 2)),
+    ("3.14.", Fraction("3.14")),
+    ("0.30", Fraction("0.3")),
+    ("007", 7),
+    ("1e-3", Fraction(1, 1000)),
+    ("2.5E4", 25000),
+    ("12,34", 34),
+    ("1,2345", 2345),
+    ("**42**", 42),
+    ("£3.50", Fraction("3.5")),
+    (r"so \boxed{42} of 100", 42),
+    (r"\boxed{1} then \boxed{2}", 2),
+    (r"\boxed{x = 5}", 5),
+    (r"\boxed{5 \text{ m}^2}", 5),
+    (r"\boxed{\text{18 dollars}}", 18),
+    (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+    (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
+    (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
+    (r"\boxed{\frac34}", Fraction(3, 4)),
+    (r"\boxed{2\frac{1}{2}}", Fraction(5, 2)),
+    (r"\boxed{12{,}345}", 12345),
+    (r"\boxed{12\,345}", 12345),
+    (r"\boxed{12,\!345}", 12345),
+    (r"\boxed{\$18}", 18),
+    (r"\boxed{18", 18),
+    (r"17 \boxed{}", 17),
+    (r"\boxed{none} of 3", 3),
+    (r"\boxed{7}" + "\n#### 8", 8),
+    ("no number at all", None),
+    ("", None),
+    ("nan, inf", None),
+    ("9" * 5000, None),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), NUMBERS)
+def test_the_number_of_a_text(text, answer):
+    assert find_answer(text) == answer
+    if answer is not None:
+        assert reward(numeric_answer, text, answer=str(answer)) == 1
+        assert reward(numeric_answer, text, answer=f"Because.\n#### {answer + 1}") == 0
+        assert reward(numeric_answer, "nothing", answer=text) == 0
+
+
+@given(
+    st.integers(-(10**12), 10**12),
+    st.integers(0, 10**6),
+    st.sampled_from(["{}", "#### {}", r"\boxed{{{}}}", "it is ${}."]),
+)
+def test_every_spelling_of_a_number_is_that_number(whole, decimals, form):
+    text = f"{whole:,}.{decimals:06d}"
+    value = Fraction(text.replace(",", ""))
+    for spelling in (text, text.replace(",", ""), f"{value.numerator}/{value.denominator}"):
+        assert find_answer(f"first 12, then {form.format(spelling)}") == value
+
+
+@given(st.text(alphabet="0123456789.,/-+$%eE ={}\\#boxedfrac\n", max_size=80))
+def test_no_text_breaks_it(text):
+    found = find_answer(text)
+    assert found is None or isinstance(found, Fraction)
+    assert find_answer(text, strict=True) in (None, found)
+
+
+@pytest.mark.parametrize("part", ["1", "1 ", "1,", "1,111", "1 /", ".", r"\frac{", "{", "-", r"\boxed{", "1 1/"])
+def test_long_nonsense_is_read_in_time(part):
+    started = time.monotonic()
+    find_answer(part * (20_000 // len(part)))
+    assert time.monotonic() - started < 5  # 0.1 s; a quadratic pattern takes minutes
+
+
+def test_answers_within_a_tolerance():
+    assert reward(numeric_answer, "0.333", answer="1/3") == 0
+    assert reward(numeric_answer(tolerance=0.001), "0.333", answer="1/3") == 1
+    assert reward(numeric_answer(tolerance=0.3), "0.7", answer=1) == 1  # 3/10, not the float, which is less
+    assert reward(numeric_answer(tolerance=0.3), "0.69", answer=1) == 0
+    assert reward(numeric_answer, "0.1", answer=0.1) == 1
+    assert reward(numeric_answer(column="target"), "7", target=7, answer=8) == 1
+
+
+def test_strictly_only_marked_answers_count():
+    strict = numeric_answer(strict=True)
+    assert reward(strict, "It is 7", answer="7") == 0
+    assert reward(strict, "It is \\boxed{7}", answer="7") == 1
+    assert reward(strict, "8 #### 7", answer="a plain 7") == 1  # the reference may be plain
+
+
+@pytest.mark.parametrize("reference", [None, "none", "", float("nan")])
+def test_a_reference_without_a_number_is_an_error(reference):
+    with pytest.raises(RewardError, match=r"numeric_answer raised ValueError: column 'answer' .*must hold a number"):
+        reward(numeric_answer, "7", answer=reference)
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "answer", "right"),
+    [
+        ({}, "Paris", "Paris", 1),
+        ({}, " Paris\n", "Paris", 1),
+        ({}, "Paris", " Paris ", 1),
+        ({}, "paris", "Paris", 0),
+        ({}, "Paris.", "Paris", 0),
+        ({}, "New  York", "New York", 0),
+        ({}, "7", 7, 1),
+        ({}, "", "", 1),
+        ({"ignore_case": True}, "STRASSE", "straße", 1),
+        ({"whitespace": "keep"}, " Paris", "Paris", 0),
+        ({"whitespace": "collapse"}, " New\n York", "New  York", 1),
+        ({}, "NYC", ["New York", "NYC"], 1),
+        ({}, "Boston", ["New York", "NYC"], 0),
+        ({}, "Boston", [], 0),
+        ({"extract": r"<answer>(.*?)</answer>"}, "so <answer> B </answer>", "B", 1),
+        ({"extract": r"<answer>(.*?)</answer>"}, "<answer>A</answer> no, <answer>B</answer>", "B", 1),
+        ({"extract": r"<answer>(.*?)</answer>"}, "B", "B", 0),
+        ({"extract": r"\b[A-D]\b"}, "I say B", "B", 1),
+        ({"extract": r"(A)|B"}, "B", "B", 0),  # the group has matched nothing
+        ({"column": "target"}, "B", "A", 0),
+    ],
+)
+def test_exact_match(options, completion, answer, right):
+    assert reward(exact_match(**options), completion, answer=answer, target="C") == right
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "matches"),
+    [
+        ({"pattern": r"\d+"}, "in 1984", 1),
+        ({"pattern": r"\d+"}, "never", 0),
+        ({"pattern": r"\d+", "full": True}, "in 1984", 0),
+        ({"pattern": r"\d+", "full": True}, "1984", 1),
+        ({"pattern": "<think>.*</think>.+"}, "<think>a\nb</think> c", 0),
+        ({"pattern": "(?s)<think>.*</think>.+", "full": True}, "<think>a\nb</think> c", 1),
+        ({}, "abc", 1),
+        ({"full": True}, "abc", 0),
+        ({"column": "other"}, "abc", 0),
+    ],
+)
+def test_regex(options, completion, matches):
+    assert reward(regex(**options), completion, pattern="b", other="^b") == matches
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 4),
+        ({"unit": "characters"}, 18),
+        ({"target": 4}, 1),
+        ({"target": 8}, 0.5),
+        ({"target": 2}, 0),
+        ({"target": 1}, 0),
+        ({"target": 3}, pytest.approx(2 / 3)),
+        ({"minimum": 4}, 1),
+        ({"minimum": 5}, 0),
+        ({"maximum": 4}, 1),
+        ({"maximum": 3}, 0),
+        ({"minimum": 18, "maximum": 18, "unit": "characters"}, 1),
+    ],
+)
+def test_length(options, expected):
+    assert reward(length(**options), "two  words\nand two") == expected
+
+
+@given(st.integers(0, 300), st.integers(1, 100))
+def test_nearer_to_the_target_is_never_worse(words, target):
+    def at(count: int) -> float:
+        return reward(length(target=target), "a " * count)
+
+    assert 0 <= at(words) <= at(target) == 1
+    nearer = words + (words < target) - (words > target)
+    assert at(nearer) >= at(words)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (regex, {"pattern": "("}, r"pattern: got '\('; must be a regular expression: missing"),
+        (exact_match, {"extract": "["}, r"extract: got '\['; must be a regular expression"),
+        (exact_match, {"whitespace": "some"}, "whitespace: got 'some'; must be one of 'strip', 'collapse', 'keep'"),
+        (numeric_answer, {"tolerance": -1}, "tolerance: got -1; must be at least 0"),
+        (length, {"target": 3, "minimum": 2}, "target: got 3; must be left out with minimum or maximum"),
+        (length, {"minimum": 3, "maximum": 2}, "maximum: got 2; must be at least 3"),
+    ],
+)
+def test_options_that_cannot_be(function, options, message):
+    with pytest.raises(ConfigError, match=message):
+        function(**options)
+
+
+@pytest.mark.parametrize(
+    ("function", "column"), [(exact_match, "answer"), (numeric_answer, "answer"), (regex, "pattern")]
+)
+def test_a_column_that_is_not_there(function, column):
+    with pytest.raises(RewardError, match=f"the data has no column '{column}'; it has question, solution"):
+        reward(function, "7", question="q", solution="7")
+
+
+def test_they_are_called_what_they_are():
+    functions = [exact_match, numeric_answer(tolerance=1), regex, length, reasoning_gym.score]
+    assert list(map(function_name, functions)) == ["exact_match", "numeric_answer", "regex", "length", "score"]
+
+
+# Names in configurations
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "attribute", "arguments"),
+    [
+        ("a.b:c", "a.b", "c", None),
+        ("a/b.py:c", "a/b.py", "c", None),
+        ("a:c()", "a", "c", {}),
+        ("a:c(n=3, x=-0.5, flag=True, none=None)", "a", "c", {"n": 3, "x": -0.5, "flag": True, "none": None}),
+        ("a:c(text='d:e(f=1)', items=[1, (2, {'k': 3})])", "a", "c", {"text": "d:e(f=1)", "items": [1, (2, {"k": 3})]}),
+        (r"a:c(pattern='\\d+')", "a", "c", {"pattern": r"\d+"}),
+        (r"a:c(pattern=r'\d+')", "a", "c", {"pattern": r"\d+"}),
+        ("a:c(\n  n=1,\n)", "a", "c", {"n": 1}),
+        (r"C:\my (own)\r.py:c", r"C:\my (own)\r.py", "c", None),
+        ("my (own)/r.py:c(n=1)", "my (own)/r.py", "c", {"n": 1}),
+    ],
+)
+def test_names_of_functions(name, place, attribute, arguments):
+    assert FunctionName.parse(name, "reward_funcs") == FunctionName(place, attribute, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("function", "must be"),
+        ("a:", "must be"),
+        (":c", "must be"),
+        ("a:3", "must be"),
+        ("a:c(", "must be"),
+        ("a:c(3)", "arguments need their names"),
+        ("a:c(**{'n': 1})", r"\*\* is not possible"),
+        ("a:c(n=open('x'))", "malformed node"),
+        ("a:c(n=x)", "malformed node"),
+        ("a:c(n=1)(m=2)", "more than one pair"),
+        ("a:c(n=1, n=2)", "n is given twice"),
+        ("a:c(n=)", "invalid syntax|expected"),
+    ],
+)
+def test_names_that_are_none(name, reason):
+    with pytest.raises(ConfigError, match=rf"^reward_funcs: got .*{reason}") as error:
+        PairsConfig(model="m", prompts="p", output="o", reward_funcs=[name])
+    assert '"module:function"' in str(error.value)
+
+
+def test_functions_with_arguments(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def fixed(value, text=''):\n"
+        "    def reward(prompts, completions, **columns):\n"
+        "        return [value + len(text)] * len(completions)\n"
+        "    return reward\n"
+        "def refuses(value):\n    raise ValueError('no such value')\n"
+        "def nothing():\n    pass\n"
+    )
+    names = [
+        f"{file}:fixed(value=2, text='a:b')",
+        "async_rlhf.rewards:numeric_answer",
+        "async_rlhf.rewards:regex(pattern='o')",
+    ]
+    functions = load_reward_functions(names)
+    assert [reward(function, "two 2", answer=2) for function in functions] == [5, 1, 1]
+    for call, message in {
+        "fixed(limit=3)": "unexpected keyword argument 'limit'; a name with arguments calls a factory",
+        "refuses(value=1)": "no such value; a name with arguments",
+        "nothing()": "called with these arguments it must return a function, not None",
+        "absent(value=1)": "has no function 'absent'",
+    }.items():
+        with pytest.raises(ConfigError, match=r"^reward_funcs: got ") as error:
+            load_reward_functions([f"{file}:{call}"])
+        assert message in str(error.value)
+    with pytest.raises(ConfigError, match="tolerance: got 'big'; must be a finite number"):
+        load_reward_functions(["async_rlhf.rewards:numeric_answer(tolerance='big')"])
+
+
+def test_arguments_count_for_the_fingerprint(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("fixed = 1\n")
+    first = fingerprint(f"{file}:fixed(n=1)")
+    assert first.startswith("fixed(n=1) in xxh3:")
+    assert fingerprint(f"{file}:fixed(n=2)") != first
+    file.write_text("fixed = 2\n")
+    assert fingerprint(f"{file}:fixed(n=1)") != first
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("__init__.py", "part.py"):
+        (package / name).write_text("")
+    before = fingerprint(f"{package / '__init__.py'}:f")
+    (package / "part.py").write_text("changed = 1")
+    assert fingerprint(f"{package / '__init__.py'}:f") != before
+    assert fingerprint("async_rlhf.rewards:regex(pattern=r'a:b')").startswith("regex(pattern=r'a:b') in xxh3:")
+    assert fingerprint("my-org/data:main") == "my-org/data:main"
+
+
+@pytest.mark.parametrize("command", ["train", "pairs", "relabel", "evaluate"])
+def test_reward_is_short_for_reward_funcs(command, capsys):
+    needed = {
+        "train": ["--model", "m", "--data.train", "d", "--reward_model", "r"],
+        "pairs": ["--model", "m", "--prompts", "d", "--output", "o"],
+        "relabel": ["--data", "d", "--output_dir", "o"],
+        "evaluate": ["--models", "{a: m}", "--data", "d", "--output_dir", "o"],
+    }
+    with pytest.raises(SystemExit) as end:
+        main([command, *needed[command], "--reward", "mine.py:f", "--reward=a:b(pattern='=--reward')", "--dry-run"])
+    assert end.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["reward_funcs"] == ["mine.py:f", "a:b(pattern='=--reward')"]
+
+
+# reasoning-gym
+
+TASKS = ["leg_counting", "basic_arithmetic", "arc_1d", "arc_agi", "kakurasu", "countdown", "knights_knaves"]
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym: pip install '.[reasoning-gym]'")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_reasoning_gym_scores_as_its_own_scorer(library, task):
+    rows = [json.loads(json.dumps(row)) for row in reasoning_gym.make_rows(task, size=3, seed=5)]  # as from a file
+    dataset = library.create_dataset(task, size=3, seed=5)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    prompts = columns.pop("query")
+    assert all(entry["question"].strip() in prompt for entry, prompt in zip(dataset, prompts, strict=True))
+    for answers in (columns["answer"], ["0"] * 3, ["nonsense"] * 3, [""] * 3):
+        expected = [dataset.score_answer(answer, entry) for answer, entry in zip(answers, dataset, strict=True)]
+        for form in ("Hm. <answer>1</answer> No: <answer> {} </answer>.", " {}\n"):
+            completions = [form.format(answer) for answer in answers]
+            assert call_reward_function(reasoning_gym.score, prompts, completions, columns) == expected
+        if answers is columns["answer"]:
+            assert expected == [1, 1, 1]
+
+
+def test_an_answer_that_a_scorer_cannot_read_is_worth_nothing(library):
+    rows = list(reasoning_gym.make_rows("prime_factorization", size=1, seed=0))
+    columns = {name: [row[name] for row in rows] for name in ("task", "answer", "metadata")}
+    assert reasoning_gym.score(["p"], ["two times three"], **columns) == [0.0]  # int() raises in the scorer
+    assert reasoning_gym.score(["p"], rows[0]["answer"].splitlines(), **columns) == [1.0]
+
+
+def test_reasoning_gym_names_what_is_wrong(library):
+    for arguments, message in [
+        (("no_task", 1, 0), "task: got 'no_task'; must be one of ab, "),
+        (("leg_counting", 1, 0, {"legs": 4}), "options: got {'legs': 4}; leg_counting refuses them: "),
+        (("leg_counting", 1, 0, {"min_animals": -4}), "options: got {'min_animals': -4}; leg_counting refuses them: "),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            list(reasoning_gym.make_rows(*arguments))
+        assert message in str(error.value)
+    with pytest.raises(RewardError, match="task: got 'no_task'"):
+        reward(reasoning_gym.score, "1", task="no_task", answer="1", metadata="{}")
