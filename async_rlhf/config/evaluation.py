@@ -38,7 +38,7 @@ class HeldOutConfig(Checked):
     models: dict[str, str] = field(default_factory=dict)
     run: str | None = None
     checkpoints: list[str] = field(default_factory=list)
-    data: str
+    data: str = ""
     split: str = "validation"
     prompt_field: str = "query"
     output_dir: str
@@ -55,6 +55,7 @@ class HeldOutConfig(Checked):
     overwrite: bool = False
 
     def check(self) -> None:
+        require(self.data != "", "data", self.data, "give the held-out prompts: a file, a folder, or a name on the hub")
         given = len(self.models) > 0 or self.run is not None
         require(given, "models", self.models, "give at least one, as name: folder, or a run")
         right = "must be empty without run"
@@ -84,7 +85,7 @@ class EvaluateConfig(HeldOutConfig):
     Rows may have `reference_response` or `query_reference_response`, the human answers.
 
     Args:
-        generations: the output folder of ``generate`` to judge, instead of models or a run.
+        generations: the output folder of ``generate`` to judge, instead of models or a run with data.
         reference: the name of the model that win-rates and KL are taken against; null for the first.
         ref_model: a folder or hub name: KL and perplexity are taken under this model instead.
         reward_model: the gold reward: a reward model,
@@ -108,6 +109,7 @@ class EvaluateConfig(HeldOutConfig):
             right = "must be left out with generations, which were sampled already"
             require(not self.models, "models", self.models, right)
             require(self.run is None, "run", self.run, right)
+            require(self.data == "", "data", self.data, right)
         self.at_least(0, "num_samples")
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"

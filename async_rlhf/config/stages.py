@@ -121,9 +121,10 @@ class PairsConfig(Checked):
 
     Args:
         model: the model that samples, a folder or a name on the hub.
-        prompts: rows with `query`: a file, a datasets folder, or a name on the hub.
+        prompts: rows with `query` (see prompt_field): a file, a folder, or a name on the hub.
         output: the .jsonl file to write, with `prompt`, `chosen`, `rejected` and the two scores.
         split: the split to take where there are several.
+        prompt_field: the column with the prompt, as text or as messages of a chat.
         reward_model: what judges: a reward model,
         reward_funcs: or functions, as in ``train``.
         samples_per_prompt: completions per prompt.
@@ -143,6 +144,7 @@ class PairsConfig(Checked):
     prompts: str
     output: str
     split: str = "train"
+    prompt_field: str = "query"
     reward_model: str | None = None
     reward_funcs: list[str] = field(default_factory=list)
     samples_per_prompt: int = 2

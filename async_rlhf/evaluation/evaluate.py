@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,34 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.data.loading import check_columns, load_rows
-from async_rlhf.data.tokenizer import decode_responses, encode_responses, split_text, strip_eos
+from async_rlhf.data.loading import check_columns
+from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
+from async_rlhf.evaluation.generate import Generation, generate, models_of, read_generations, shared_tokenizer
 from async_rlhf.evaluation.judge import Judge
-from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
-from async_rlhf.evaluation.sampling import first_prompts, sample
-from async_rlhf.evaluation.statistics import Interval, mean_interval, win_rate
+from async_rlhf.evaluation.likelihood import (
+    EncodedRow,
+    loss_and_perplexity,
+    original_perplexity,
+    response_logprob_sums,
+)
+from async_rlhf.evaluation.pairwise import Pair, PairwiseJudge
+from async_rlhf.evaluation.statistics import (
+    Interval,
+    length_controlled_win_rate,
+    mean_interval,
+    outcomes,
+    win_rate,
+)
 from async_rlhf.evaluation.tables import format_table, side_by_side
 from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
-from async_rlhf.stage import Stage, json_lines
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.stage import Source, Stage, json_lines
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
 
 logger = logging.getLogger(__name__)
+
+HUMAN = "reference_response"
 
 
 @dataclass(slots=True)
@@ -35,142 +49,232 @@ class _Answers:
 
     texts: list[str]
     ended: list[bool]
-    scores: list[float] = field(default_factory=list)
-    rows: list[EncodedRow] = field(default_factory=list)
-    logprobs: torch.Tensor | None = None
-    perplexity: float | None = None
+    rows: list[EncodedRow]
+    source: str | None = None
+    """Folder or hub name of the model."""
+    scores: list[float] | None = None
+    """By the gold reward, if there is one."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each response, nats, of the temperature-scaled distribution."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens, the stop token counted."""
+        return [len(row.tokens) - row.start for row in self.rows]
 
 
 def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Sample from every model on the same prompts with the same random numbers, and compare.
+    """Have every model answer the same prompts with the same random numbers, judge the answers, and compare.
 
     Writes evaluation.json (the results, under "results"; also the marker that the evaluation is done), samples.jsonl
-    (every prompt with every completion and its score) and evaluation.txt (a table and ``num_samples`` prompts side by
-    side) in ``config.output_dir``.
+    (every prompt with every completion and its score), evaluation.txt (a table, and ``num_samples`` prompts side by
+    side), with matplotlib evaluation.png, and the completions themselves in generations/, in ``config.output_dir``.
 
     Returns:
         {"reference": name, "prompts": n, "dropped": n, "reference_response": {"gold_mean"} or None,
-        "models": {name: {...}}}. Of each model: gold_mean, win_rate_vs_reference_response, win_rate_vs_<reference>
-        (not of the reference), kl_to_reference (nats per completion) as {"estimate", "low", "high"} with 95% intervals;
-        perplexity of the human responses (per response token, end of sequence counted), mean_length (tokens, stop
-        token counted), ended_share. What needs human responses is absent without them.
+        "models": {name: {...}}}; docs/commands/evaluate.md says what is there of each model.
 
     Raises:
         ConfigError: see the message.
     """
     folder = Path(config.output_dir)
-    keys = ("models", "data", "reward_model", "reward_funcs")
-    inputs = {key: getattr(config, key) for key in keys}
+    models = {} if config.generations is not None else models_of(config)
+    inputs: dict[str, Source] = {"models": models, "data": config.data or None}
+    inputs |= {key: getattr(config, key) for key in ("generations", "ref_model", "reward_model", "reward_funcs")}
+    inputs["judge.prompt_file"] = config.judge.prompt_file
     paths = {"samples": folder / "samples.jsonl", "text": folder / "evaluation.txt"}
     stage = Stage(folder, "evaluation", config, inputs, outputs=tuple(paths.values()))
     if (done := stage.done()) is not None:
         return done
     device = torch.device(config.device) if config.device else default_device()
-    rows = load_rows(config.data, config.split, columns=["query"], key="data")
-    tokenizer = _shared_tokenizer(config)
-    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
-    prompts, dropped = first_prompts(rows, tokenizer, config)
-    if len(prompts) < 2:
-        raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
-
-    human = _human_answers(prompts, tokenizer)
-    answers = {name: _answer(name, config, prompts, human, tokenizer, device) for name in config.models}
-    for label, one in [("reference responses", human), *answers.items()]:
-        if one is not None:
-            logger.info("evaluate: scoring %s", label)
-            one.scores = judge([prompt.columns for prompt in prompts], one.texts, one.ended)
-    reference = config.reference or next(iter(config.models))
-    results = {
+    judge = None
+    if config.judge.url is None:  # what can be wrong with it shall be found before anything is sampled
+        judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
+    pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
+    lines, dropped, answers, human = _answers(config, folder)
+    reference = config.reference or next(iter(answers))
+    if reference not in answers:
+        raise ConfigError(f"reference: got {reference!r}; must be one of the models: {', '.join(answers)}")
+    everyone = ({HUMAN: human} if human is not None else {}) | answers
+    if judge is not None:
+        for name, one in everyone.items():
+            logger.info("evaluate: scoring %s", name)
+            one.scores = judge([line.columns for line in lines], one.texts, one.ended)
+    results: dict[str, Any] = {
         "reference": reference,
-        "prompts": len(prompts),
+        "prompts": len(lines),
         "dropped": dropped,
-        "reference_response": None if human is None else {"gold_mean": _plain(mean_interval(human.scores))},
-        "models": _compare(config, answers, human, reference, device),
+        "reference_response": None if human is None else _gold(human),
+        "models": {name: _gold(one) for name, one in answers.items()},
     }
-    samples = _sample_rows(prompts, answers, human)
+    for name, one in answers.items():
+        for opponent in (HUMAN, reference):
+            if opponent in everyone and opponent != name:
+                pair = (lines, one, everyone[opponent])
+                results["models"][name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
+    _likelihoods(config, results["models"], answers, human, reference, device)
+    samples = _sample_rows(lines, answers, human)
     text = f"{format_table(results)}\n\n{side_by_side(samples, config.num_samples)}"
+    _plot(results, folder / "evaluation.png")
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
     logger.info("%s", text)
     return results
 
 
-def _shared_tokenizer(config: EvaluateConfig) -> PreTrainedTokenizerBase:
-    """The models' tokenizer. They need the same one: the KL compares the probabilities of the same tokens."""
-    tokenizers = [load_tokenizer(source, key=f"models.{name}") for name, source in config.models.items()]
-    for name, other in zip(config.models, tokenizers, strict=True):
-        check_vocabulary(tokenizers[0], other, f"models.{name}")
-    return tokenizers[0]
+def _answers(
+    config: EvaluateConfig, folder: Path
+) -> tuple[Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
+    """The prompts (as some model's lines), how many were dropped, the models' answers, and the human ones."""
+    found, dropped = _generations(config, folder)
+    answers = {name: _model_answers(source, lines) for name, (source, lines) in found.items()}
+    lines = next(iter(found.values()))[1]
+    if len(lines) < 2:
+        raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
+    tokenizer = _tokenizer(config, answers)
+    return lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
 
 
-def _human_answers(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> _Answers | None:
+def _generations(config: EvaluateConfig, folder: Path) -> tuple[dict[str, tuple[str, list[Generation]]], int]:
+    """Every model's folder or hub name and answers, and how many prompts were dropped."""
+    if config.generations is not None:
+        return read_generations(Path(config.generations)), 0
+    _, dropped, found = generate(config, folder / "generations")
+    models = models_of(config)
+    return {name: (models[name], lines) for name, lines in found.items()}, dropped
+
+
+def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
+    return _Answers(
+        texts=[line.completion for line in lines],
+        ended=[line.finish_reason == "stop" for line in lines],
+        rows=[EncodedRow(line.prompt_tokens + line.tokens, len(line.prompt_tokens)) for line in lines],
+        source=source,
+        logprobs=[sum(line.logprobs) for line in lines],
+    )
+
+
+def _tokenizer(config: EvaluateConfig, answers: dict[str, _Answers]) -> PreTrainedTokenizerBase | None:
+    """The models'; of generations whose models are gone, that of ref_model, else None."""
+    if config.generations is None:
+        tokenizer = shared_tokenizer(models_of(config))
+        if config.ref_model is not None:
+            check_vocabulary(tokenizer, load_tokenizer(config.ref_model, key="ref_model"), "ref_model")
+        return tokenizer
+    sources = [config.ref_model, *(one.source for one in answers.values())]
+    for source in sources:
+        try:
+            if source is not None:
+                return load_tokenizer(source, key="ref_model")
+        except ConfigError:
+            if source == config.ref_model:
+                raise
+    logger.warning("generations: no tokenizer of the models is there any more; human responses are left out")
+    return None
+
+
+def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBase) -> _Answers | None:
     """The human texts: `reference_response`, or `query_reference_response` without the query; None without both."""
-    rows = [prompt.columns for prompt in prompts]
-    column = next((name for name in ("reference_response", "query_reference_response") if name in rows[0]), None)
+    rows = [line.columns for line in lines]
+    column = next((name for name in (HUMAN, TEXT) if name in rows[0]), None)
     if column is None:
         return None
     check_columns(rows, [column], "data")
-    if column == "reference_response":
+    if column == HUMAN:
         texts = [str(row[column]) for row in rows]
     else:
-        texts = [split_text(prompt.columns, f"data: row {prompt.row + 1}")[1] for prompt in prompts]
+        texts = [split_text(line.columns, f"data: row {line.row + 1}")[1] for line in lines]
     texts = [strip_eos(tokenizer, text) for text in texts]
-    encoded = zip(prompts, encode_responses(tokenizer, texts), strict=True)
-    rows_encoded = [EncodedRow(prompt.tokens + response, len(prompt.tokens)) for prompt, response in encoded]
-    return _Answers(texts, [True] * len(texts), rows=rows_encoded)
+    encoded = zip(lines, encode_responses(tokenizer, texts), strict=True)
+    encoded_rows = [EncodedRow(line.prompt_tokens + response, len(line.prompt_tokens)) for line, response in encoded]
+    return _Answers(texts, [True] * len(texts), encoded_rows)
 
 
-def _answer(
-    name: str,
+def _gold(answers: _Answers) -> dict[str, Any]:
+    return {} if answers.scores is None else {"gold_mean": _plain(mean_interval(answers.scores))}
+
+
+def _compared(
+    opponent: str,
+    lines: Sequence[Generation],
+    ours: _Answers,
+    theirs: _Answers,
+    pairwise: PairwiseJudge | None,
+    label: str,
+) -> dict[str, Any]:
+    """Win-rates against one opponent."""
+    found: dict[str, Any] = {}
+    if pairwise is not None:
+        pairs = [Pair(line.query, a, b) for line, a, b in zip(lines, ours.texts, theirs.texts, strict=True)]
+        won, shares = pairwise.outcomes(pairs, label)
+        found |= {f"{name}_vs_{opponent}": share for name, share in shares.items()}
+    else:
+        assert ours.scores is not None
+        assert theirs.scores is not None
+        won = outcomes(ours.scores, theirs.scores)
+    longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
+    return {
+        f"win_rate_vs_{opponent}": _plain(win_rate(won)),
+        f"ties_vs_{opponent}": won.count(0.5) / len(won),
+        f"length_controlled_win_rate_vs_{opponent}": _plain(length_controlled_win_rate(won, longer)),
+        **found,
+    }
+
+
+def _likelihoods(
     config: EvaluateConfig,
-    prompts: Sequence[Prompt],
-    human: _Answers | None,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-) -> _Answers:
-    """Everything that needs this model's weights; they are free afterwards."""
-    model = load_policy(config.models[name], device, key=f"models.{name}")
-    completions = sample(model, tokenizer, prompts, config, 1, f"evaluate: sampling {name}")
-    rollouts: list[Rollout] = [group[0] for group in completions]
-    answers = _Answers(
-        texts=decode_responses(tokenizer, rollouts),
-        ended=[rollout.finish_reason == "stop" for rollout in rollouts],
-        rows=[EncodedRow(p.tokens + r.tokens, len(p.tokens)) for p, r in zip(prompts, rollouts, strict=True)],
-    )
-    with progress_bar(f"evaluate: log-probabilities of {name}", len(prompts)) as progress:
-        answers.logprobs = response_logprob_sums(
-            model, answers.rows, temperature=config.temperature, batch_size=config.batch_size, progress=progress
-        )
-    if human is not None:
-        _, answers.perplexity = loss_and_perplexity(model, human.rows, config.batch_size)
-    return answers
-
-
-def _compare(
-    config: EvaluateConfig,
-    answers: Mapping[str, _Answers],
+    found: dict[str, dict[str, Any]],
+    answers: dict[str, _Answers],
     human: _Answers | None,
     reference: str,
     device: torch.device,
-) -> dict[str, dict[str, Any]]:
-    model = load_policy(config.models[reference], device, key=f"models.{reference}")
-    compared = {}
+) -> None:
+    """Add what needs models: the KL to the reference, perplexities, and lengths."""
     for name, one in answers.items():
-        found: dict[str, Any] = {"gold_mean": _plain(mean_interval(one.scores))}
-        if human is not None:
-            found["win_rate_vs_reference_response"] = _plain(win_rate(one.scores, human.scores))
-            found["perplexity"] = one.perplexity
-        if name != reference:
-            found[f"win_rate_vs_{reference}"] = _plain(win_rate(one.scores, answers[reference].scores))
-        with progress_bar(f"evaluate: KL of {name} to {reference}", len(one.rows)) as progress:
-            reference_logprobs = response_logprob_sums(
-                model, one.rows, temperature=config.temperature, batch_size=config.batch_size, progress=progress
-            )
-        assert one.logprobs is not None
-        found["kl_to_reference"] = _plain(mean_interval((one.logprobs - reference_logprobs).tolist()))
-        found["mean_length"] = sum(len(row.tokens) - row.start for row in one.rows) / len(one.rows)
-        found["ended_share"] = sum(one.ended) / len(one.ended)
-        compared[name] = found
-    return compared
+        if config.generations is None:  # by the models themselves, free of what the sampling engine rounds otherwise
+            assert one.source is not None
+            model = load_policy(one.source, device, key=f"models.{name}")
+            one.logprobs = _logprobs(model, one, config, config.temperature, f"log-probabilities of {name}")
+            if human is not None:
+                found[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size)[1]
+            del model
+    source = config.ref_model or answers[reference].source
+    try:
+        assert source is not None
+        model = load_policy(source, device, key="ref_model")
+    except ConfigError as error:
+        if config.ref_model is not None or config.generations is None:
+            raise
+        logger.warning("no KL and no perplexity under the reference: give ref_model (%s)", error)
+        model = None
+    for name, one in answers.items():
+        if model is not None:
+            reference_sums = _logprobs(model, one, config, config.temperature, f"KL of {name} to the reference")
+            kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
+            found[name]["kl_to_reference"] = _plain(mean_interval(kl))
+            if config.temperature != 1.0:
+                reference_sums = _logprobs(model, one, config, 1.0, f"perplexity of {name} under the reference")
+            nats = -torch.tensor(reference_sums, dtype=torch.float64)
+            found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
+            found[name]["ppl_original"] = original_perplexity(-nats, one.rows)
+        found[name]["mean_length"] = sum(one.lengths) / len(one.lengths)
+        found[name]["ended_share"] = sum(one.ended) / len(one.ended)
+
+
+def _logprobs(model: Any, answers: _Answers, config: EvaluateConfig, temperature: float, label: str) -> list[float]:
+    with progress_bar(f"evaluate: {label}", len(answers.rows)) as progress:
+        sums_R = response_logprob_sums(
+            model, answers.rows, temperature=temperature, batch_size=config.batch_size, progress=progress
+        )
+    return sums_R.tolist()
+
+
+def _plot(results: dict[str, Any], out: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.info("evaluate: no plot without matplotlib: pip install 'async-rlhf[report]'")
+        return
+    from async_rlhf.reports.plots import plot_evaluation
+
+    plot_evaluation(results, out)
 
 
 def _plain(interval: Interval) -> dict[str, float]:
@@ -178,17 +282,20 @@ def _plain(interval: Interval) -> dict[str, float]:
 
 
 def _sample_rows(
-    prompts: Sequence[Prompt], answers: Mapping[str, _Answers], human: _Answers | None
+    lines: Sequence[Generation], answers: dict[str, _Answers], human: _Answers | None
 ) -> list[dict[str, Any]]:
+    def score(one: _Answers, i: int) -> float | None:
+        return None if one.scores is None else one.scores[i]
+
     return [
         {
-            "query": prompt.columns["query"],
+            "query": line.query,
             "reference_response": None if human is None else human.texts[i],
-            "reference_score": None if human is None else human.scores[i],
+            "reference_score": None if human is None else score(human, i),
             "models": {
-                name: {"completion": one.texts[i], "score": one.scores[i], "ended": one.ended[i]}
+                name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i]}
                 for name, one in answers.items()
             },
         }
-        for i, prompt in enumerate(prompts)
+        for i, line in enumerate(lines)
     ]

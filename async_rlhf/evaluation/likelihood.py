@@ -90,3 +90,17 @@ def loss_and_perplexity(model: PreTrainedModel, rows: Sequence[EncodedRow], batc
     sums_R = response_logprob_sums(model, rows, temperature=1.0, batch_size=batch_size)
     loss = -sums_R.sum().item() / sum(row.targets for row in rows)
     return loss, math.exp(loss)
+
+
+def original_perplexity(sums_R: Tensor, rows: Sequence[EncodedRow]) -> float:
+    """The number that the code of "Asynchronous RLHF" (arXiv 2410.18252) calls perplexity, to compare with its logs.
+
+    It divides a response's negative log-likelihood by the predicted tokens of prompt and response together, and is the
+    mean over rows of e to that power: far below the perplexity, and lower the longer the prompts are.
+
+    Args:
+        sums_R: log-probability of each row's response, summed over its tokens, at temperature 1.
+        rows: the same rows.
+    """
+    tokens_R = torch.tensor([len(row.tokens) - 1 for row in rows], dtype=torch.float64)
+    return (-sums_R / tokens_R).exp().mean().item()

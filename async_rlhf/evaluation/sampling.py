@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import EvaluateConfig, PairsConfig
+from async_rlhf.config import PairsConfig
+from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import Completions, SamplingParams
@@ -17,25 +18,35 @@ from async_rlhf.types import Prompt
 
 
 def first_prompts(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, config: EvaluateConfig | PairsConfig
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, config: HeldOutConfig | PairsConfig
 ) -> tuple[list[Prompt], int]:
     """The first ``max_prompts`` rows that fit, in order, and how many of all rows were dropped for their length."""
-    stream = PromptStream(rows, tokenizer, max_length=config.max_prompt_length, shuffle=False)
+    stream = PromptStream(
+        rows,
+        tokenizer,
+        prompt_field=config.prompt_field,
+        max_length=config.max_prompt_length,
+        shuffle=False,
+        key="prompts" if isinstance(config, PairsConfig) else "data",
+    )
     count = len(stream) if config.max_prompts is None else min(config.max_prompts, len(stream))
     return [stream.prompt(draw) for draw in range(count)], stream.dropped
 
 
-def sample(
+def sampling_params(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    config: EvaluateConfig | PairsConfig,
+    config: HeldOutConfig | PairsConfig,
     samples_per_prompt: int,
-    label: str,
-) -> Completions:
-    """Completions of each prompt, with a progress bar. The seed gives every model the same random numbers."""
-    check_positions(model, max(len(prompt.tokens) for prompt in prompts), config.response_length)
-    params = SamplingParams(
+    longest: int,
+) -> SamplingParams:
+    """How to sample, once it is known that prompts of up to ``longest`` tokens leave room for a response.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    check_positions(model, longest, config.response_length)
+    return SamplingParams(
         samples_per_prompt=samples_per_prompt,
         temperature=config.temperature,
         response_length=config.response_length,
@@ -43,5 +54,18 @@ def sample(
         seed=config.seed,
         batch_size=config.batch_size,
     )
+
+
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    config: HeldOutConfig | PairsConfig,
+    samples_per_prompt: int,
+    label: str,
+) -> Completions:
+    """Completions of each prompt, with a progress bar. The seed gives every model the same random numbers."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    params = sampling_params(model, tokenizer, config, samples_per_prompt, longest)
     with progress_bar(label, len(prompts)) as progress:
         return TransformersEngine(model, params).generate(prompts, progress=progress)

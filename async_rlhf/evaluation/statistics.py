@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 _Z = 1.959963984540054  # 97.5% quantile of the normal distribution
 _T_SMALL = (12.706204736432095, 4.302652729696142)  # of Student's t, 1 and 2 degrees of freedom
 
@@ -67,21 +69,64 @@ def wilson(successes: float, n: int) -> Interval:
     return Interval(share, max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share)))
 
 
-def win_rate(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Share of prompts on which our score is the higher one; a tie counts as half a win.
-
-    The interval is Wilson's with the ties as half successes. Outcomes in {0, 1/2, 1} vary less than those of a coin
-    with the same mean, so it covers at least 95%; a normal interval on them would have no width when one side wins all.
+def outcomes(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """For each prompt 1 where our score is the higher one, 1/2 for equal scores, else 0.
 
     Args:
         ours: one score per prompt.
         theirs: scores of the same prompts, in the same order.
 
     Raises:
-        ValueError: the two differ in length, or are empty.
+        ValueError: the two differ in length.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"scores must be of the same prompts; got {len(ours)} and {len(theirs)}")
-    wins = sum(a > b for a, b in zip(ours, theirs, strict=True))
-    ties = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    return wilson(wins + ties / 2, len(ours))
+    return [(a > b) + (a == b) / 2 for a, b in zip(ours, theirs, strict=True)]
+
+
+def win_rate(outcomes: Sequence[float]) -> Interval:
+    """Share of prompts won; a tie (1/2) counts as half a win.
+
+    The interval is Wilson's with the ties as half successes. Outcomes in {0, 1/2, 1} vary less than those of a coin
+    with the same mean, so it covers at least 95%; a normal interval on them would have no width when one side wins all.
+
+    Raises:
+        ValueError: no outcomes.
+    """
+    return wilson(math.fsum(outcomes), len(outcomes))
+
+
+def length_controlled_win_rate(outcomes: Sequence[float], longer: Sequence[float]) -> Interval:
+    """The win-rate if answers were of equal length: longer answers win more often for their length alone.
+
+    A logistic regression P(win) = sigmoid(a + b tanh(d / sd(d))), with d how much longer our answer is, and the
+    win-rate sigmoid(a) at d = 0 (Dubois et al., "Length-Controlled AlpacaEval", arXiv 2404.04475, eq. 2 for one pair
+    of models). A normal prior of standard deviation 5 on a and b keeps them finite where one side wins all.
+
+    Args:
+        outcomes: 1, 1/2 or 0 for each prompt.
+        longer: d for each prompt, in any unit.
+
+    Returns:
+        With a 95% interval from the curvature of the likelihood in a.
+
+    Raises:
+        ValueError: no outcomes, or another number of differences.
+    """
+    if not outcomes or len(outcomes) != len(longer):
+        raise ValueError(f"need as many differences as outcomes, at least 1; got {len(longer)} and {len(outcomes)}")
+    won_R, longer_R = np.asarray(outcomes, dtype=float), np.asarray(longer, dtype=float)
+    spread = float(longer_R.std())
+    features_R2 = np.stack([np.ones_like(longer_R), np.tanh(longer_R / spread if spread > 0 else longer_R * 0)], axis=1)
+    prior = np.eye(2) / 5.0**2
+    weights = np.zeros(2)
+    for _ in range(100):  # Newton's method on a concave function
+        wins_R = 1 / (1 + np.exp(-features_R2 @ weights))
+        curvature = (features_R2 * (wins_R * (1 - wins_R))[:, None]).T @ features_R2 + prior
+        step = np.linalg.solve(curvature, features_R2.T @ (won_R - wins_R) - prior @ weights)
+        weights += step
+        if np.abs(step).max() < 1e-10:
+            break
+    half = _Z * math.sqrt(np.linalg.inv(curvature)[0, 0])
+    low, middle, high = (1 / (1 + math.exp(-x)) for x in (weights[0] - half, weights[0], weights[0] + half))
+    return Interval(middle, low, high)

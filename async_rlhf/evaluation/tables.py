@@ -16,12 +16,17 @@ def format_table(results: Mapping[str, Any]) -> str:
         results: what :func:`~async_rlhf.evaluation.evaluate.run_evaluate` returns.
     """
     reference = results["reference"]
-    columns = {
-        "gold reward": "gold_mean",
-        "wins vs. human": "win_rate_vs_reference_response",
-        f"wins vs. {reference}": f"win_rate_vs_{reference}",
+    columns = {"gold reward": "gold_mean"}
+    for title, opponent in (("human", "reference_response"), (reference, reference)):
+        columns |= {
+            f"wins vs. {title}": f"win_rate_vs_{opponent}",
+            f"at equal length vs. {title}": f"length_controlled_win_rate_vs_{opponent}",
+            f"ties vs. {title}": f"ties_vs_{opponent}",
+        }
+    columns |= {
         f"KL to {reference} (nats)": "kl_to_reference",
         "perplexity": "perplexity",
+        "under reference": "perplexity_under_reference",
         "tokens": "mean_length",
         "ended": "ended_share",
     }
@@ -51,23 +56,27 @@ def side_by_side(samples: Sequence[Mapping[str, Any]], n: int) -> str:
         if sample["reference_response"] is not None:
             answers = {"(human)": (sample["reference_response"], sample["reference_score"]), **answers}
         width = max(map(len, answers))
-        lines = [f"{name:<{width}}  {score:7.3f}  {text!r}" for name, (text, score) in answers.items()]
+        lines = [f"{name:<{width}}  {_score(score)}  {text!r}" for name, (text, score) in answers.items()]
         blocks.append("\n".join([str(sample["query"]).rstrip(), *lines]))
     return "\n\n".join(blocks) + "\n" if blocks else ""
+
+
+def _score(value: float | None) -> str:
+    return f"{value:7.3f}" if value is not None else " " * 7  # a judge that compares gives none
 
 
 def _cell(key: str, value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
-        if key.startswith("win_rate"):
+        if "win_rate" in key:
             return f"{value['estimate']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
         return f"{value['estimate']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value:.1%}" if key == "ended_share" else f"{value:.2f}"
+    return f"{value:.1%}" if key == "ended_share" or key.startswith("ties") else f"{value:.2f}"
 
 
 def _render(table: Table) -> str:
-    console = Console(width=200, no_color=True, force_terminal=False, legacy_windows=False)
+    console = Console(width=300, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

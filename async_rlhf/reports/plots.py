@@ -64,10 +64,43 @@ def plot_training(metrics_files: Mapping[str, Path], out: Path, evaluation: Path
     _save(figure, out)
 
 
-def draw_summary(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Gold reward against KL on the given axes, and the human responses as a band."""
+def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
+    """Write a PNG: gold reward (or, by a judge that compares, win-rate) against KL, and over the checkpoints of a run.
+
+    Args:
+        results: of :func:`~async_rlhf.evaluation.evaluate.run_evaluate`.
+        out: the image.
+    """
+    models = results["models"]
+    reference = "win_rate_vs_" + ("reference_response" if results["reference_response"] else results["reference"])
+    key = "gold_mean" if all("gold_mean" in one for one in models.values()) else reference
+    label = "gold reward (mean, 95% interval)" if key == "gold_mean" else key.replace("_", " ")
+    batches = {name: int(name.removeprefix("checkpoint-")) for name in models if name.startswith("checkpoint-")}
+    figure, axes = _new_figure(1 + (len(batches) > 1))
+    draw_summary(axes[0], {**results, "models": {n: m for n, m in models.items() if key in m}}, key, label)
+    if len(batches) > 1:
+        points = [(batch, models[name][key]) for name, batch in batches.items() if key in models[name]]
+        axes[1].fill_between(
+            [batch for batch, _ in points],
+            [one["low"] for _, one in points],
+            [one["high"] for _, one in points],
+            alpha=0.2,
+        )
+        axes[1].plot([batch for batch, _ in points], [one["estimate"] for _, one in points], marker="o")
+        axes[1].set(xlabel="batches trained", ylabel=label)
+    _save(figure, out)
+
+
+def draw_summary(
+    axis: Axes,
+    results: Mapping[str, Any],
+    key: str = "gold_mean",
+    label: str = "gold reward (mean, 95% interval)",
+) -> None:
+    """Gold reward, or what else ``key`` says, against KL on the given axes, and the human responses as a band."""
+    nothing = {"estimate": 0.0, "low": 0.0, "high": 0.0}
     for i, (name, one) in enumerate(results["models"].items()):
-        kl, gold = one["kl_to_reference"], one["gold_mean"]
+        kl, gold = one.get("kl_to_reference", nothing), one[key]
         axis.errorbar(
             kl["estimate"],
             gold["estimate"],
@@ -79,10 +112,10 @@ def draw_summary(axis: Axes, results: Mapping[str, Any]) -> None:
             label=name,
         )
     human = results.get("reference_response")
-    if human is not None:
-        gold = human["gold_mean"]
+    if human and key in human:
+        gold = human[key]
         axis.axhspan(gold["low"], gold["high"], color="0.85", label="human")
-    axis.set(xlabel=f"KL to {results['reference']} (nats per completion)", ylabel="gold reward (mean, 95% interval)")
+    axis.set(xlabel=f"KL to {results['reference']} (nats per completion)", ylabel=label)
     axis.legend(frameon=False)
 
 

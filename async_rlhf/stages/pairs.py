@@ -40,9 +40,9 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     if (results := stage.done()) is not None:
         return results
     device = torch.device(config.device) if config.device else default_device()
-    rows = load_rows(config.prompts, config.split, columns=["query"], key="prompts")
+    rows = load_rows(config.prompts, config.split, columns=[config.prompt_field], key="prompts")
     tokenizer = load_tokenizer(config.model)
-    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
+    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device, config.prompt_field)
     prompts, dropped = first_prompts(rows, tokenizer, config)
 
     policy = load_policy(config.model, device)
@@ -51,7 +51,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     texts = decode_responses(tokenizer, rollouts)
     columns = [prompt.columns for prompt in prompts for _ in range(config.samples_per_prompt)]
     scores = judge(columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
-    pairs = best_and_worst(prompts, rollouts, texts, scores, config.pairs_per_prompt)
+    pairs = best_and_worst(prompts, rollouts, texts, scores, config.pairs_per_prompt, config.prompt_field)
     results = {
         "prompts": len(prompts),
         "dropped": dropped,
@@ -72,6 +72,7 @@ def best_and_worst(
     texts: Sequence[str],
     scores: Sequence[float],
     pairs_per_prompt: int = 1,
+    prompt_field: str = "query",
 ) -> list[dict[str, Any]]:
     """Pairs from the K samples of each prompt (neighbours in the other arguments): the best against the worst, the
     second best against the second worst, and so on. A pair of equal scores is dropped; of equal samples the first
@@ -87,7 +88,7 @@ def best_and_worst(
             if scores[best] > scores[worst]:
                 pairs.append(
                     {
-                        "prompt": prompt.columns["query"],
+                        "prompt": prompt.columns[prompt_field],
                         "chosen": texts[best],
                         "rejected": texts[worst],
                         "chosen_score": scores[best],

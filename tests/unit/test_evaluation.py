@@ -16,7 +16,7 @@ from async_rlhf.evaluation.evaluate import format_table, run_evaluate, side_by_s
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
 from async_rlhf.evaluation.sampling import first_prompts, sample
-from async_rlhf.evaluation.statistics import mean_interval, t_quantile, wilson, win_rate
+from async_rlhf.evaluation.statistics import mean_interval, outcomes, t_quantile, wilson, win_rate
 from async_rlhf.models import write_model
 from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
@@ -63,12 +63,13 @@ def test_wilson_against_published_numbers():
 
 
 def test_win_rate_counts_ties_as_half():
-    assert win_rate([1, 2, 3, 4], [0, 2, 4, 3]) == wilson(2.5, 4)
-    assert win_rate([5, 5], [5, 5]).estimate == 0.5
+    assert outcomes([1, 2, 3, 4], [0, 2, 4, 3]) == [1, 0.5, 0, 1]
+    assert win_rate([1, 0.5, 0, 1]) == wilson(2.5, 4)
+    assert win_rate(outcomes([5, 5], [5, 5])).estimate == 0.5
     ours, theirs = [0.1, 0.7, 0.7, 0.2], [0.3, 0.7, 0.1, 0.9]
-    assert win_rate(ours, theirs).estimate + win_rate(theirs, ours).estimate == 1.0
+    assert win_rate(outcomes(ours, theirs)).estimate + win_rate(outcomes(theirs, ours)).estimate == 1.0
     with pytest.raises(ValueError, match="got 2 and 1"):
-        win_rate([1, 2], [1])
+        outcomes([1, 2], [1])
 
 
 def test_intervals_cover_the_truth_95_times_in_100():
@@ -80,8 +81,7 @@ def test_intervals_cover_the_truth_95_times_in_100():
         shares = [wilson(int(successes), n) for successes in random.binomial(n, rate, size=2000)]
         assert 0.93 < np.mean([low <= rate <= high for _, low, high in shares]) < 0.98
     # 30% wins, 40% ties: the true rate is 0.5, and ties make the interval a cautious one.
-    outcomes = random.choice([1.0, 0.0, -1.0], p=[0.3, 0.4, 0.3], size=(2000, 50))
-    rates = [win_rate(list(row), [0.0] * 50) for row in outcomes]
+    rates = [win_rate(list(row)) for row in random.choice([1.0, 0.5, 0.0], p=[0.3, 0.4, 0.3], size=(2000, 50))]
     assert np.mean([low <= 0.5 <= high for _, low, high in rates]) > 0.96
 
 
@@ -192,7 +192,7 @@ def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
     assert policy["gold_mean"]["estimate"] == pytest.approx(sum(scores["policy"]) / 11)
     wins = sum((a > b) + (a == b) / 2 for a, b in zip(scores["policy"], human, strict=True)) / 11
     assert policy["win_rate_vs_reference_response"]["estimate"] == pytest.approx(wins)
-    assert policy["win_rate_vs_sft"] == win_rate(scores["policy"], scores["sft"])._asdict()
+    assert policy["win_rate_vs_sft"] == win_rate(outcomes(scores["policy"], scores["sft"]))._asdict()
     assert "win_rate_vs_sft" not in sft
     assert results["reference_response"]["gold_mean"] == mean_interval(human)._asdict()
 
@@ -235,7 +235,8 @@ def test_without_human_responses_and_with_another_reference(config, tmp_path):
     results = run_evaluate(replace(config, reference="policy"))
     assert results["reference_response"] is None
     assert results["reference"] == "policy"
-    assert results["models"]["policy"].keys() == {"gold_mean", "kl_to_reference", "mean_length", "ended_share"}
+    without_human = {"gold_mean", "kl_to_reference", "mean_length", "ended_share", "perplexity_under_reference"}
+    assert results["models"]["policy"].keys() == without_human | {"ppl_original"}
     assert results["models"]["sft"]["win_rate_vs_policy"] == results["models"]["copy"]["win_rate_vs_policy"]
     assert results["models"]["policy"]["kl_to_reference"]["estimate"] == 0.0
     with pytest.raises(ConfigError, match="got 1 prompt; must be 2 at least"):

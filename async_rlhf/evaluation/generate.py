@@ -1,0 +1,284 @@
+"""Completions of held-out prompts by several models, in a file for each; what is there is not sampled again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from async_rlhf.checkpoint import FINAL, Checkpoints
+from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
+from async_rlhf.config.evaluation import HeldOutConfig
+from async_rlhf.data.loading import load_rows
+from async_rlhf.data.tokenizer import decode_responses
+from async_rlhf.evaluation.sampling import first_prompts, sampling_params
+from async_rlhf.generation.messages import ModelSpec
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.reports.progress import progress_bar
+from async_rlhf.stage import Source, Stage
+from async_rlhf.types import FinishReason, Prompt
+from async_rlhf.weights import named_weights
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 8
+"""Batches between two times that what is sampled is written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One line of a file of ``generate``."""
+
+    query: str
+    completion: str
+    """Without the stop token."""
+    finish_reason: FinishReason
+    tokens: tuple[int, ...]
+    """The stop token among them."""
+    logprobs: tuple[float, ...]
+    """Of each token, by the engine that sampled it, of the temperature-scaled distribution."""
+    prompt_tokens: tuple[int, ...]
+    row: int
+    """Index of the prompt in its data set."""
+    columns: dict[str, Any]
+    """Of that row."""
+
+    @classmethod
+    def read(cls, line: str) -> Generation:
+        """A line as an object."""
+        values = json.loads(line)
+        tuples = {name: tuple(values[name]) for name in ("tokens", "logprobs", "prompt_tokens")}
+        return cls(**{**{item.name: values[item.name] for item in fields(cls)}, **tuples})
+
+
+def run_generate(config: GenerateConfig) -> dict[str, Any]:
+    """Sample from every model on the same prompts with the same random numbers, into ``<output_dir>/<name>.jsonl``.
+
+    Returns:
+        {"prompts": n, "dropped": prompts too long, "models": {name: {"mean_length": tokens with the stop token,
+        "ended_share": share that ended by themselves}}}.
+
+    Raises:
+        ConfigError: see the message.
+    """
+    folder = Path(config.output_dir)
+    prompts, dropped, found = generate(config, folder)
+    summary = {
+        name: {
+            "mean_length": sum(len(one.tokens) for one in lines) / len(lines),
+            "ended_share": sum(one.finish_reason == "stop" for one in lines) / len(lines),
+        }
+        for name, lines in found.items()
+    }
+    for name, one in summary.items():
+        logger.info("%s: %.1f tokens on average, %.1f%% ended", name, one["mean_length"], 100 * one["ended_share"])
+    logger.info("generate: %d prompts, %d models, in %s", len(prompts), len(found), folder)
+    return {"prompts": len(prompts), "dropped": dropped, "models": summary}
+
+
+def generate(
+    config: GenerateConfig | EvaluateConfig, folder: Path
+) -> tuple[list[Prompt], int, dict[str, list[Generation]]]:
+    """The prompts, how many were dropped, and what every model answers, from the files in ``folder`` or sampled now."""
+    models = models_of(config)
+    rows = load_rows(config.data, config.split, columns=[config.prompt_field], key="data")
+    tokenizer = shared_tokenizer(models)
+    prompts, dropped = first_prompts(rows, tokenizer, config)
+    own = {item.name: getattr(config, item.name) for item in fields(HeldOutConfig)}
+    found = {}
+    with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts))) as engines:
+        for name, source in models.items():
+            each = GenerateConfig(**{**own, "models": {name: source}, "run": None, "checkpoints": []})
+            found[name] = _generated(name, each, prompts, tokenizer, engines, folder)
+    return prompts, dropped, found
+
+
+def models_of(config: HeldOutConfig) -> dict[str, str]:
+    """Name -> folder or hub name: those given, then the checkpoints of the run, oldest first, then its final model.
+
+    Raises:
+        ConfigError: the run has no such checkpoint.
+    """
+    models = dict(config.models)
+    if config.run is None:
+        return models
+    run = Path(config.run)
+    paths = [*Checkpoints(run).all(), *([run / FINAL] if (run / FINAL).is_dir() else [])]
+    there = {path.name: str(path) for path in paths}
+    right = f"must be the output folder of train, with checkpoints or {FINAL!r} in it"
+    if not there:
+        raise ConfigError(f"run: got {config.run!r}; {right}")
+    missing = [name for name in config.checkpoints if name not in there]
+    if missing:
+        raise ConfigError(f"checkpoints: got {missing[0]!r}; must be among {', '.join(there)}")
+    return models | {name: path for name, path in there.items() if not config.checkpoints or name in config.checkpoints}
+
+
+def shared_tokenizer(models: Mapping[str, str]) -> PreTrainedTokenizerBase:
+    """The models' tokenizer. They need the same one: the KL compares the probabilities of the same tokens."""
+    tokenizers = [load_tokenizer(source, key=f"models.{name}") for name, source in models.items()]
+    for name, other in zip(models, tokenizers, strict=True):
+        check_vocabulary(tokenizers[0], other, f"models.{name}")
+    return tokenizers[0]
+
+
+def read_generations(folder: Path) -> dict[str, tuple[str, list[Generation]]]:
+    """Of every finished file of ``generate``: the model's folder or hub name, and the lines. In the models' order.
+
+    Raises:
+        ConfigError: there are none, or they do not answer the same prompts.
+    """
+    found: dict[str, tuple[str, list[Generation]]] = {}
+    for path in sorted(folder.glob("*.jsonl"), key=_in_order):
+        marker = path.with_suffix(".json")
+        if marker.is_file() and (content := json.loads(marker.read_text("utf-8"))).get("stage") == "generate":
+            found[path.stem] = (content["config"][f"models.{path.stem}"], _read(path))
+    if not found:
+        raise ConfigError(f"generations: got {str(folder)!r}; must be the output folder of async-rlhf generate")
+    first = next(iter(found))
+    for name, (_, lines) in found.items():
+        if [one.query for one in lines] != [one.query for one in found[first][1]]:
+            raise ConfigError(f"generations: {name} and {first} in {str(folder)!r} do not answer the same prompts")
+    return found
+
+
+def _in_order(path: Path) -> tuple[int, int, str]:
+    """Models by name, then checkpoints by number, then the final model."""
+    number = path.stem.rpartition("-")[2]
+    if path.stem.startswith("checkpoint-") and number.isdigit():
+        return (1, int(number), "")
+    return (2, 0, "") if path.stem == FINAL else (0, 0, path.stem)
+
+
+def _generated(
+    name: str,
+    config: GenerateConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    engines: _Engines,
+    folder: Path,
+) -> list[Generation]:
+    """One model's answers, from its file, or from the part of it that an interrupted command has left, or new."""
+    output = folder / f"{name}.jsonl"
+    inputs: dict[str, Source] = {"models": config.models, "data": config.data}
+    stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
+    if stage.done() is None:
+        partial = folder / f".{name}.jsonl.part"
+        lines = list(_begun(partial, json.dumps(stage.identity)))
+        if len(lines) < len(prompts):
+            engine, params = engines.of(name, config.models[name], tokenizer)
+            _sample(name, engine, params, prompts[len(lines) :], tokenizer, config, partial)
+        text = partial.read_text(encoding="utf-8").partition("\n")[2]
+        stage.publish_files({output: text}, {"prompts": len(prompts)})
+        partial.unlink()
+    return _read(output)
+
+
+def _read(path: Path) -> list[Generation]:
+    with path.open(encoding="utf-8") as file:
+        return [Generation.read(line) for line in file]
+
+
+def _begun(partial: Path, identity: str) -> Iterator[str]:
+    """The whole lines of an unfinished file, if it is of this very work; else it is begun anew."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.is_file() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    if not whole or whole[0] != identity + "\n":
+        whole = [identity + "\n"]
+    partial.write_text("".join(whole), encoding="utf-8")
+    yield from whole[1:]
+
+
+def _sample(
+    name: str,
+    engine: Any,
+    params: SamplingParams,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    config: GenerateConfig,
+    partial: Path,
+) -> None:
+    """Sample chunk by chunk, and write each down. Chunks begin at the same prompts whenever one was interrupted."""
+    size = _CHUNK * config.batch_size
+    with progress_bar(f"generate: {name}", len(prompts)) as progress, partial.open("a", encoding="utf-8") as file:
+        for start in range(0, len(prompts), size):
+            chunk = prompts[start : start + size]
+            groups = engine.generate(chunk, progress=lambda done, start=start: progress(start + done))
+            rollouts = [group[0] for group in groups]
+            texts = decode_responses(tokenizer, rollouts)
+            for prompt, rollout, text in zip(chunk, rollouts, texts, strict=True):
+                query = str(prompt.columns[config.prompt_field])
+                generation = Generation(
+                    query,
+                    text,
+                    rollout.finish_reason,
+                    rollout.tokens,
+                    rollout.logprobs,
+                    prompt.tokens,
+                    prompt.row,
+                    {**prompt.columns, "query": query},
+                )
+                file.write(json.dumps(asdict(generation), ensure_ascii=False, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _Engines:
+    """The engine of one model after another; vLLM's goes on for the next model if that is of the same shape.
+
+    Args:
+        config: how to sample.
+        longest: tokens of the longest prompt.
+    """
+
+    def __init__(self, config: HeldOutConfig, longest: int) -> None:
+        self.config, self.longest = config, longest
+        self.device = torch.device(config.device) if config.device else default_device()
+        self._vllm: Any = None
+        self._shape: dict[str, Any] = {}
+
+    def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, SamplingParams]:
+        """An engine that samples from the model of that folder or hub name, and how it does."""
+        on_vllm = self.config.engine == "vllm"
+        model = load_policy(source, "cpu" if on_vllm else self.device, key=f"models.{name}")
+        params = sampling_params(model, tokenizer, self.config, 1, self.longest)
+        if on_vllm:
+            return self._load(model, params), params
+        return TransformersEngine(model.to(getattr(torch, self.config.dtype)), params), params
+
+    def _load(self, model: PreTrainedModel, params: SamplingParams) -> Any:
+        from async_rlhf.generation.vllm_engine import VLLMEngine
+
+        unlike = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "architectures", "transformers_version")
+        shape = {key: value for key, value in model.config.to_dict().items() if key not in unlike}
+        if self._vllm is None or shape != self._shape:
+            self.close()
+            spec = ModelSpec(
+                type(model),
+                model.config,
+                getattr(torch, self.config.dtype),
+                self.device.type,
+                vllm=self.config.vllm,
+                max_length=self.longest + self.config.response_length,
+            )
+            self._vllm, self._shape = VLLMEngine(spec, params), shape
+        self._vllm.params = replace(params)
+        self._vllm.load(named_weights(model), self._vllm.version + 1)
+        return self._vllm
+
+    def close(self) -> None:
+        """End vLLM."""
+        if self._vllm is not None:
+            self._vllm.close()
+            self._vllm = None
