@@ -10,6 +10,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -100,4 +101,5 @@ def _write(path: Path, encoded: Sequence[tuple[int, ...]]) -> None:
     except OSError as error:
         logger.warning("the cache file %s could not be written: %s", path, error)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

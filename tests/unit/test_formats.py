@@ -1,0 +1,221 @@
+"""Text and chats mean the same wherever rows are read; tokens are kept between runs."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from tiny import byte_tokenizer
+
+from async_rlhf.config import ConfigError
+from async_rlhf.data import token_cache
+from async_rlhf.data.formats import RowReader
+from async_rlhf.data.loading import load_rows
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.data.token_cache import encode_texts
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no ' ~ m.role) }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def said(*contents: str) -> list[dict[str, str]]:
+    """A chat, the user first."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.fixture(scope="module")
+def chatting():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def reader(chatting):
+    return RowReader(chatting, "data")
+
+
+ANSWERS = said("", "x")[1:], said("", "y")[1:]
+START = "[user]a\n[assistant]b<eos>\n[user]c\n[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"query": "Q:", "query_reference_response": "Q: A"}, ("Q:", " A")),
+        ({"query_reference_response": "all of it"}, ("", "all of it")),
+        ({"prompt": "Q:", "completion": " A"}, ("Q:", " A")),
+        ({"text": "plain"}, ("", "plain")),
+        ({"messages": said("a", "b", "c", "d")}, (START, "d")),
+        ({"prompt": said("a", "b", "c"), "completion": said("", "d")[1:]}, (START, "d")),
+        ({"prompt": said("a", "b", "c"), "completion": "d"}, (START, "d")),
+        # The name of the column decides, not the order in the row.
+        ({"text": "no", "query": "Q", "query_reference_response": "Q!"}, ("Q", "!")),
+    ],
+)  # fmt: skip
+def test_demonstrations(reader, row, expected):
+    assert reader.demonstrations([row]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "p", "chosen": " x", "rejected": " y"}, ("p", " x", " y")),
+        ({"chosen": said("a", "b", "c", "x"), "rejected": said("a", "b", "c", "y")}, (START, "x", "y")),
+        ({"prompt": said("a", "b", "c"), "chosen": ANSWERS[0], "rejected": ANSWERS[1]}, (START, "x", "y")),
+        ({"prompt": said("a", "b", "c"), "chosen": "x", "rejected": "y"}, (START, "x", "y")),
+        # UltraFeedback: the prompt once more, as text beside two whole chats.
+        ({"prompt": "a", "chosen": said("a", "x"), "rejected": said("a", "y")}, ("[user]a\n[assistant]", "x", "y")),
+    ],
+)  # fmt: skip
+def test_preferences(reader, row, expected):
+    assert reader.preferences([row]) == [expected]
+
+
+def test_prompts_are_all_before_the_last_answer(reader):
+    values = ["text", said("a", "b", "c"), said("a", "b", "c", "d")]
+    assert reader.prompts(values, "messages") == ["text", START, START]
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "message"),
+    [
+        ("demonstrations", {"a": 1}, r"data: row 1 has 'a'; must have `query_reference_response`, or `prompt` and"),
+        ("demonstrations", {"text": 3}, r"data: row 1: `text` is a int; must be text"),
+        ("demonstrations", {"messages": "hello"}, r"data: row 1: `messages` is 'hello'; must be a chat"),
+        ("demonstrations", {"messages": said("a")}, r"must be a chat: messages with role and content, the answer last"),
+        ("demonstrations", {"prompt": "a", "completion": said("a")}, r"`completion` is a chat, but `prompt` is str"),
+        ("preferences", {"prompt": "p", "chosen": "x"}, r"data: row 1 has no 'rejected'; it has 'prompt', 'chosen'"),
+        ("preferences", {"prompt": 2, "chosen": "x", "rejected": "y"}, r"row 1: `prompt` is a int; must be text"),
+        ("preferences", {"chosen": said("a", "x"), "rejected": said("b", "y")}, r"must be the same chat but for the"),
+        ("preferences", {"chosen": "x", "rejected": "y"}, r"row 1: `chosen` is 'x'; must be a chat"),
+        (
+            "demonstrations",
+            {"messages": [{"role": "tool", "content": ""}, *said("a", "b")]},
+            r"cannot write it: no tool",
+        ),
+    ],
+)
+def test_rows_that_mean_nothing_are_named(reader, read, row, message):
+    with pytest.raises(ConfigError, match=message):
+        getattr(reader, read)([row])
+
+
+def test_a_chat_needs_a_template_that_goes_on_from_its_prompt(tokenizer, chatting):
+    row = {"messages": said("a", "b")}
+    for without in (RowReader(tokenizer, "train"), RowReader(None, "train")):
+        with pytest.raises(ConfigError, match=r"train: row 1: `messages` is a chat, and no model with a chat template"):
+            without.demonstrations([row])
+    other = byte_tokenizer()
+    other.chat_template = "{{ messages | length }}" + TEMPLATE
+    with pytest.raises(ConfigError, match="writes a chat with its answer otherwise than without"):
+        RowReader(other, "train").demonstrations([row])
+
+
+def test_the_stream_hands_out_what_the_policy_sees(chatting):
+    rows = [{"messages": said(f"{i}" * (1 + 30 * (i == 2)), "b"), "n": i} for i in range(4)]
+    stream = PromptStream(rows, chatting, prompt_field="messages", max_length=30, shuffle=False)
+    assert (len(stream), stream.dropped) == (3, 1)
+    prompt = stream.prompt(2)
+    assert prompt.columns == {"messages": "[user]3\n[assistant]", "n": 3}
+    assert chatting.decode(prompt.tokens) == "[user]3\n[assistant]"
+
+
+def test_a_folder_of_files_has_their_splits(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"n": i, "s": split}) + "\n" for i in range(3)))
+    (tmp_path / ".relabel.json").write_text("{}")  # a marker is no data
+    assert [dict(row) for row in load_rows(str(tmp_path), "validation")] == [
+        {"n": i, "s": "validation"} for i in range(3)
+    ]
+    with pytest.raises(ConfigError, match=r"has no split 'test'; it has train, validation"):
+        load_rows(str(tmp_path), "test")
+
+
+def test_a_hub_name_may_say_which_configuration(monkeypatch):
+    """Of the hub itself only the call can be seen here."""
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((args, options)) or [{"a": 1}])
+    load_rows("openai/gsm8k:main", "test")
+    load_rows("owner/name")
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("owner/name", None), {"split": "train"})]
+
+
+# ---------------------------------------------------------------- the cache of tokens
+
+TEXTS = ["one text", "", "another: ä😀", "one text"]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The folder of the cache, which keeps even little."""
+    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_cache, "CACHED_FROM", 1)
+    monkeypatch.setattr(token_cache, "_CHUNK", 3)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tokenised(monkeypatch):
+    """The texts that a tokenizer has had to read."""
+    texts = []
+    real = token_cache._tokenise
+    monkeypatch.setattr(token_cache, "_tokenise", lambda t, some: texts.extend(some) or real(t, some))
+    return texts
+
+
+def test_tokens_are_computed_once(kept, tokenised, tokenizer):
+    expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
+    assert encode_texts(tokenizer, TEXTS) == expected
+    assert tokenised == TEXTS
+    assert encode_texts(tokenizer, TEXTS) == expected
+    assert encode_texts(byte_tokenizer(), list(TEXTS)) == expected  # an equal tokenizer of another object
+    assert tokenised == TEXTS
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_whatever_changes_the_tokens_changes_the_file(kept, tokenised, tokenizer):
+    encode_texts(tokenizer, TEXTS)
+    other = byte_tokenizer()
+    other.add_tokens(["text"])
+    for count, (reader, texts) in enumerate([(other, TEXTS), (tokenizer, TEXTS[:2]), (tokenizer, ["one", " text"])], 2):
+        assert encode_texts(reader, texts) == [tuple(reader(t, add_special_tokens=False)["input_ids"]) for t in texts]
+        assert len(list(kept.iterdir())) == count
+    # Where one text ends and the next begins is part of it.
+    assert encode_texts(tokenizer, ["on", "e text"]) != encode_texts(tokenizer, ["one", " text"])
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "lengths"])
+def test_a_damaged_file_is_computed_again(kept, tokenised, tokenizer, damage, caplog):
+    expected = encode_texts(tokenizer, TEXTS)
+    (file,) = kept.iterdir()
+    if damage == "lengths":
+        np.savez(file, ids=np.arange(3), lengths=np.array([1, 1, 1, 1]))
+    else:
+        file.write_bytes({"cut": file.read_bytes()[:-40], "empty": b"", "other": b"what is this"}[damage])
+    tokenised.clear()
+    assert encode_texts(tokenizer, TEXTS) == expected
+    assert tokenised == TEXTS
+    assert "damaged" in caplog.text
+    tokenised.clear()
+    assert encode_texts(tokenizer, TEXTS) == expected
+    assert tokenised == []
+
+
+def test_without_a_place_to_keep_them_tokens_are_computed(kept, tokenised, tokenizer, caplog):
+    kept.write_text("a file where the folder should be")
+    for _ in range(2):
+        assert len(encode_texts(tokenizer, TEXTS)) == 4
+    assert tokenised == TEXTS * 2
+    assert "could not be written" in caplog.text
+
+
+def test_little_is_not_kept(kept, tokenizer, monkeypatch):
+    monkeypatch.setattr(token_cache, "CACHED_FROM", sum(map(len, TEXTS)) + 1)
+    encode_texts(tokenizer, TEXTS)
+    assert not kept.exists()
