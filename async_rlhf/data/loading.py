@@ -27,6 +27,8 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
         ConfigError: nothing is there, it cannot be read, it is empty, or a column is missing.
     """
     path = Path(source).expanduser()
+    files = [path / f"{split}{suffix}" for suffix in (".jsonl", *_FILE_FORMATS)]
+    path = next((file for file in files if file.is_file()), path)
     if path.suffix in (".jsonl", *_FILE_FORMATS) and not path.is_file():
         raise ConfigError(f"{key}: got {source!r}; there is no such file")
     rows = _load_jsonl(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)

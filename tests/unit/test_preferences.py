@@ -196,7 +196,7 @@ def test_pairs_left_out(tokenizer):
     ]
     pairs, counts = encode_pairs(rows, tokenizer, 30, "train")
     assert (len(pairs), counts) == (4, {"dropped": 1, "ties": 1})
-    with pytest.raises(ConfigError, match="train: row 1: `chosen` must be text; got list"):
+    with pytest.raises(ConfigError, match="train: row 1: `chosen` is a chat, but `prompt` is str"):
         encode_pairs([{"prompt": "p", "chosen": [{"role": "user"}], "rejected": ""}], tokenizer, 30, "train")
     tokens_BT, lengths_B = pair_tensors([EncodedPair("p", (5, 6, 7), (8,)), EncodedPair("q", (9, 9), (4, 4))])
     assert tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0], [9, 9, 0], [4, 4, 0]]

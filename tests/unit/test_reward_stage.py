@@ -1,0 +1,263 @@
+"""Reward models: where their zero is, whether their margins are probabilities, adapters; pairs labelled anew."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import LLAMA_SIZES
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline
+
+from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig
+from async_rlhf.data.loading import load_rows
+from async_rlhf.evaluation.statistics import wilson
+from async_rlhf.forward import score_rows
+from async_rlhf.models import load_reward_model, load_tokenizer, write_model
+from async_rlhf.stage import json_lines
+from async_rlhf.stages.relabel import run_relabel
+from async_rlhf.stages.reward import RewardTrainer, encode_pairs, run_reward
+from async_rlhf.stages.reward_scale import calibration, center_scores
+from async_rlhf.stages.training import train
+
+PAIRS = [{"prompt": f"p{i}", "chosen": f" good{i % 3}", "rejected": f" bad{i % 4}"} for i in range(40)]
+ROWS = [(65 + i, 66, *range(70, 72 + i), 256) for i in range(9)]
+
+
+@pytest.fixture
+def config(tmp_path, make_policy, tokenizer) -> RewardConfig:
+    write_model(make_policy(), tokenizer, tmp_path / "base")
+    (tmp_path / "pairs.jsonl").write_text(json_lines(PAIRS))
+    return RewardConfig(
+        train=str(tmp_path / "pairs.jsonl"),
+        output_dir=str(tmp_path / "reward"),
+        model=str(tmp_path / "base"),
+        learning_rate=3e-3,
+        per_device_train_batch_size=8,
+    )
+
+
+# ---------------------------------------------------------------- where zero is
+
+
+def test_centring_subtracts_a_constant(make_reward_model):
+    model = make_reward_model()
+    before = score_rows(model, ROWS, 4)
+    offset = center_scores(model, ROWS, 4)
+    after = score_rows(model, ROWS, 4)
+    assert offset == pytest.approx(before.mean().item(), rel=1e-3)
+    assert abs(offset) > 0.1  # there was something to subtract
+    assert after.mean().item() == pytest.approx(0.0, abs=1e-4)
+    assert (before - after).tolist() == pytest.approx([offset] * len(ROWS), abs=1e-4)
+    others = [(80, 81, 256), (90, 91, 92)]
+    fresh = make_reward_model()
+    assert (score_rows(fresh, others, 2) - score_rows(model, others, 2)).tolist() == pytest.approx(
+        [offset] * 2, abs=1e-4
+    )
+
+
+def test_a_model_without_a_bias_is_left_as_it_is(caplog):
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**LLAMA_SIZES, num_labels=1)).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert center_scores(model, ROWS, 4) == 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert "LlamaForSequenceClassification has no bias before its head" in caplog.text
+
+
+def test_a_normalisation_that_is_not_the_last_thing_before_the_head_is_left_alone(make_reward_model, caplog):
+    model = make_reward_model()
+    model.score.register_forward_pre_hook(lambda _, inputs: (torch.tanh(inputs[0]),))
+    before = score_rows(model, ROWS, 4)
+    assert center_scores(model, ROWS, 4) == 0.0
+    assert torch.equal(score_rows(model, ROWS, 4), before)
+    assert "keep their mean" in caplog.text
+
+
+def test_every_program_that_loads_the_model_has_its_zero(config, tmp_path, tokenizer):
+    """On the reference data; and the scores are those that transformers computes by itself."""
+    demonstrations = [{"query": f"p{i}", "query_reference_response": f"p{i} bad{i % 3}"} for i in range(8)]
+    (tmp_path / "sft.jsonl").write_text(json_lines(demonstrations))
+    results = run_reward(replace(config, reference=str(tmp_path / "sft.jsonl")))
+    model = AutoModelForSequenceClassification.from_pretrained(config.output_dir, dtype=torch.float32).eval()
+    texts = [row["query_reference_response"] + "<eos>" for row in demonstrations]
+    scores = []
+    for text in texts:
+        with torch.no_grad():
+            scores.append(model(**load_tokenizer(config.output_dir)(text, return_tensors="pt")).logits[0, 0].item())
+    assert sum(scores) / len(scores) == pytest.approx(0.0, abs=1e-3)
+    assert max(scores) - min(scores) > 1e-2
+    classify = pipeline("text-classification", model=config.output_dir, function_to_apply="none", device="cpu")
+    assert [one["score"] for one in classify(texts)] == pytest.approx(scores, abs=1e-4)
+
+    without = run_reward(replace(config, center=False, output_dir=str(tmp_path / "without")))
+    assert without["score_offset"] == 0.0
+    shift = without["score_mean"] - results["score_mean"]
+    assert shift == pytest.approx(results["score_offset"], abs=1e-3)
+    assert without["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)  # margins do not change
+
+    chosen = run_reward(replace(config, output_dir=str(tmp_path / "chosen")))
+    assert chosen["score_offset"] > results["score_offset"] + 0.1
+    with pytest.raises(ConfigError, match="reference: got 'x'; must be null without center"):
+        replace(config, center=False, reference="x")
+
+
+def test_the_penalty_on_sums_by_hand(make_reward_model, tokenizer, config):
+    model = make_reward_model()
+    pairs, _ = encode_pairs(PAIRS[:8], tokenizer, 96, "train")
+    scores = [[score_rows(model, [side], 1).item() for side in (pair.chosen, pair.rejected)] for pair in pairs]
+    by_hand = sum(math.log1p(math.exp(r - c)) + 0.3 * (c + r) ** 2 for c, r in scores) / 8
+    changed = replace(config, center_rewards_coefficient=0.3, learning_rate=1e-9)
+    trainer = RewardTrainer(model, pairs, [pair.longest for pair in pairs], changed)
+    assert train(trainer) == pytest.approx(by_hand, rel=1e-4)
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def test_calibration_by_hand():
+    """Three bins: at 0.5 a tie; 0.62 once right, once wrong; 0.95 right three times out of three."""
+    margins = torch.tensor([0.0, 0.5, -0.5, 3.0, 3.0, 3.0])
+    found = calibration(margins)
+    low, middle, high = 0.5, 1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(-3.0))
+    assert [(row["accuracy"], row["pairs"]) for row in found["calibration"]] == [(0.5, 1), (0.5, 2), (1.0, 3)]
+    assert [row["confidence"] for row in found["calibration"]] == pytest.approx([low, middle, high])
+    assert found["eval_ece"] == pytest.approx((2 * (middle - 0.5) + 3 * (1 - high)) / 6)
+
+
+def test_margins_that_are_log_odds_are_calibrated_and_doubled_ones_are_not():
+    generator = torch.Generator().manual_seed(0)
+    log_odds = 2 * torch.randn(200_000, generator=generator, dtype=torch.float64)
+    right = torch.rand(len(log_odds), generator=generator) < log_odds.abs().sigmoid()
+    margins = torch.where(right, log_odds.abs(), -log_odds.abs())
+    assert calibration(margins)["eval_ece"] < 0.005
+    assert calibration(2 * margins)["eval_ece"] > 0.05
+    assert sum(row["pairs"] for row in calibration(margins)["calibration"]) == 200_000
+
+
+# ---------------------------------------------------------------- adapters, held-out losses on the way
+
+
+def test_adapters_and_the_head_are_trained_and_merged(config, tmp_path):
+    results = run_reward(replace(config, lora=AdapterConfig(rank=4), num_epochs=3.0, learning_rate=1e-2))
+    assert results["eval_accuracy"] > 0.9
+    model, base = load_reward_model(config.output_dir), tmp_path / "base"
+    assert (tmp_path / "reward" / "adapter" / "adapter_model.safetensors").is_file()
+    start = AutoModelForSequenceClassification.from_pretrained(str(base), num_labels=1, dtype=torch.float32)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start.state_dict()[name])}
+    assert "score.weight" in changed
+    assert any("attention.query_key_value.weight" in name for name in changed)
+    # The last normalisation was centred; no other bias, norm or embedding has moved.
+    assert {name for name in changed if "bias" in name or "norm" in name or "embed" in name} == {
+        "gpt_neox.final_layer_norm.bias"
+    }
+
+
+def test_held_out_losses_on_the_way(config, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        run_reward(replace(config, eval=config.train, eval_steps=2))
+    lines = [message for message in caplog.messages if "held-out loss" in message]
+    assert [line.partition(":")[0] for line in lines] == ["step 2 of 5", "step 4 of 5"]
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert losses[1] < losses[0]
+    with pytest.raises(ConfigError, match="eval_steps: got 2; must be 0 without eval"):
+        replace(config, eval_steps=2)
+
+
+# ---------------------------------------------------------------- relabel
+
+GOLD = """
+def gold(prompts, completions, **columns):
+    assert all(p.startswith("p") for p in prompts)
+    return [float(c.count("o") - c.count("x")) for c in completions]
+"""
+LABELLED = [
+    {"prompt": "p0", "chosen": "oo", "rejected": "x", "n": 0},
+    {"prompt": "p1", "chosen": "x", "rejected": "o", "n": 1, "chosen_finish_reason": "length", "rejected_by": "Ann"},
+    {"prompt": "p2", "chosen": "a", "rejected": "b", "n": 2},
+]
+
+
+@pytest.fixture
+def relabelling(tmp_path) -> RelabelConfig:
+    (tmp_path / "gold.py").write_text(GOLD)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json_lines(LABELLED))
+    (tmp_path / "data" / "validation.jsonl").write_text(json_lines(LABELLED[:1] * 3))
+    return RelabelConfig(
+        data=str(tmp_path / "data"),
+        output_dir=str(tmp_path / "new"),
+        splits=["train", "validation"],
+        reward_funcs=[f"{tmp_path / 'gold.py'}:gold"],
+        device="cpu",
+    )
+
+
+def test_relabel(relabelling, tmp_path):
+    results = run_relabel(relabelling)
+    assert results["train"] == {
+        "pairs": 3,
+        "ties": 1,
+        "swapped": 1,
+        "agreement": wilson(1, 2)._asdict(),
+        "written": 2,
+        "score_margin": 2.5,
+    }
+    assert results["validation"]["agreement"]["estimate"] == 1.0
+    rows = [json.loads(line) for line in (tmp_path / "new" / "train.jsonl").read_text().splitlines()]
+    assert {key: value for key, value in rows[0].items() if value is not None} == {
+        **LABELLED[0],
+        "chosen_score": 2.0,
+        "rejected_score": -1.0,
+        "swapped": False,
+    }
+    # What was said of a side goes with it.
+    assert rows[1] == {
+        "prompt": "p1",
+        "chosen": "o",
+        "rejected": "x",
+        "n": 1,
+        "rejected_finish_reason": "length",
+        "chosen_by": "Ann",
+        "chosen_score": 1.0,
+        "rejected_score": -1.0,
+        "swapped": True,
+    }
+    # Other commands read the folder, and again nothing is to be swapped.
+    assert len(load_rows(relabelling.output_dir, "validation")) == 3
+    again = run_relabel(replace(relabelling, data=relabelling.output_dir, output_dir=str(tmp_path / "again")))
+    assert (again["train"]["swapped"], again["train"]["ties"]) == (0, 0)
+    assert run_relabel(relabelling) == results
+    with pytest.raises(ConfigError, match="keep_ties: was False, is True"):
+        run_relabel(replace(relabelling, keep_ties=True))
+    kept = run_relabel(replace(relabelling, keep_ties=True, output_dir=str(tmp_path / "kept")))
+    assert (kept["train"]["written"], kept["train"]["ties"]) == (3, 1)
+
+
+def test_relabel_by_a_reward_model(relabelling, tmp_path, make_reward_model, tokenizer):
+    model = make_reward_model()
+    write_model(model, tokenizer, tmp_path / "gold")
+    results = run_relabel(replace(relabelling, reward_funcs=[], reward_model=str(tmp_path / "gold"), splits=["train"]))
+    rows = [json.loads(line) for line in (tmp_path / "new" / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == results["train"]["written"] == 3
+    for row in rows:
+        for side in ("chosen", "rejected"):
+            end = [] if row.get(f"{side}_finish_reason") == "length" else [256]
+            tokens = (*tokenizer.encode(row["prompt"] + row[side]), *end)
+            assert row[f"{side}_score"] == pytest.approx(score_rows(model, [tokens], 1).item(), abs=1e-4)
+        assert row["chosen_score"] > row["rejected_score"]
+    assert not (tmp_path / "new" / "validation.jsonl").exists()
+
+
+def test_relabel_says_what_is_wrong(relabelling, tmp_path):
+    (tmp_path / "data" / "train.jsonl").write_text(json_lines([{"prompt": "p", "chosen": "a"}]))
+    with pytest.raises(ConfigError, match=r"data, train: row 1 has no 'rejected'"):
+        run_relabel(relabelling)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match=r"splits: got .*; must name each once"):
+        replace(relabelling, splits=["train", "train"])
+    with pytest.raises(ConfigError, match="give either a reward_model or reward_funcs"):
+        replace(relabelling, reward_funcs=[])
