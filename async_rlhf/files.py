@@ -31,6 +31,17 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         temporary.unlink(missing_ok=True)
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a text file that is added to line by line, or none. A last one that was cut off is cut away, so that
+    the next begins a line of its own.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+        path.write_text("".join(lines), encoding="utf-8")
+    return lines
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder that takes the place of an older one only when the body has ended well."""

@@ -20,6 +20,7 @@ from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.evaluation.sampling import first_prompts, sampling_params
+from async_rlhf.files import whole_lines
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -192,12 +193,11 @@ def _read(path: Path) -> list[Generation]:
 def _begun(partial: Path, identity: str) -> Iterator[str]:
     """The whole lines of an unfinished file, if it is of this very work; else it is begun anew."""
     partial.parent.mkdir(parents=True, exist_ok=True)
-    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.is_file() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    if not whole or whole[0] != identity + "\n":
-        whole = [identity + "\n"]
-    partial.write_text("".join(whole), encoding="utf-8")
-    yield from whole[1:]
+    lines = whole_lines(partial)
+    if not lines or lines[0] != identity + "\n":
+        lines = [identity + "\n"]
+        partial.write_text(lines[0], encoding="utf-8")
+    yield from lines[1:]
 
 
 def _sample(

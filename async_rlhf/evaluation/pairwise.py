@@ -16,6 +16,7 @@ import httpx
 import xxhash
 
 from async_rlhf.config import ConfigError, JudgeConfig
+from async_rlhf.files import whole_lines
 from async_rlhf.reports.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,8 @@ class PairwiseJudge:
                 raise ConfigError(f"judge.prompt_file: got {config.prompt_file!r}; must have {place} in it")
         self._known: dict[str, str] = {}
         if memory.is_file():
-            for line in memory.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):  # else the last, of a run that was killed
-                    verdict = json.loads(line)
-                    self._known[verdict["key"]] = verdict["reply"]
+            lines = whole_lines(memory)
+            self._known = {one["key"]: one["reply"] for one in map(json.loads, lines)}
 
     def outcomes(self, pairs: Sequence[Pair], label: str) -> tuple[list[float], dict[str, float]]:
         """For each pair 1 where ours is the better answer, 0 where theirs is, 1/2 where the two orders disagree or the
