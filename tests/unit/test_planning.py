@@ -450,7 +450,7 @@ def test_more_devices_help_ever_less():
 
 
 def test_a_recipe_says_what_the_workload_leaves_open():
-    recipe = parse(PlanConfig, "plan", ["--run", str(RECIPES / "tldr" / "online_dpo_pythia_410m.yml")])[0].run
+    recipe = parse(PlanConfig, "plan", ["--run", str(RECIPES / "tldr" / "online_dpo_410m.yml")])[0].run
     results = run_plan(
         PlanConfig(run=recipe, devices=4, model=replace(SMALL, parameters=4e8), workload=WorkloadConfig(prompts=64))
     )
