@@ -3,8 +3,8 @@ r"""GSM8K as JSON lines, with the prompt that realtreetune/rho-1b-sft-GSM8K was 
     python recipes/gsm8k/make_data.py
     python recipes/gsm8k/make_data.py --template 'Q: {question}\nA:' --output_dir runs/gsm8k/plain
 
-Writes train.jsonl and test.jsonl with `query` (the prompt) and `answer` (the worked solution, which ends with "#### 18"),
-and for supervised fine-tuning `prompt` and `completion`, the solution without its <<calculator calls>>.
+Writes train.jsonl and test.jsonl with `query` (the prompt) and `answer` (the worked solution, which ends "#### 18"),
+and for supervised fine-tuning `prompt` and `completion`, the solution without <<calculator calls>>.
 """
 
 from __future__ import annotations
