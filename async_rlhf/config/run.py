@@ -65,7 +65,9 @@ class RunConfig(Checked):
     def of(algorithm: str) -> type[RunConfig]:
         """This class with the ``train`` keys of one algorithm, for parsing."""
         kind, hint = ALGORITHM_CONFIGS[algorithm], get_type_hints(RunConfig)["algorithm"]
-        fields = [("train", kind, field(default_factory=kind)), ("algorithm", hint, field(default=algorithm))]
+        # Without a default of its own for train: that would be a run of default size, which not every number of ranks
+        # can divide.
+        fields = [("train", kind, field(kw_only=True)), ("algorithm", hint, field(default=algorithm))]
         namespace = {"__doc__": RunConfig.__doc__}
         return make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, namespace=namespace)
 
