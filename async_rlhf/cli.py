@@ -87,6 +87,11 @@ COMMANDS = {
         "async_rlhf.config:EvaluateConfig",
         "async_rlhf.evaluation.evaluate:run_evaluate",
     ),
+    "config": Command(
+        "migrate FILE: rewrite a YAML file of the original in our format",
+        "async_rlhf.config.original.migrate:MigrateConfig",
+        "async_rlhf.config.original.migrate:run_migrate",
+    ),
 }
 
 
@@ -137,10 +142,10 @@ def _run(name: str, words: list[str]) -> int:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         dry_run = "--dry-run" in words
-        from async_rlhf.config.parsing import parse
+        from async_rlhf.config.original import parse_either
 
-        words = _spelt_out(name, words)
-        config, text = parse(_find(COMMANDS[name].config), name, [word for word in words if word != "--dry-run"])
+        words = [word for word in _spelt_out(name, words) if word != "--dry-run"]
+        config, text = parse_either(_find(COMMANDS[name].config), name, words)
         if dry_run:
             print(text + _derived(config))
             return 0
@@ -163,10 +168,14 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, ``train --resume`` as ``train --train.resume=true``, and in every command
-    with rewards ``--reward F`` as ``--reward_funcs F``."""
+    """``replay RUN`` as ``replay --run RUN``, ``config migrate FILE`` as ``config --file FILE``, ``train --resume`` as
+    ``train --train.resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
     if name == "replay" and words and not words[0].startswith("-"):
         return ["--run", *words]
+    if name == "config" and words[:1] == ["migrate"]:
+        return [*(["--file"] if words[1:] and not words[1].startswith("-") else []), *words[1:]]
+    if name == "config" and words not in (["-h"], ["--help"]):
+        raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
     if name != "train":

@@ -61,7 +61,7 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
-    config_file, arguments = _take_config_file(arguments)
+    config_file, arguments = take_config_file(arguments)
     if kind is RunConfig:
         kind = typing.cast(type[Config], RunConfig.of(_algorithm(arguments, config_file)))
     arguments = _plain_lists(arguments, set(_list_keys(kind)))
@@ -78,7 +78,8 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     return config, text
 
 
-def _take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The file after ``--config`` (of several, the last), and the other words."""
     rest, found = [], None
     words = iter(arguments)
     for word in words:

@@ -1,0 +1,146 @@
+"""Telling the original's files from ours, and reading them with their overrides from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.original.keys import ENVIRONMENT, KEYS, Key
+
+_NULLABLE = {"eval_split"}  # where null is not the same as leaving the key out
+
+
+def field_names(kind: type[Checked]) -> set[str]:
+    """Top-level keys of one of our configurations."""
+    return {item.name for item in dataclasses.fields(typing.cast(Any, kind))}
+
+
+def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | None:
+    """The keys of a file of the original; None if it is none.
+
+    Raises:
+        ConfigError: it has keys of both formats, or keys that neither knows beside the original's.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return None  # the parser's own message says more
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        return None
+    ours = field_names(kind)
+    theirs = [key for key in values if key in KEYS[command] and key not in ours]
+    if not theirs:
+        return None
+    check_known(values, command, ours)
+    return values
+
+
+def check_known(values: Mapping[str, Any], command: str, ours: set[str]) -> None:
+    """Every key is the original's. Raises :class:`ConfigError` naming the first that is not, and the nearest."""
+    theirs = [key for key in values if key in KEYS[command] and key not in ours]
+    for key in values:
+        if key in KEYS[command] or key == ENVIRONMENT:
+            continue
+        if key in ours:
+            raise ConfigError(
+                f"{key}: is a key of async-rlhf {command}, but {theirs[0]!r} one of the original's files; must be all "
+                f"of one format (async-rlhf config migrate turns the original's into ours)"
+            )
+        other = [name for name, keys in KEYS.items() if key in keys]
+        nearest = difflib.get_close_matches(key, KEYS[command], 1)
+        hint = f"files for async-rlhf {' or '.join(other)} have it" if other else "the original has no such key"
+        hint += f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{key}: got {values[key]!r}; {hint}")
+
+
+def take_overrides(words: Sequence[str], command: str, kind: type[Checked]) -> tuple[dict[str, Any], list[str]]:
+    """Options in the original's style, such as ``--learning_rate 1e-5`` or ``--vllm``, and the other words.
+
+    Raises:
+        ConfigError: an option that is neither the original's nor ours.
+    """
+    keys, ours = KEYS[command], field_names(kind) | {"algorithm"}
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        name, equals, value = word.removeprefix("--").partition("=")
+        negated = name.removeprefix("no_")
+        if not word.startswith("--") or name == "help":
+            rest.append(word)
+        elif name in keys:
+            following: list[str] = [value] if equals else []
+            while not equals and position < len(words) and not words[position].startswith("--"):
+                following.append(words[position])
+                position += 1
+                if keys[name].kind != "list":
+                    break
+            found[name] = _option(name, keys[name], following)
+        elif negated != name and negated in keys and keys[negated].kind == "bool":
+            found[negated] = False
+        elif name.partition(".")[0] in ours:
+            rest.append(word)
+        else:
+            nearest = difflib.get_close_matches(name, keys, 1)
+            hint = f"; did you mean --{nearest[0]}?" if nearest else ""
+            raise ConfigError(f"--{name}: is neither an option of the original nor of async-rlhf {command}{hint}")
+    return found, rest
+
+
+def _option(name: str, key: Key, words: list[str]) -> Any:
+    if key.kind == "list":
+        inline = len(words) == 1 and words[0].startswith("[")
+        return yaml.safe_load(words[0]) if inline else words
+    if not words:
+        require(key.kind in ("bool", "any"), name, None, "must be followed by its value")
+        return True
+    return words[0]
+
+
+def typed(values: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Values of the types of their keys: "1e-5" is a number there too. Null is left out, as what it means."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == ENVIRONMENT:
+            require(isinstance(value, dict), key, value, "must be a mapping of names to values")
+            result[key] = value
+        elif value is not None or key in _NULLABLE:
+            result[key] = _typed(key, KEYS[command][key].kind, value)
+    return result
+
+
+def _typed(key: str, kind: str, value: Any) -> Any:
+    if value is None or kind == "any":
+        return value
+    if kind == "bool":
+        spelt = {"true": True, "yes": True, "t": True, "y": True, "1": True}
+        spelt |= {"false": False, "no": False, "f": False, "n": False, "0": False}
+        found = spelt.get(str(value).lower())
+        if found is None:
+            raise ConfigError(f"{key}: got {value!r}; must be true or false")
+        return found
+    if kind == "list":
+        return list(value) if isinstance(value, (list, tuple)) else [str(value)]
+    if kind == "str":
+        require(not isinstance(value, (list, dict)), key, value, "must be a string")
+        return str(value)
+    return _number(key, kind, value)
+
+
+def _number(key: str, kind: str, value: Any) -> int | float:
+    try:
+        number = float(value) if not isinstance(value, bool) else float("nan")
+    except (TypeError, ValueError):
+        number = float("nan")
+    require(abs(number) < float("inf"), key, value, "must be a number")
+    require(kind != "int" or number == int(number), key, value, "must be an integer")
+    return int(number) if kind == "int" or (kind == "steps" and number == int(number)) else number
