@@ -91,6 +91,7 @@ class EvaluateConfig(HeldOutConfig):
         reward_model: the gold reward: a reward model,
         reward_funcs: or functions, as in ``train``,
         judge: or a language model that compares.
+        reward_tokenizer: of the reward model; null takes the one beside it.
         num_samples: prompts shown side by side.
     """
 
@@ -100,6 +101,7 @@ class EvaluateConfig(HeldOutConfig):
     reward_model: str | None = None
     reward_funcs: list[str] = field(default_factory=list)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    reward_tokenizer: str | None = None
     num_samples: int = 10
 
     def check(self) -> None:
@@ -115,8 +117,9 @@ class EvaluateConfig(HeldOutConfig):
         right = f"must be one of the models: {', '.join(self.models)}"
         require(known, "reference", self.reference, right)
         if self.judge.url is None:
-            check_one_judge(self.reward_model, self.reward_funcs)
+            check_one_judge(self.reward_model, self.reward_funcs, self.reward_tokenizer)
         else:
             right = "must be left out with judge.url"
-            require(self.reward_model is None, "reward_model", self.reward_model, right)
+            for key in ("reward_model", "reward_tokenizer"):
+                require(getattr(self, key) is None, key, getattr(self, key), right)
             require(not self.reward_funcs, "reward_funcs", self.reward_funcs, right)

@@ -89,7 +89,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     device = torch.device(config.device) if config.device else default_device()
     judge = None
     if config.judge.url is None:  # what can be wrong with it shall be found before anything is sampled
-        judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
+        size, tokenizer = config.batch_size, config.reward_tokenizer
+        judge = Judge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer)
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))

@@ -27,6 +27,7 @@ class Judge:
         device: of the reward model.
         prompt_field: the column that is the prompt; functions do not get it twice.
         dtype: of the reward model.
+        tokenizer: of the reward model, a folder or hub name; None for the one beside it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Judge:
         device: torch.device | str,
         prompt_field: str = "query",
         dtype: torch.dtype = torch.float32,
+        tokenizer: str | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.prompt_field = prompt_field
@@ -45,7 +47,9 @@ class Judge:
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
             self.model = load_reward_model(reward_model, device).to(dtype)
-            self.tokenizer = load_tokenizer(reward_model, key="reward_model")
+            self.tokenizer = load_tokenizer(
+                tokenizer or reward_model, "reward_tokenizer" if tokenizer else "reward_model"
+            )
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], completions: Sequence[str], ended: Sequence[bool]

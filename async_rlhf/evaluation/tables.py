@@ -10,32 +10,44 @@ from rich.table import Table
 
 
 def format_table(results: Mapping[str, Any]) -> str:
-    """One line per model, with 95% intervals in brackets.
+    """Tables with one line per model, 95% intervals in brackets: all in one place, then against each opponent.
 
     Args:
         results: what :func:`~async_rlhf.evaluation.evaluate.run_evaluate` returns.
     """
     reference = results["reference"]
-    columns = {"gold reward": "gold_mean"}
-    for title, opponent in (("human", "reference_response"), (reference, reference)):
-        columns |= {
-            f"wins vs. {title}": f"win_rate_vs_{opponent}",
-            f"at equal length vs. {title}": f"length_controlled_win_rate_vs_{opponent}",
-            f"ties vs. {title}": f"ties_vs_{opponent}",
-        }
-    columns |= {
+    columns = {
+        "gold reward": "gold_mean",
         f"KL to {reference} (nats)": "kl_to_reference",
-        "perplexity": "perplexity",
-        "under reference": "perplexity_under_reference",
+        "perplexity of human text": "perplexity",
+        "perplexity under reference": "perplexity_under_reference",
         "tokens": "mean_length",
         "ended": "ended_share",
     }
-    shown = {title: key for title, key in columns.items() if any(key in one for one in results["models"].values())}
-    table = Table(title=f"{results['prompts']} held-out prompts, 95% intervals")
+    tables = [_table(f"{results['prompts']} held-out prompts, 95% intervals", columns, results)]
+    for title, opponent in (("human responses", "reference_response"), (reference, reference)):
+        columns = {
+            f"wins against {title}": f"win_rate_vs_{opponent}",
+            "at equal length": f"length_controlled_win_rate_vs_{opponent}",
+            "ties": f"ties_vs_{opponent}",
+            "contradictory": f"inconsistent_vs_{opponent}",
+            "unreadable": f"unreadable_vs_{opponent}",
+        }
+        tables.append(_table("", columns, {**results, "reference_response": None}))
+    return "\n".join(filter(None, tables))
+
+
+def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any]) -> str:
+    """The columns that any model has, and the models that have any of them; "" if there are none."""
+    models = {name: one for name, one in results["models"].items() if any(key in one for key in columns.values())}
+    if not models:
+        return ""
+    shown = {header: key for header, key in columns.items() if any(key in one for one in models.values())}
+    table = Table(title=title)
     table.add_column("model")
-    for title in shown:
-        table.add_column(title, justify="right")
-    for name, one in results["models"].items():
+    for header in shown:
+        table.add_column(header, justify="right")
+    for name, one in models.items():
         table.add_row(name, *(_cell(key, one.get(key)) for key in shown.values()))
     human = results["reference_response"]
     if human is not None:
@@ -69,14 +81,16 @@ def _cell(key: str, value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
+        low, middle, high = (round(value[name], 3) + 0.0 for name in ("low", "estimate", "high"))  # no -0.000
         if "win_rate" in key:
-            return f"{value['estimate']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
-        return f"{value['estimate']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value:.1%}" if key == "ended_share" or key.startswith("ties") else f"{value:.2f}"
+            return f"{middle:.1%} [{low:.1%}, {high:.1%}]"
+        return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+    share = key.startswith(("ended_share", "ties_", "inconsistent_", "unreadable_"))
+    return f"{value:.1%}" if share else f"{value:.2f}"
 
 
 def _render(table: Table) -> str:
-    console = Console(width=300, no_color=True, force_terminal=False, legacy_windows=False)
+    console = Console(width=160, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

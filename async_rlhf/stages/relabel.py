@@ -43,8 +43,15 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
         return results
     data = {split: load_rows(config.data, split, key="data") for split in config.splits}
     device = torch.device(config.device) if config.device else default_device()
+    dtype = getattr(torch, config.dtype)
     judge = Judge(
-        config.reward_model, config.reward_funcs, config.batch_size, device, "prompt", getattr(torch, config.dtype)
+        config.reward_model,
+        config.reward_funcs,
+        config.batch_size,
+        device,
+        "prompt",
+        dtype,
+        config.reward_tokenizer,
     )
     files, found = {}, {}
     for split, rows in data.items():

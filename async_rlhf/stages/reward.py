@@ -83,7 +83,9 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     if config.center:
         found["score_offset"] = center_scores(model, reference or [pair.chosen for pair in pairs], 2 * size)
     found |= evaluate_pairs(model, held, size)
-    logger.info("reward: held-out accuracy %.3f on %d pairs", found["eval_accuracy"], len(held))
+    text = "reward: on %d held-out pairs accuracy %.3f, margin %.3f, calibration error %.3f; scores moved by %.3f"
+    numbers = (found[key] for key in ("eval_accuracy", "eval_margin", "eval_ece"))
+    logger.info(text, len(held), *numbers, -found["score_offset"])
     publish_model(stage, trainer, tokenizer, found)
     return found
 

@@ -168,7 +168,13 @@ def test_generations_are_judged_as_models_are(config, evaluation, tmp_path, samp
             assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
     assert (tmp_path / "evaluation" / "evaluation.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = (tmp_path / "evaluation" / "evaluation.txt").read_text()
-    for word in ("at equal length vs. human", "ties vs. human", "under reference", "checkpoint-10"):
+    for word in (
+        "wins against human responses",
+        "at equal length",
+        "ties",
+        "perplexity under reference",
+        "checkpoint-10",
+    ):
         assert word in text
 
 

@@ -250,6 +250,16 @@ def test_relabel_by_a_reward_model(relabelling, tmp_path, make_reward_model, tok
             assert row[f"{side}_score"] == pytest.approx(score_rows(model, [tokens], 1).item(), abs=1e-4)
         assert row["chosen_score"] > row["rejected_score"]
     assert not (tmp_path / "new" / "validation.jsonl").exists()
+    for file in (tmp_path / "gold").glob("tokenizer*"):
+        file.rename(tmp_path / file.name)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    apart = replace(
+        relabelling, reward_funcs=[], reward_model=str(tmp_path / "gold"), output_dir=str(tmp_path / "apart")
+    )
+    found = run_relabel(replace(apart, reward_tokenizer=str(tmp_path / "tokenizer")))
+    assert found["train"] == results["train"]
+    with pytest.raises(ConfigError, match="reward_tokenizer: got 'x'; must be null without reward_model"):
+        replace(relabelling, reward_tokenizer="x")
 
 
 def test_relabel_says_what_is_wrong(relabelling, tmp_path):
