@@ -1,4 +1,4 @@
-"""The objectives against their formulas, written again as loops in float64 (reference/semantics.md, 3 and 4)."""
+"""The objectives against their formulas, written again as loops in float64 (docs/algorithms)."""
 
 from __future__ import annotations
 

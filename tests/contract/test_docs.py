@@ -1,0 +1,77 @@
+"""The documentation speaks of what there is: every command has its page, every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from async_rlhf.cli import COMMANDS
+from async_rlhf.config import ALGORITHM_CONFIGS, RunConfig
+from async_rlhf.config.parsing import make_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_command_has_a_page_in_the_index():
+    index = (ROOT / "docs" / "commands" / "README.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        page = ROOT / "docs" / "commands" / f"{name}.md"
+        assert page.read_text(encoding="utf-8").startswith(f"# `{name}`"), name
+        assert f"({name}.md)" in index, name
+    pages = {path.stem for path in (ROOT / "docs" / "commands").glob("*.md")}
+    assert pages == {*COMMANDS, "README"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        place = (page.parent / file).resolve() if file else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), target
+
+
+def test_options_in_the_examples_exist():
+    """Every ``--key`` that follows ``async-rlhf COMMAND`` in a page is one of that command."""
+    wrong = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in text.splitlines():
+            found = re.match(r"\s*(?:\$ )?async-rlhf (\w+) (.*)", line)
+            if found is None or found.group(1) not in COMMANDS:
+                continue
+            known = OPTIONS.get(found.group(1)) or OPTIONS.setdefault(found.group(1), options_of(found.group(1)))
+            for option in re.findall(r"(?<=\s)--([\w.]+)", found.group(2).partition("#")[0]):
+                if option not in known and option.split(".")[0] not in ("models", "vllm"):
+                    wrong.append(f"{page.relative_to(ROOT)}: async-rlhf {found.group(1)} --{option}")
+    assert not wrong
+
+
+OPTIONS: dict[str, set[str]] = {}
+SHORT = {"config", "dry", "resume", "resume-from", "reward", "help", "command", "output"}
+
+
+def options_of(command: str) -> set[str]:
+    """What its parser knows, of every algorithm."""
+    module, _, name = COMMANDS[command].config.partition(":")
+    kind = getattr(import_module(module), name)
+    kinds = [RunConfig.of(algorithm) for algorithm in ALGORITHM_CONFIGS] if kind is RunConfig else [kind]
+    parsers = [make_parser(kind, command) for kind in kinds]
+    return {
+        option.lstrip("-") for parser in parsers for action in parser._actions for option in action.option_strings
+    } | SHORT
