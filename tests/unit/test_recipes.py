@@ -1,0 +1,253 @@
+"""Every recipe is read, and runs: two real batches (or stages) on a tiny model and rows of the format that it names.
+
+Only sizes, paths and the engine are changed. What is made by one recipe is read by the next, as a user would.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import byte_tokenizer, tiny_config
+from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+
+from async_rlhf.cli import COMMANDS, main
+from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, RunConfig, SFTConfig
+from async_rlhf.config.parsing import parse
+from async_rlhf.evaluation.evaluate import run_evaluate
+from async_rlhf.stages.relabel import run_relabel
+from async_rlhf.stages.reward import run_reward
+from async_rlhf.stages.sft import run_sft
+from async_rlhf.stages.train import run_train
+
+ROOT = Path(__file__).parents[2]
+FILES = {str(path.relative_to(ROOT / "recipes")): path for path in sorted(ROOT.glob("recipes/**/*.yml"))}
+TRAIN = [name for name, path in FILES.items() if "algorithm" in yaml.safe_load(path.read_text("utf-8"))]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LETTERS = [chr(97 + i) * (1 + i % 4) for i in range(10)]
+
+
+def command_of(name: str) -> str:
+    """train, or what the file or its folder is called."""
+    return (
+        "train" if name in TRAIN else next(word for word in (Path(name).stem, Path(name).parts[0]) if word in COMMANDS)
+    )
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Recipes name files as seen from there."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_recipe_is_read(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command_of(name), "--config", str(FILES[name]), "--dry-run"])
+    assert end.value.code == 0, capsys.readouterr().err
+
+
+def test_recipes_refer_to_files_that_are_there():
+    for path in [*ROOT.glob("recipes/**/*"), ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        if path.suffix in (".yml", ".md", ".py", ".sh"):
+            for word in path.read_text("utf-8").replace("`", " ").replace("](", " ").split():
+                if word.startswith("recipes/") and word.endswith((".yml", ".py", ".sh")) and "*" not in word:
+                    assert (ROOT / word).is_file(), f"{path}: {word}"
+
+
+# Stand-ins
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory) -> Path:
+    """A folder with tiny models, and rows in the format of each data set that a recipe names."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    config = tiny_config(hidden_size=16, num_hidden_layers=1, intermediate_size=16, max_position_embeddings=2048)
+    torch.manual_seed(0)
+    for name, kind in [("policy", GPTNeoXForCausalLM), ("judge", GPTNeoXForSequenceClassification)]:
+        config.num_labels = 1
+        model = kind(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    summaries = [(f"POST: {text}\nTL;DR:", f" about {text}") for text in LETTERS]
+    write(
+        folder / "tldr",
+        [{"query": q, "reference_response": r, "query_reference_response": q + r} for q, r in summaries],
+    )
+    write(folder / "preferences", [{"prompt": q, "chosen": r, "rejected": " no"} for q, r in summaries])
+    write(
+        folder / "gsm8k_hub",
+        [
+            {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
+            for i in range(10)
+        ],
+    )
+    chats = [[{"role": "user", "content": f"Say {t}"}, {"role": "assistant", "content": t}] for t in LETTERS]
+    write(
+        folder / "no_robots",
+        [
+            {"prompt": c[0]["content"], "prompt_id": str(i), "messages": c, "category": "Chat"}
+            for i, c in enumerate(chats)
+        ],
+    )
+    functions = [{"query": f'def get_{t}(self):\n    """', "name": f"get_{t}"} for t in LETTERS]
+    write(folder / "docstrings", functions, ("rl", "heldout"))
+    run_script("gsm8k/make_data.py", "--source", folder / "gsm8k_hub", "--output_dir", folder / "gsm8k")
+    run_script("smollm/docstrings.py", "--data", folder / "docstrings")
+    return folder
+
+
+def write(
+    folder: Path, rows: list[dict[str, object]], splits: tuple[str, ...] = ("train", "validation", "test")
+) -> None:
+    folder.mkdir()
+    for split in splits:
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_script(name: str, *words: object) -> None:
+    """A recipe's script, as from the command line."""
+    before, sys.argv = sys.argv, [name, *map(str, words)]
+    try:
+        runpy.run_path(str(ROOT / "recipes" / name), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def data_of(name: str, folder: Path) -> tuple[Path, Path]:
+    """What stands in for a recipe's training and held-out prompts."""
+    place = Path(name).parts[0]
+    if place == "tldr":
+        return folder / "tldr", folder / "tldr"
+    if place == "no_robots":
+        return folder / "no_robots", folder / "no_robots"
+    if place == "gsm8k":
+        return folder / "gsm8k/train.jsonl", folder / "gsm8k/test.jsonl"
+    if place == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym: pip install '.[reasoning-gym]'")
+        files = folder / "gym_train.jsonl", folder / "gym_eval.jsonl"
+        for seed, file in enumerate(files):
+            run_script(
+                "reasoning_gym/make_data.py", "--task", "leg_counting", "--size", 10, "--seed", seed, "--output", file
+            )
+        return files
+    ending = "_chat.jsonl" if place == "smollm" else ".jsonl"
+    return folder / f"docstrings/rl{ending}", folder / f"docstrings/heldout{ending}"
+
+
+def small_run(name: str, folder: Path, output: Path) -> RunConfig:
+    """A recipe with other sizes, paths and engine: two batches of four prompts."""
+    asked = yaml.safe_load(FILES[name].read_text("utf-8"))
+    train, heldout = data_of(name, folder)
+    changes = {
+        "model": folder / "policy",
+        "data.train": train,
+        "data.eval": heldout if "eval" in asked["data"] else None,
+        "train.output_dir": output,
+        "train.total_episodes": 8,
+        "train.per_device_train_batch_size": 2,
+        "train.gradient_accumulation_steps": 2,
+        "train.staleness": 0,
+        "train.launch": "local",
+        "train.eval_steps": 0,
+        "train.non_eos_penalty": "false",  # a random model seldom ends within six tokens, and ties teach nothing
+        "train.save_steps": 1,
+        "train.device": "cpu",
+        "train.num_threads": 1,
+        "train.progress": "false",
+        "train.generation.engine": "transformers",
+        "train.generation.placement": "inline",
+        "train.generation.workers": 1,
+        "train.generation.response_length": 6,
+        "train.generation.vllm": "{}",
+        "train.parallel.ranks": None,
+        "train.parallel.strategy": "auto",
+    }
+    if "reward_model" in asked:
+        changes["reward_model"] = folder / "judge"
+    if "ray" in asked["train"]:
+        changes["train.ray"] = json.dumps(
+            {"num_cpus": 1.0, "labels": {}, "reward_workers": 0, "reward_num_cpus": 1.0, "reward_labels": {}}
+        )
+    words = [f"--{key}={'null' if value is None else value}" for key, value in changes.items()]
+    return parse(RunConfig, "train", ["--config", str(FILES[name]), *words])[0]
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_every_training_recipe_trains(name, stand_in, tmp_path):
+    config = small_run(name, stand_in, tmp_path / "run")
+    results = run_train(config)
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text("utf-8").splitlines()]
+    batches = [line for line in logged if "objective/scores" in line]
+    assert len(batches) == 2
+    judged = [function.split(":")[1] for function in config.reward_funcs] or ["model"]
+    assert all(math.isfinite(line[f"reward/{part}"]) for line in batches for part in judged)
+    assert math.isfinite(results["eval_objective/scores" if config.data.eval else "objective/scores"])
+    if config.reward_model is not None:  # its scores differ; functions may give a random model 0 for everything
+        assert all(math.isfinite(line["loss/policy_avg"]) for line in batches)
+        before, after = (load_file(f / "model.safetensors") for f in (stand_in / "policy", tmp_path / "run/final"))
+        assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def stage(kind: type, name: str, **changes: object) -> dict:
+    """A recipe of a stage with other sizes and paths, done."""
+    functions = {SFTConfig: run_sft, RewardConfig: run_reward, RelabelConfig: run_relabel, EvaluateConfig: run_evaluate}
+    words = [f"--{key}={'null' if value is None else value}" for key, value in changes.items()]
+    return functions[kind](parse(kind, command_of(name), ["--config", str(FILES[name]), *words])[0])
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("sft.yml")])
+def test_every_supervised_recipe_trains(name, stand_in, tmp_path):
+    train, heldout = data_of(name, stand_in)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_steps": 1}
+    results = stage(
+        SFTConfig, name, model=stand_in / "policy", train=train, eval=heldout, output_dir=tmp_path / "sft", **sizes
+    )
+    assert math.isfinite(results["eval_loss"]), results
+    before, after = (load_file(f / "model.safetensors") for f in (stand_in / "policy", tmp_path / "sft"))
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_the_tldr_pipeline(stand_in, tmp_path):
+    """Relabelled pairs train a reward model; that trains a policy, which is evaluated."""
+    judge, policy, pairs, sizes = stand_in / "judge", stand_in / "policy", tmp_path / "pairs", {"device": "cpu"}
+    found = stage(
+        RelabelConfig, "tldr/relabel.yml", data=stand_in / "preferences", output_dir=pairs, reward_model=judge, **sizes
+    )
+    assert {split: counts["pairs"] for split, counts in found.items()} == {"train": 10, "validation": 10}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_steps": 1}
+    data = {"train": pairs, "eval": pairs, "reference": stand_in / "tldr", "output_dir": tmp_path / "reward"}
+    results = stage(RewardConfig, "tldr/reward.yml", model=policy, **data, **sizes)
+    assert 0 <= results["eval_accuracy"] <= 1, results
+    config = small_run("tldr/online_dpo_410m.yml", stand_in, tmp_path / "run")
+    run_train(replace(config, reward_model=str(tmp_path / "reward")))
+    places = {"run": tmp_path / "run", "data": stand_in / "tldr", "output_dir": tmp_path / "evaluation"}
+    models = {"models": json.dumps({"sft": str(policy)}), "ref_model": policy, "reward_model": judge}
+    sizes = {"engine": "transformers", "response_length": 6, "device": "cpu", "dtype": "float32"}
+    results = stage(EvaluateConfig, "tldr/evaluate.yml", **places, **models, **sizes)
+    assert {"sft", "final"} <= results["models"].keys(), results
+    data = {"data": stand_in / "no_robots", "models": models["models"], "run": places["run"]}
+    judges = {
+        "judge.url": None,
+        "judge.model": "",
+        "reward_funcs": "async_rlhf.rewards:length",
+        "max_prompt_length": 512,
+    }
+    results = stage(EvaluateConfig, "no_robots/evaluate.yml", output_dir=tmp_path / "chats", **data, **judges, **sizes)
+    assert {"sft", "final"} <= results["models"].keys(), results
