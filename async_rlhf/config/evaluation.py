@@ -117,7 +117,10 @@ class EvaluateConfig(HeldOutConfig):
         right = f"must be one of the models: {', '.join(self.models)}"
         require(known, "reference", self.reference, right)
         if self.judge.url is None:
-            check_one_judge(self.reward_model, self.reward_funcs, self.reward_tokenizer)
+            check_one_judge(self.reward_model, self.reward_funcs)
+            right = "must be null without reward_model"
+            alone = self.reward_model is not None or self.reward_tokenizer is None
+            require(alone, "reward_tokenizer", self.reward_tokenizer, right)
         else:
             right = "must be left out with judge.url"
             for key in ("reward_model", "reward_tokenizer"):

@@ -76,13 +76,11 @@ def check_functions(functions: Sequence[str], key: str = "reward_funcs") -> None
         FunctionName.parse(name, key)
 
 
-def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str], tokenizer: str | None = None) -> None:
-    """Either a reward model, maybe with a tokenizer, or functions."""
+def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> None:
+    """Either a reward model or functions."""
     check_functions(reward_funcs)
     one = (reward_model is not None) != (len(reward_funcs) > 0)
     require(one, "reward_model", reward_model, "give either a reward_model or reward_funcs")
-    right = "must be null without reward_model"
-    require(reward_model is not None or tokenizer is None, "reward_tokenizer", tokenizer, right)
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,8 @@ class RelabelConfig(Checked):
         splits: of the data; a file has one, under the name given here.
         reward_model: the gold reward: a reward model, a folder or a name on the hub,
         reward_funcs: or functions, as in ``train``.
-        reward_tokenizer: of the reward model; null takes the one beside it.
+        reward_tokenizer: of the reward model; null takes the one beside it. Functions need one for chats alone, whose
+            template makes text of them.
         keep_ties: keep pairs of equal scores, as they were; false drops them. They are counted either way.
         batch_size: rows of one pass of the reward model.
         dtype: of the reward model.
@@ -237,7 +238,7 @@ class RelabelConfig(Checked):
     overwrite: bool = False
 
     def check(self) -> None:
-        check_one_judge(self.reward_model, self.reward_funcs, self.reward_tokenizer)
+        check_one_judge(self.reward_model, self.reward_funcs)
         require(len(self.splits) > 0, "splits", self.splits, "name at least one")
         require(len(set(self.splits)) == len(self.splits), "splits", self.splits, "must name each once")
         self.at_least(1, "batch_size")

@@ -135,7 +135,9 @@ class RowReader:
 
     def _template(self, chat: Messages, place: str, answered: bool = False) -> str:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
-            raise ConfigError(f"{place} is a chat, and no model with a chat template is there to write it; give text")
+            raise ConfigError(
+                f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text"
+            )
         try:
             return str(
                 self.tokenizer.apply_chat_template(

@@ -47,9 +47,10 @@ class Judge:
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
             self.model = load_reward_model(reward_model, device).to(dtype)
-            self.tokenizer = load_tokenizer(
-                tokenizer or reward_model, "reward_tokenizer" if tokenizer else "reward_model"
-            )
+            if tokenizer is None:
+                self.tokenizer = load_tokenizer(reward_model, key="reward_model")
+        if tokenizer is not None:
+            self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer")
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], completions: Sequence[str], ended: Sequence[bool]

@@ -110,7 +110,7 @@ def test_rows_that_mean_nothing_are_named(reader, read, row, message):
 def test_a_chat_needs_a_template_that_goes_on_from_its_prompt(tokenizer, chatting):
     row = {"messages": said("a", "b")}
     for without in (RowReader(tokenizer, "train"), RowReader(None, "train")):
-        with pytest.raises(ConfigError, match=r"train: row 1: `messages` is a chat, and no model with a chat template"):
+        with pytest.raises(ConfigError, match=r"train: row 1: `messages` is a chat, and no tokenizer with a chat template"):
             without.demonstrations([row])
     other = byte_tokenizer()
     other.chat_template = "{{ messages | length }}" + TEMPLATE

@@ -601,6 +601,7 @@ def test_places_and_run_ids(monkeypatch):
     assert ours("sft", SFT | {"output_global_parent_dir": "results"})["output_dir"] == "results/here/sft"
     t = translated("reward", REWARD | {"output_global_parent_dir": "results", "wandb_run_id": "slurm"})
     assert (t.values["output_dir"], t.environment) == ("results/here/rm", {})
+    assert translated("reward", REWARD | {"wandb_run_id": "mine"}).environment == {}
 
 
 def test_integrations_that_are_installed_are_the_default(monkeypatch):
@@ -610,9 +611,15 @@ def test_integrations_that_are_installed_are_the_default(monkeypatch):
     assert ours("train", DPO | {"sanity_check": True, "report_to": "wandb"})["train.report_to"] == []
 
 
-def test_env_is_exported():
-    resolved("train", DPO | {"env": {"SOME_NAME_OF_A_TEST": 5}})
-    assert os.environ["SOME_NAME_OF_A_TEST"] == "5"
+def test_env_is_exported_and_secrets_are_not_shown(capsys):
+    resolved(
+        "train", DPO | {"env": {"SOME_NAME_OF_A_TEST": 567}, "hub_token": "secret1", "push_to_hub_token": "secret2"}
+    )
+    assert os.environ["SOME_NAME_OF_A_TEST"] == "567"
+    shown = capsys.readouterr().err
+    assert "SOME_NAME_OF_A_TEST" in shown
+    for text in ("567", "secret"):
+        assert text not in shown
     assert "env: got 'x'; must be a mapping" in error("train", DPO | {"env": "x"})
 
 

@@ -12,15 +12,24 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from async_rlhf.config.original.keys import ENVIRONMENT
 from async_rlhf.config.original.translation import ALGORITHM, MAPPED, Row, Translation
 
 _WIDTH = 160
+_SECRET = ("hub_token", "push_to_hub_token")
 
 
 def spelt(value: Any) -> str:
     """A value as YAML has it, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n...\n").strip()
     return json.dumps(value) if "\n" in text else text  # what JSON escapes, YAML reads
+
+
+def _shown(row: Row) -> str:
+    """The value of a row, but for what must not stand in a log."""
+    if row.key in _SECRET:
+        return "(not shown)"
+    return ", ".join(map(str, row.value)) if row.key == ENVIRONMENT else spelt(row.value)
 
 
 def print_table(t: Translation, source: str) -> None:
@@ -30,9 +39,7 @@ def print_table(t: Translation, source: str) -> None:
         table.add_column(name, overflow="fold", no_wrap=False)
     for row in t.rows:
         became = "\n".join(f"{name} = {spelt(value)}" for name, value in row.targets.items())
-        table.add_row(row.key, "" if row.key.startswith("(") else spelt(row.value), became, row.note)
-    for name, value in t.environment.items():
-        table.add_row("", "", f"environment: {name}={value}", "")
+        table.add_row(row.key, "" if row.key.startswith("(") else _shown(row), became, row.note)
     console = Console(file=sys.stderr, highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(file=sys.stderr, highlight=False, markup=False, width=_WIDTH)
@@ -59,7 +66,7 @@ def as_yaml(t: Translation, source: str) -> str:
 def _comment(row: Row) -> str:
     if row.note == MAPPED and row.targets:
         return row.key
-    return f"{row.key}: {row.note}" if row.key.startswith("(") else f"{row.key}: {spelt(row.value)} ({row.note})"
+    return f"{row.key}: {row.note}" if row.key.startswith("(") else f"{row.key}: {_shown(row)} ({row.note})"
 
 
 def _in_order(t: Translation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from async_rlhf.config.base import Checked, ConfigError, require
@@ -115,15 +116,20 @@ def our_default(kind: type[Checked], name: str) -> Any:
     """The default of a dotted key of ours; ``dataclasses.MISSING`` where it must be given."""
     first, _, rest = name.partition(".")
     item = {each.name: each for each in dataclasses.fields(typing.cast(Any, kind))}[first]
-    group = item.default_factory if isinstance(item.default_factory, type) else typing.get_type_hints(kind)[first]
-    made = item.default_factory is not dataclasses.MISSING and not isinstance(item.default_factory, type)
-    if rest and not made:
-        # Not by making one: the defaults of a run do not go together on every number of ranks.
-        return our_default(group, rest)
+    # Not by making a run: its defaults do not go together on every number of ranks.
+    if rest and isinstance(item.default_factory, type):
+        return our_default(item.default_factory, rest)
+    if rest and item.default_factory is dataclasses.MISSING:
+        return our_default(_hints(typing.cast(Any, kind))[first], rest)
     value = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
     for part in rest.split(".") if rest else ():
         value = getattr(value, part)
     return value
+
+
+@lru_cache(maxsize=32)
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def one_of(key: str, value: Any, *options: str) -> Any:
