@@ -89,6 +89,7 @@ def test_every_command_on_local_files(tmp_path, monkeypatch, make_policy, rows, 
         "--output_dir=relabelled",
         splits,
         "--reward=judge.py:letters",
+        "--reward_tokenizer=base",
         "--device=cpu",
     )
     assert json.loads(Path("relabelled/.relabel.json").read_text())["results"]["train"]["swapped"] == 0
