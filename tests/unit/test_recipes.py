@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,27 @@ def test_recipes_refer_to_files_that_are_there():
             for word in path.read_text("utf-8").replace("`", " ").replace("](", " ").split():
                 if word.startswith("recipes/") and word.endswith((".yml", ".py", ".sh")) and "*" not in word:
                     assert (ROOT / word).is_file(), f"{path}: {word}"
+
+
+def test_the_sweep_varies_one_key(tmp_path):
+    """The script's commands, as a program in the place of async-rlhf gets them."""
+    program = tmp_path / "async-rlhf"
+    program.write_text("#!/bin/sh\nprintf '%s\\037' \"$@\"\necho\n")
+    program.chmod(0o755)
+    command = [ROOT / "recipes/tldr/sweep.sh", "N", "1 64", "online_dpo_1b", "--train.staleness", "0"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = [line.split("\037")[:-1] for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["train", "evaluate"] * 2
+    for line in lines[::2]:
+        line.remove("--resume")
+    trained = [parse(RunConfig, "train", line[1:])[0] for line in lines[::2]]
+    assert [config.train.num_mini_batches for config in trained] == [1, 64]
+    assert [config.train.num_batches for config in trained] == [256, 4]
+    assert {config.train.staleness for config in trained} == {0}
+    judged = [parse(EvaluateConfig, "evaluate", line[1:])[0] for line in lines[1::2]]
+    assert [config.run for config in judged] == [config.train.output_dir for config in trained]
+    assert {config.models["sft"] for config in judged} == {config.ref_model for config in judged} == {trained[0].model}
 
 
 # Stand-ins
