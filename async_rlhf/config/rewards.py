@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,9 @@ class FunctionName:
 def _arguments(call: str, name: str, key: str) -> dict[str, Any]:
     arguments = {}
     try:
-        tree = ast.parse(f"f{call}", mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backslashes that are no escapes, as in '\\d+'
+            tree = ast.parse(f"f{call}", mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
             raise ValueError("there is more than one pair of parentheses")
         if tree.args:

@@ -122,6 +122,8 @@ class Length(Reward):
 
 def check_pattern(key: str, pattern: str | None) -> None:
     """The text is a regular expression, or None."""
+    right = r"has a backspace; write r'\b' for the edge of a word: '\b' without r is that in Python"
+    require("\b" not in (pattern or ""), key, pattern, right)
     try:
         re.compile(pattern or "")
     except (re.error, OverflowError, RecursionError) as error:

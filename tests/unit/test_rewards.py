@@ -243,6 +243,7 @@ def test_nearer_to_the_target_is_never_worse(words, target):
     ("function", "options", "message"),
     [
         (regex, {"pattern": "("}, r"pattern: got '\('; must be a regular expression: missing"),
+        (regex, {"pattern": "\bword"}, r"pattern: got '\\x08word'; has a backspace; write r'\\b'"),
         (exact_match, {"extract": "["}, r"extract: got '\['; must be a regular expression"),
         (exact_match, {"whitespace": "some"}, "whitespace: got 'some'; must be one of 'strip', 'collapse', 'keep'"),
         (numeric_answer, {"tolerance": -1}, "tolerance: got -1; must be at least 0"),
@@ -281,6 +282,7 @@ def test_they_are_called_what_they_are():
         ("a:c(text='d:e(f=1)', items=[1, (2, {'k': 3})])", "a", "c", {"text": "d:e(f=1)", "items": [1, (2, {"k": 3})]}),
         (r"a:c(pattern='\\d+')", "a", "c", {"pattern": r"\d+"}),
         (r"a:c(pattern=r'\d+')", "a", "c", {"pattern": r"\d+"}),
+        (r"a:c(pattern='\d+')", "a", "c", {"pattern": r"\d+"}),
         ("a:c(\n  n=1,\n)", "a", "c", {"n": 1}),
         (r"C:\my (own)\r.py:c", r"C:\my (own)\r.py", "c", None),
         ("my (own)/r.py:c(n=1)", "my (own)/r.py", "c", {"n": 1}),
