@@ -250,7 +250,13 @@ def test_the_tldr_pipeline(stand_in, tmp_path):
     """Relabelled pairs train a reward model; that trains a policy, which is evaluated."""
     judge, policy, pairs, sizes = stand_in / "judge", stand_in / "policy", tmp_path / "pairs", {"device": "cpu"}
     found = stage(
-        RelabelConfig, "tldr/relabel.yml", data=stand_in / "preferences", output_dir=pairs, reward_model=judge, **sizes
+        RelabelConfig,
+        "tldr/relabel.yml",
+        data=stand_in / "preferences",
+        output_dir=pairs,
+        reward_model=judge,
+        reward_tokenizer=policy,
+        **sizes,
     )
     assert {split: counts["pairs"] for split, counts in found.items()} == {"train": 10, "validation": 10}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_steps": 1}
@@ -260,7 +266,8 @@ def test_the_tldr_pipeline(stand_in, tmp_path):
     config = small_run("tldr/online_dpo_410m.yml", stand_in, tmp_path / "run")
     run_train(replace(config, reward_model=str(tmp_path / "reward")))
     places = {"run": tmp_path / "run", "data": stand_in / "tldr", "output_dir": tmp_path / "evaluation"}
-    models = {"models": json.dumps({"sft": str(policy)}), "ref_model": policy, "reward_model": judge}
+    models = {"models": json.dumps({"sft": str(policy)}), "ref_model": policy}
+    models |= {"reward_model": judge, "reward_tokenizer": policy}
     sizes = {"engine": "transformers", "response_length": 6, "device": "cpu", "dtype": "float32"}
     results = stage(EvaluateConfig, "tldr/evaluate.yml", **places, **models, **sizes)
     assert {"sft", "final"} <= results["models"].keys(), results
