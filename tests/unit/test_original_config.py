@@ -440,6 +440,8 @@ def test_what_keys_of_one_stage_become():
     assert "every row is a sequence" in note("sft", SFT | {"packing": True}, "packing")
     check("reward", REWARD_DEFAULTS, {"max_length": 640, "tokenizer_name": "org/base"}, {"max_length": 640})
     check("reward", REWARD_DEFAULTS, {"push_to_hub": True, "hub_model_id": "me/rm"}, {})
+    shares = {"eval_strategy": "steps", "eval_steps": 0.2}
+    assert "not known before the data is read" in note("sft", SFT | shares, "eval_steps")
     assert "huggingface-cli upload" in note("reward", REWARD | {"push_to_hub": True}, "push_to_hub")
     text = error("sft", {key: value for key, value in SFT.items() if key != "task_type"}, "--packing")
     assert text.startswith("task_type: got 'hh'; must be 'tldr'")
@@ -637,6 +639,7 @@ def test_overrides_of_the_original_beat_the_file_and_ours_beat_both(monkeypatch)
     assert dpo("--vllm", "false").train.generation.engine == "transformers"
     lora = dpo("--use_peft", "--lora_target_modules", "a", "b", "--no_disable_dropout", "--model", "mine")
     assert (lora.train.lora.target_modules, lora.model) == (["a", "b"], "mine")
+    assert resolved("train", DPO | {"vllm": True}, "--no_vllm").train.generation.engine == "transformers"
     assert dpo("--bok").algorithm == "best_of_k"
     assert resolved("sft", SFT, "--num_train_epochs", "2", "--num_epochs", "5").num_epochs == 5
 
@@ -724,7 +727,7 @@ def test_as_a_program_without_a_network():
 
 MIGRATIONS = [
     ("train", DPO | {"vllm": True, "save_steps": 0.25, "bf16": True, "torch_dtype": "bfloat16", "hub_strategy": "x"}),
-    ("train", ONLINE | {"gamma": 0.9, "report_to": ["wandb"], "run_name": "two\nlines: #"}),
+    ("train", ONLINE | {"gamma": 0.9, "report_to": ["wandb"], "run_name": "two\nlines: #", "hub_model_id": "a\nb: c"}),
     ("train", ONLINE | {"bok": True, "sanity_check": True}),
     ("train", ONLINE | {"output_dir": "rloo", "use_peft": True, "num_mini_batches": 2}),
     ("train", DPO | {"use_peft": True, "lora_target_modules": ["a: b", "'c'"], "save_generations": True}),
