@@ -68,14 +68,13 @@ def translate_evaluate(t: Translation) -> None:
     else:
         t.maps("dataset_path", targets if model else targets | output, "mapped: what async-rlhf generate wrote there")
         t.maps("model_name_or_path", output if model else {}, "mapped: results go there")
-    t.same({"batch_size": "batch_size"})
+    t.same({"batch_size": "batch_size", "gold_tokenizer_name": "reward_tokenizer"})
     note = "mapped; the score is read at the last real token, with pad = eos one token too early there"
     t.maps("gold_model_name", {"reward_model": t["gold_model_name"]}, note)
     note = "mapped; perplexity is of the response's tokens, there its loss was divided by the prompt's as well"
     t.maps("ref_model_name", {"ref_model": t["ref_model_name"]}, note)
     _sanity(t)
     t.idle(f"{IDLE_HERE}: every model is loaded in float32, the reward model as well", "torch_dtype")
-    t.idle(f"{IDLE_HERE}: the reward model's own tokenizer is taken", "gold_tokenizer_name")
     t.idle(f"{IDLE_THERE}: load_and_eval.py does not read it", "gold_model_revision")
     t.idle(f"{IDLE_HERE}: results are files in output_dir", "wandb_run_id")
 

@@ -135,7 +135,7 @@ def translate_relabel(t: Translation) -> None:
     )
     common.weights_dtype(t, "dtype")
     t.idle(f"{IDLE_HERE}: upload the finished folder with `huggingface-cli upload`", "push_to_hub")
-    t.idle(f"{IDLE_HERE}: the reward model's own tokenizer is taken", "tokenizer_name")
+    t.same({"tokenizer_name": "reward_tokenizer"})
     t.idle(f"{IDLE_THERE}: relabel_with_rm.py does not read it", "template", "seed")
     read = ("attn_implementation", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
     common.model_options(t, read=read)
