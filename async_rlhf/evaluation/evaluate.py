@@ -98,9 +98,10 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         raise ConfigError(f"reference: got {reference!r}; must be one of the models: {', '.join(answers)}")
     everyone = ({HUMAN: human} if human is not None else {}) | answers
     if judge is not None:
+        prompts = [line.query for line in lines]
         for name, one in everyone.items():
             logger.info("evaluate: scoring %s", name)
-            one.scores = judge([line.columns for line in lines], one.texts, one.ended)
+            one.scores = judge(prompts, [line.columns for line in lines], one.texts, one.ended)
     results: dict[str, Any] = {
         "reference": reference,
         "prompts": len(lines),
@@ -183,7 +184,7 @@ def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBa
     if column == HUMAN:
         texts = [str(row[column]) for row in rows]
     else:
-        texts = [split_text(line.columns, f"data: row {line.row + 1}")[1] for line in lines]
+        texts = [split_text({**line.columns, "query": line.query}, f"data: row {line.row + 1}")[1] for line in lines]
     texts = [strip_eos(tokenizer, text) for text in texts]
     encoded = zip(lines, encode_responses(tokenizer, texts), strict=True)
     encoded_rows = [EncodedRow(line.prompt_tokens + response, len(line.prompt_tokens)) for line, response in encoded]

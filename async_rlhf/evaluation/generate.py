@@ -52,7 +52,7 @@ class Generation:
     row: int
     """Index of the prompt in its data set."""
     columns: dict[str, Any]
-    """Of that row."""
+    """Of that row, but for the prompt."""
 
     @classmethod
     def read(cls, line: str) -> Generation:
@@ -218,7 +218,8 @@ def _sample(
             rollouts = [group[0] for group in groups]
             texts = decode_responses(tokenizer, rollouts)
             for prompt, rollout, text in zip(chunk, rollouts, texts, strict=True):
-                query = str(prompt.columns[config.prompt_field])
+                columns = dict(prompt.columns)
+                query = str(columns.pop(config.prompt_field))
                 generation = Generation(
                     query,
                     text,
@@ -227,7 +228,7 @@ def _sample(
                     rollout.logprobs,
                     prompt.tokens,
                     prompt.row,
-                    {**prompt.columns, "query": query},
+                    columns,
                 )
                 file.write(json.dumps(asdict(generation), ensure_ascii=False, default=str) + "\n")
             file.flush()

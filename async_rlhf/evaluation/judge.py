@@ -25,7 +25,6 @@ class Judge:
             rewards are added.
         batch_size: rows of one pass of the reward model.
         device: of the reward model.
-        prompt_field: the column that is the prompt; functions do not get it twice.
         dtype: of the reward model.
         tokenizer: of the reward model, a folder or hub name; None for the one beside it.
     """
@@ -36,12 +35,10 @@ class Judge:
         reward_funcs: Sequence[str],
         batch_size: int,
         device: torch.device | str,
-        prompt_field: str = "query",
         dtype: torch.dtype = torch.float32,
         tokenizer: str | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self.prompt_field = prompt_field
         self.functions = load_reward_functions(reward_funcs)
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -53,23 +50,27 @@ class Judge:
             self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer")
 
     def __call__(
-        self, rows: Sequence[Mapping[str, Any]], completions: Sequence[str], ended: Sequence[bool]
+        self,
+        prompts: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        completions: Sequence[str],
+        ended: Sequence[bool],
     ) -> list[float]:
         """One score per completion.
 
         Args:
-            rows: the data set's row of each completion.
+            prompts: the prompt of each completion.
+            rows: what else its row in the data set says, for functions.
             completions: texts without the end-of-sequence token.
             ended: whether each ended by itself; the reward model sees the end-of-sequence token if it did.
 
         Raises:
             RewardError: a score is no finite number, or a reward function failed.
         """
-        prompts = [str(row[self.prompt_field]) for row in rows]
         scores = [0.0] * len(rows)
         if self.model is not None:
             scores = self._model_scores(prompts, completions, ended)
-        names = dict.fromkeys(name for row in rows for name in row if name != self.prompt_field)
+        names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         for function in self.functions:
             rewards = call_reward_function(function, prompts, completions, columns)

@@ -42,15 +42,17 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     device = torch.device(config.device) if config.device else default_device()
     rows = load_rows(config.prompts, config.split, columns=[config.prompt_field], key="prompts")
     tokenizer = load_tokenizer(config.model)
-    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device, config.prompt_field)
+    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
     prompts, dropped = first_prompts(rows, tokenizer, config)
 
     policy = load_policy(config.model, device)
     completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
     rollouts = [rollout for group in completions for rollout in group]
     texts = decode_responses(tokenizer, rollouts)
-    columns = [prompt.columns for prompt in prompts for _ in range(config.samples_per_prompt)]
-    scores = judge(columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
+    each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
+    columns = [{k: value for k, value in prompt.columns.items() if k != config.prompt_field} for prompt in each]
+    queries = [str(prompt.columns[config.prompt_field]) for prompt in each]
+    scores = judge(queries, columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
     pairs = best_and_worst(prompts, rollouts, texts, scores, config.pairs_per_prompt, config.prompt_field)
     results = {
         "prompts": len(prompts),

@@ -49,7 +49,6 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
         config.reward_funcs,
         config.batch_size,
         device,
-        "prompt",
         dtype,
         config.reward_tokenizer,
     )
@@ -75,10 +74,10 @@ def relabel(rows: Rows, judge: Judge, key: str, keep_ties: bool = False) -> tupl
     prompts, *sides = zip(*RowReader(judge.tokenizer, key).preferences(rows), strict=True)
     scores: list[Sequence[float]] = []
     for side, texts in zip(_SIDES, sides, strict=True):
-        columns = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+        columns = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
         ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
         logger.info("relabel: scoring the %s side of %d pairs", side, len(rows))
-        scores.append(judge(columns, texts, ended))
+        scores.append(judge(prompts, columns, texts, ended))
     ties = sum(chosen == rejected for chosen, rejected in zip(*scores, strict=True))
     swapped = sum(chosen < rejected for chosen, rejected in zip(*scores, strict=True))
     written = [

@@ -132,11 +132,12 @@ def test_perplexity_divides_by_response_tokens_only(make_policy):
 def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokenizer):
     model = make_reward_model()
     write_model(model, tokenizer, tmp_path / "reward")
-    rows = [{"query": "a"}, {"query": "longer prompt"}, {"query": "a"}, {"query": "a"}]
+    prompts = ["a", "longer prompt", "a", "a"]
+    rows = [{}] * 4
     texts, ended = ["x<pad>", "y", "x<pad>", "x<pad>"], [False, True, False, True]
-    scores = Judge(str(tmp_path / "reward"), [], 2, "cpu")(rows, texts, ended)
-    for score, row, text, stop in zip(scores, rows, texts, ended, strict=True):
-        tokens = torch.tensor([tokenizer.encode(row["query"] + text) + [256] * stop])
+    scores = Judge(str(tmp_path / "reward"), [], 2, "cpu")(prompts, rows, texts, ended)
+    for score, prompt, text, stop in zip(scores, prompts, texts, ended, strict=True):
+        tokens = torch.tensor([tokenizer.encode(prompt + text) + [256] * stop])
         with torch.no_grad():
             by_hand = model.score(model.base_model(input_ids=tokens).last_hidden_state[0, -1]).item()
         assert score == pytest.approx(by_hand, abs=1e-4)
@@ -145,7 +146,7 @@ def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokeni
     torch.nn.init.constant_(model.score.weight, math.nan)
     write_model(model, tokenizer, tmp_path / "broken")
     with pytest.raises(RewardError, match="the reward model gave nan for 'ax<pad>'"):
-        Judge(str(tmp_path / "broken"), [], 2, "cpu")(rows, texts, ended)
+        Judge(str(tmp_path / "broken"), [], 2, "cpu")(prompts, rows, texts, ended)
 
 
 # ---------------------------------------------------------------- evaluate

@@ -71,7 +71,8 @@ def test_every_checkpoint_answers_every_prompt(config, tmp_path, sampled, tokeni
             stopped = line.finish_reason == "stop"
             assert tokenizer.decode(line.tokens[:-1] if stopped else line.tokens) == line.completion
             assert (line.tokens[-1] == 256) == stopped
-            assert (line.columns["query"], line.columns["n"]) == (line.query, line.row - (line.row > 3))
+            assert line.columns.keys() == {"reference_response", "n"}
+            assert line.columns["n"] == line.row - (line.row > 3)
     texts = {name: [line.completion for line in lines] for name, (_, lines) in found.items()}
     assert texts["final"] != texts["checkpoint-2"]
     run_generate(config)
@@ -211,6 +212,19 @@ def test_generations_outlive_their_models(config, evaluation, tmp_path, caplog):
     assert "win_rate_vs_checkpoint-2" in found["models"]["final"]
     with pytest.raises(ConfigError, match="ref_model"):
         run_evaluate(replace(evaluation, ref_model=str(tmp_path / "run" / "final"), output_dir=str(tmp_path / "b")))
+
+
+def test_functions_get_every_column_but_the_prompt(config, evaluation, tmp_path):
+    """Also one that is called `query` beside another that is the prompt."""
+    rows = [{"ask": f"p{i}", "query": f"other {i}", "query_reference_response": f"p{i} it"} for i in range(4)]
+    (tmp_path / "asked.jsonl").write_text(json_lines(rows))
+    (tmp_path / "judge.py").write_text(
+        "def letters(prompts, completions, query, query_reference_response):\n"
+        "    assert prompts == [f'p{i}' for i in range(4)] and query == [f'other {i}' for i in range(4)]\n"
+        "    return [len(text) for text in completions]\n"
+    )
+    run_generate(replace(config, data=str(tmp_path / "asked.jsonl"), prompt_field="ask", checkpoints=["final"]))
+    assert run_evaluate(evaluation)["reference_response"]["gold_mean"]["estimate"] == 3.0
 
 
 def test_a_judge_that_compares(config, evaluation, tmp_path):

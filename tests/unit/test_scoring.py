@@ -672,6 +672,9 @@ try:
     call_reward_functions(functions, ["p"], ["c"], {}, timeout=TIMEOUT)
 except RewardError as error:
     print(error, flush=True)
+except KeyboardInterrupt:
+    # Left to Python the status would depend on whether torch finds tabulate to import at exit.
+    sys.exit(130)
 """
 
 
@@ -690,8 +693,7 @@ def test_a_hanging_function_does_not_keep_the_process_from_ending(timeout):
             time.sleep(0.5)  # the learner most likely waits by now
             process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=30)
-        assert process.returncode == (0 if timeout == 0.5 else -signal.SIGINT), stderr
-        assert timeout == 0.5 or stderr.rstrip().endswith("KeyboardInterrupt")
+        assert process.returncode == (0 if timeout == 0.5 else 130), stderr
     finally:
         process.kill()
         process.communicate()
@@ -753,7 +755,7 @@ def test_the_judge_takes_async_functions(tmp_path):
         "async def later(prompts, completions, n):\n    return [len(p) + k for p, k in zip(prompts, n)]\n"
     )
     judge = Judge(None, [f"{tmp_path / 'rewards.py'}:later"] * 2, 2, "cpu")
-    assert judge([{"query": "ab", "n": 5}, {"query": "", "n": 7}], ["x", "y"], [True, True]) == [14.0, 14.0]
+    assert judge(["ab", ""], [{"n": 5}, {"n": 7}], ["x", "y"], [True, True]) == [14.0, 14.0]
 
 
 # The scorer and the reward model
