@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,report]'
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[reasoning-gym]' || \
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[reasoning-gym]' 2>/dev/null || \
 		echo "reasoning-gym could not be installed (it takes a C compiler): its tests will be skipped"
 	@touch $@
 
