@@ -52,6 +52,7 @@ class StageConfig(Checked):
         num_epochs: passes over the data.
         learning_rate: peak rate of AdamW, with linear decay.
         warmup_ratio: share of the steps with rising rate.
+        warmup_steps: so many steps with rising rate instead; 0 for warmup_ratio.
         weight_decay: of AdamW.
         per_device_train_batch_size: rows (for pairs: pairs) of one forward and backward pass.
         gradient_accumulation_steps: such passes per optimiser step.
@@ -59,10 +60,11 @@ class StageConfig(Checked):
         bf16: bfloat16 autocast.
         gradient_checkpointing: trade compute for memory.
         lr_scheduler_type: transformers' schedule of that name.
-        eval_steps: optimiser steps between two losses on the held-out data; 0 for one at the end only.
+        eval_steps: optimiser steps between two losses on the held-out data, below 1 a share of all steps; 0 for one at
+            the end only.
         lora: train low-rank adapters instead of every weight; they are merged into the model that is saved, and saved
             beside it as well.
-        logging_steps: optimiser steps between two lines in the log.
+        logging_steps: optimiser steps between two lines in the log, below 1 a share of all steps.
         report_to: transformers' integrations, e.g. ["wandb"].
         seed: decides order and initialisation.
         overwrite: do the stage again where it is done already.
@@ -76,6 +78,7 @@ class StageConfig(Checked):
     num_epochs: float = 1.0
     learning_rate: float = 1e-3
     warmup_ratio: float = 0.05
+    warmup_steps: int = 0
     weight_decay: float = 0.0
     per_device_train_batch_size: int = 32
     gradient_accumulation_steps: int = 1
@@ -83,19 +86,24 @@ class StageConfig(Checked):
     bf16: bool = False
     gradient_checkpointing: bool = False
     lr_scheduler_type: LRSchedule = "linear"
-    eval_steps: int = 0
+    eval_steps: float = 0
     lora: AdapterConfig = field(default_factory=AdapterConfig)
-    logging_steps: int = 20
+    logging_steps: float = 20
     report_to: list[str] = field(default_factory=list)
     seed: int = 0
     overwrite: bool = False
 
     def check(self) -> None:
         self.above(0, "num_epochs", "learning_rate")
-        self.at_least(0, "warmup_ratio", "weight_decay", "eval_steps", "seed")
+        self.at_least(0, "warmup_ratio", "warmup_steps", "weight_decay", "eval_steps", "seed")
         require(self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "must be below 1, a share of the steps")
         self.at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
-        self.at_least(1, "logging_steps")
+        self.above(0, "logging_steps")
+        for key in ("eval_steps", "logging_steps"):
+            value = getattr(self, key)
+            require(
+                value < 1 or value == int(value), key, value, "must be a whole number, or below 1 a share of all steps"
+            )
         require(self.eval_steps == 0 or self.eval is not None, "eval_steps", self.eval_steps, "must be 0 without eval")
 
 

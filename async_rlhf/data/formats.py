@@ -60,8 +60,8 @@ class RowReader:
         return [self._prompt(value, f"{self.key}: {field!r} of row {n}") for n, value in enumerate(values, start=1)]
 
     def demonstrations(self, rows: Rows) -> list[Demonstration]:
-        """Prompts with the answer to learn: of `query_reference_response` (with `query`, its start), of `prompt` and
-        `completion`, of `messages` or of `text`.
+        """Prompts with the answer to learn: of `query_reference_response` (with `query`, its start), of `messages`, of
+        `prompt` and `completion` (or, of preference pairs, `chosen`), or of `text`.
 
         Raises:
             ConfigError: a row has none of these, or they are no text.
@@ -88,8 +88,9 @@ class RowReader:
         if row.get("messages") is not None:
             chat = _chat(row["messages"], f"{place}: `messages`")
             return Demonstration(*self._answered(_without_answer(chat, place), chat, f"{place}: `messages`"))
-        if row.get("prompt") is not None and row.get("completion") is not None:
-            return Demonstration(*self._prompted(row["prompt"], row["completion"], f"{place}: `completion`"))
+        for column in ("completion", "chosen"):
+            if row.get("prompt") is not None and row.get(column) is not None:
+                return Demonstration(*self._prompted(row["prompt"], row[column], f"{place}: `{column}`"))
         if row.get("text") is not None:
             return Demonstration("", _text(row["text"], f"{place}: `text`"))
         raise ConfigError(

@@ -72,12 +72,13 @@ class QuietProgress(ProgressCallback):
 class _EvaluateEvery(TrainerCallback):
     """Metrics of held-out data in the Trainer's log, every so many optimiser steps."""
 
-    def __init__(self, trainer: Trainer, steps: int, evaluate: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, trainer: Trainer, steps: float, evaluate: Callable[[], dict[str, float]]) -> None:
         self.trainer, self.steps, self.evaluate = trainer, steps, evaluate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate, if it is time."""
-        if self.steps > 0 and state.global_step % self.steps == 0 and state.global_step < state.max_steps:
+        every = self.steps if self.steps >= 1 else math.ceil(self.steps * state.max_steps)
+        if every > 0 and state.global_step % every == 0 and state.global_step < state.max_steps:
             metrics = {name: value for name, value in self.evaluate().items() if isinstance(value, (int, float))}
             self.trainer.model.train()
             self.trainer.log(metrics)
@@ -149,7 +150,7 @@ def _training_arguments(config: StageConfig) -> TrainingArguments:
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler_type,
-        warmup_steps=config.warmup_ratio,  # below 1 it is a share of the steps
+        warmup_steps=config.warmup_steps or config.warmup_ratio,  # below 1 it is a share of the steps
         weight_decay=config.weight_decay,
         per_device_train_batch_size=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,

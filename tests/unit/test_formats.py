@@ -52,6 +52,7 @@ START = "[user]a\n[assistant]b<eos>\n[user]c\n[assistant]"
         ({"query_reference_response": "all of it"}, ("", "all of it")),
         ({"prompt": "Q:", "completion": " A"}, ("Q:", " A")),
         ({"text": "plain"}, ("", "plain")),
+        ({"prompt": "Q:", "chosen": " A", "rejected": " B"}, ("Q:", " A")),
         ({"messages": said("a", "b", "c", "d")}, (START, "d")),
         ({"prompt": said("a", "b", "c"), "completion": said("", "d")[1:]}, (START, "d")),
         ({"prompt": said("a", "b", "c"), "completion": "d"}, (START, "d")),
@@ -110,7 +111,7 @@ def test_rows_that_mean_nothing_are_named(reader, read, row, message):
 def test_a_chat_needs_a_template_that_goes_on_from_its_prompt(tokenizer, chatting):
     row = {"messages": said("a", "b")}
     for without in (RowReader(tokenizer, "train"), RowReader(None, "train")):
-        with pytest.raises(ConfigError, match=r"train: row 1: `messages` is a chat, and no tokenizer with a chat template"):
+        with pytest.raises(ConfigError, match=r"row 1: `messages` is a chat, and no tokenizer with a chat template"):
             without.demonstrations([row])
     other = byte_tokenizer()
     other.chat_template = "{{ messages | length }}" + TEMPLATE

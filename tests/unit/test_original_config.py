@@ -419,7 +419,8 @@ STAGE_CASES = [
     ({"fp16": True}, {"bf16": True}),
     ({"bf16": True, "gradient_checkpointing": True}, {"bf16": True, "gradient_checkpointing": True}),
     ({"weight_decay": 0.1, "seed": 1}, {"weight_decay": 0.1, "seed": 1}),
-    ({"evaluation_strategy": "steps", "eval_steps": 0.2}, {}),  # the length of the data is not known
+    ({"evaluation_strategy": "steps", "eval_steps": 0.2}, {"eval_steps": 0.2}),
+    ({"warmup_steps": 10, "logging_steps": 0.1}, {"warmup_steps": 10, "logging_steps": 0.1}),
     ({"evaluation_strategy": "steps", "eval_steps": 50}, {"eval_steps": 50}),
     ({"eval_strategy": "steps", "logging_steps": 100}, {"eval_steps": 100, "logging_steps": 100}),
     ({"eval_strategy": "epoch", "eval_steps": 50}, {}),
@@ -440,11 +441,10 @@ def test_what_keys_of_one_stage_become():
     assert "every row is a sequence" in note("sft", SFT | {"packing": True}, "packing")
     check("reward", REWARD_DEFAULTS, {"max_length": 640, "tokenizer_name": "org/base"}, {"max_length": 640})
     check("reward", REWARD_DEFAULTS, {"push_to_hub": True, "hub_model_id": "me/rm"}, {})
-    shares = {"eval_strategy": "steps", "eval_steps": 0.2}
-    assert "not known before the data is read" in note("sft", SFT | shares, "eval_steps")
     assert "huggingface-cli upload" in note("reward", REWARD | {"push_to_hub": True}, "push_to_hub")
-    text = error("sft", {key: value for key, value in SFT.items() if key != "task_type"}, "--packing")
-    assert text.startswith("task_type: got 'hh'; must be 'tldr'")
+    without = {key: value for key, value in SFT.items() if key != "task_type"}
+    assert "the whole of prompt and chosen" in note("sft", without, "task_type")
+    assert error("sft", SFT | {"task_type": "xy"}).startswith("task_type: got 'xy'; must be")
 
 
 RELABEL_DEFAULTS = {

@@ -163,6 +163,13 @@ def test_held_out_losses_on_the_way(config, tmp_path, caplog):
     assert [line.partition(":")[0] for line in lines] == ["step 2 of 5", "step 4 of 5"]
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert losses[1] < losses[0]
+    caplog.clear()
+    share = replace(config, eval=config.train, eval_steps=0.4, output_dir=str(tmp_path / "share"))
+    with caplog.at_level(logging.INFO):
+        run_reward(share)
+    assert [line for line in caplog.messages if "held-out loss" in line] == lines
+    with pytest.raises(ConfigError, match=r"eval_steps: got 1.5; must be a whole number"):
+        replace(share, eval_steps=1.5)
     with pytest.raises(ConfigError, match="eval_steps: got 2; must be 0 without eval"):
         replace(config, eval_steps=2)
 

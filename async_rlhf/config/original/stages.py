@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rlhf.config.base import ConfigError
 from async_rlhf.config.original import common
 from async_rlhf.config.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation, one_of
 
 _SANITY_ROWS = 64
 _TRL_MAX_LENGTH = 1024  # SFTTrainer's own where max_seq_length is not given
-_NO_STEPS = "a share of the steps is not known before the data is read"
 _IDLE = {
-    "warmup_steps": f"{IDLE_HERE}: warmup_ratio is the key",
     "max_steps": f"{IDLE_HERE}: num_epochs decides how long the stage is",
     "adam_beta1 adam_beta2 adam_epsilon": f"{IDLE_HERE}: AdamW has torch's defaults, 0.9, 0.999 and 1e-8",
     "max_grad_norm": f"{IDLE_HERE}: gradients are clipped to norm 1",
@@ -26,14 +23,10 @@ _IDLE = {
 
 def translate_sft(t: Translation) -> None:
     """All keys of a file for sft.py."""
-    if t["task_type"] != "tldr":
-        raise ConfigError(
-            f"task_type: got {t['task_type']!r}; must be 'tldr': rows with query_reference_response. For rows with "
-            "prompt and chosen, rename chosen to completion, and give them to async-rlhf sft with "
-            "completion_only: false"
-        )
+    one_of("task_type", t["task_type"], "tldr", "hh")
     _stage(t)
-    t.maps("task_type", {"completion_only": False}, "trains on the whole query_reference_response, as there")
+    columns = "query_reference_response" if t["task_type"] == "tldr" else "prompt and chosen"
+    t.maps("task_type", {"completion_only": False}, f"trains on the whole of {columns}, as there")
     length = t["max_seq_length"]
     note = "longer rows are dropped and counted here, cut off there"
     t.maps("max_seq_length", {"max_length": _TRL_MAX_LENGTH if length is None else length}, note)
@@ -80,7 +73,9 @@ def _stage(t: Translation) -> None:
     t.idle(note if t["sanity_check"] else MAPPED, "sanity_check")
     t.same({"num_train_epochs": "num_epochs", "overwrite_output_dir": "overwrite"})
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type")
-    t.same({key: key for key in (*keys, "weight_decay", "warmup_ratio", "seed", "gradient_checkpointing")})
+    t.same(
+        {key: key for key in (*keys, "weight_decay", "warmup_ratio", "warmup_steps", "seed", "gradient_checkpointing")}
+    )
     bf16, fp16 = t["bf16"], t["fp16"]
     t.maps("bf16", {"bf16": bf16 or fp16})
     t.maps("fp16", {"bf16": bf16 or fp16} if fp16 else {}, "bfloat16 instead" if fp16 else MAPPED)
@@ -91,22 +86,12 @@ def _stage(t: Translation) -> None:
 
 def _steps(t: Translation) -> None:
     logging = t["logging_steps"]
-    if logging >= 1:
-        t.maps("logging_steps", {"logging_steps": int(logging)})
-    else:
-        t.idle(f"{IDLE_HERE}: {_NO_STEPS}", "logging_steps")
+    t.maps("logging_steps", {"logging_steps": logging})
     strategy = t["evaluation_strategy"] or t["eval_strategy"]
     one_of("eval_strategy", strategy, "no", "steps", "epoch")
-    steps = t["eval_steps"] or logging
-    note = MAPPED
-    if strategy != "steps" or steps < 1:
-        note = (
-            f"at the end only: {_NO_STEPS}"
-            if strategy == "steps"
-            else f"at the end only: eval_strategy is {strategy!r}"
-        )
-        steps = 0
-    t.maps("eval_steps", {"eval_steps": int(steps)}, note)
+    steps = strategy == "steps"
+    note = MAPPED if steps else f"at the end only: eval_strategy is {strategy!r}"
+    t.maps("eval_steps", {"eval_steps": (t["eval_steps"] or logging) if steps else 0}, note)
     t.idle("mapped: see eval_steps", "eval_strategy", "evaluation_strategy")
 
 
