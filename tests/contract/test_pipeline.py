@@ -58,6 +58,30 @@ def run(*words: str) -> None:
     assert ended.value.code == 0, words
 
 
+def train_online(data: dict[str, str], caplog) -> None:
+    """Two batches from sft by both kinds of reward; the policy has moved."""
+    online = {
+        "output_dir": "policy",
+        "total_episodes": 16,
+        "save_steps": 1,
+        "learning_rate": 1e-3,
+        "non_eos_penalty": "false",
+        "max_prompt_length": 60,
+        "generation.response_length": 8,
+        "generation.placement": "inline",
+        "staleness": 0,
+        "device": "cpu",
+    }
+    words = [f"--train.{key}={value}" for key, value in online.items()]
+    fields = [f"--data.train={data['prompts']}", f"--data.prompt_field={data['field']}"]
+    run("train", "--model=sft", "--reward_model=reward", "--reward=judge.py:letters", *fields, *words)
+    assert "dropped 1 of 25 prompts" in caplog.text
+    (sample, *_) = (json.loads(line) for line in Path("policy/samples.jsonl").read_text().splitlines())
+    assert "TL;DR:" in json.dumps(sample) or "[user]say" in json.dumps(sample)
+    before, after = (load_file(f"{name}/model.safetensors") for name in ("sft", "policy/final"))
+    assert max((before[name] - after[name]).abs().max().item() for name in after) > 1e-5
+
+
 @pytest.mark.parametrize("rows", [summaries, chats])
 def test_every_command_on_local_files(tmp_path, monkeypatch, make_policy, rows, caplog):
     monkeypatch.chdir(tmp_path)
@@ -96,26 +120,7 @@ def test_every_command_on_local_files(tmp_path, monkeypatch, make_policy, rows, 
     run("reward", "--model=sft", "--train=relabelled", "--eval=relabelled", "--output_dir=reward", *small)
     assert AutoModelForSequenceClassification.from_pretrained("reward").config.num_labels == 1
 
-    online = {
-        "output_dir": "policy",
-        "total_episodes": 16,
-        "save_steps": 1,
-        "learning_rate": 1e-3,
-        "non_eos_penalty": "false",
-        "max_prompt_length": 60,
-        "generation.response_length": 8,
-        "generation.placement": "inline",
-        "staleness": 0,
-        "device": "cpu",
-    }
-    words = [f"--train.{key}={value}" for key, value in online.items()]
-    fields = [f"--data.train={data['prompts']}", f"--data.prompt_field={data['field']}"]
-    run("train", "--model=sft", "--reward_model=reward", "--reward=judge.py:letters", *fields, *words)
-    assert "dropped 1 of 25 prompts" in caplog.text
-    (sample, *_) = (json.loads(line) for line in Path("policy/samples.jsonl").read_text().splitlines())
-    assert "TL;DR:" in json.dumps(sample) or "[user]say" in json.dumps(sample)
-    before, after = (load_file(f"{name}/model.safetensors") for name in ("sft", "policy/final"))
-    assert max((before[name] - after[name]).abs().max().item() for name in after) > 1e-5
+    train_online(data, caplog)
 
     run(
         "generate", "--run=policy", "--models.sft=sft", "--data", data["prompts"], "--output_dir=generations", *held_out
