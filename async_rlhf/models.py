@@ -312,12 +312,13 @@ def stop_token_ids(
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer into a folder; adapters are merged, and written beside it as well.
+    """Write model and tokenizer into a folder; adapters are merged, and a language model's written beside it as well.
 
+    Of a reward or value model they alone would be no model: its head is trained too, and is none of the adapters.
     The generation config states the end-of-sequence token, so that generation from the saved model stops.
     """
     whole = None
-    if has_adapters(model):
+    if has_adapters(model) and model.can_generate():
         save_adapters(model, dict(iterate_weights(model, adapters_only=True)), folder / "adapter")
     if has_adapters(model) or spread_of(model) is not None:
         whole = {name: tensor.cpu() for name, tensor in iterate_weights(model)}

@@ -16,7 +16,7 @@ from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardC
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.forward import score_rows
-from async_rlhf.models import load_reward_model, load_tokenizer, write_model
+from async_rlhf.models import load_reward_model, load_tokenizer, new_reward_model, write_model
 from async_rlhf.stage import json_lines
 from async_rlhf.stages.relabel import run_relabel
 from async_rlhf.stages.reward import RewardTrainer, encode_pairs, run_reward
@@ -105,6 +105,15 @@ def test_every_program_that_loads_the_model_has_its_zero(config, tmp_path, token
         replace(config, center=False, reference="x")
 
 
+def test_rows_of_the_reference_that_are_too_long_do_not_count(config, tmp_path):
+    offsets = []
+    for name, rows in {"short": [" bad0", " bad1"], "mixed": [" bad0", "x" * 50, " bad1"]}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json_lines([{"prompt": "p", "completion": text} for text in rows]))
+        files = {"reference": str(tmp_path / f"{name}.jsonl"), "output_dir": str(tmp_path / name)}
+        offsets.append(run_reward(replace(config, max_length=40, **files))["score_offset"])
+    assert offsets[0] == offsets[1] != 0
+
+
 def test_the_penalty_on_sums_by_hand(make_reward_model, tokenizer, config):
     model = make_reward_model()
     pairs, _ = encode_pairs(PAIRS[:8], tokenizer, 96, "train")
@@ -128,6 +137,16 @@ def test_calibration_by_hand():
     assert found["eval_ece"] == pytest.approx((2 * (middle - 0.5) + 3 * (1 - high)) / 6)
 
 
+def test_calibration_has_ten_bins_between_a_half_and_one():
+    """Confidences 0.52 and 0.58 are in bins of their own; five bins would put them into one, with an error of 0.05."""
+    margins = torch.tensor([0.52, 0.58], dtype=torch.float64).logit() * torch.tensor([1, -1])
+    found = calibration(margins)
+    assert [(row["accuracy"], row["pairs"]) for row in found["calibration"]] == [(1.0, 1), (0.0, 1)]
+    assert found["eval_ece"] == pytest.approx((0.48 + 0.58) / 2)
+    every = (torch.arange(10, dtype=torch.float64) / 20 + 0.525).logit()
+    assert [row["pairs"] for row in calibration(every)["calibration"]] == [1] * 10
+
+
 def test_margins_that_are_log_odds_are_calibrated_and_doubled_ones_are_not():
     generator = torch.Generator().manual_seed(0)
     log_odds = 2 * torch.randn(200_000, generator=generator, dtype=torch.float64)
@@ -144,10 +163,11 @@ def test_margins_that_are_log_odds_are_calibrated_and_doubled_ones_are_not():
 def test_adapters_and_the_head_are_trained_and_merged(config, tmp_path):
     results = run_reward(replace(config, lora=AdapterConfig(rank=4), num_epochs=3.0, learning_rate=1e-2))
     assert results["eval_accuracy"] > 0.9
-    model, base = load_reward_model(config.output_dir), tmp_path / "base"
-    assert (tmp_path / "reward" / "adapter" / "adapter_model.safetensors").is_file()
-    start = AutoModelForSequenceClassification.from_pretrained(str(base), num_labels=1, dtype=torch.float32)
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start.state_dict()[name])}
+    model, base = load_reward_model(config.output_dir), str(tmp_path / "base")
+    # An adapter alone would lack the head and the centring: peft would give it a random head.
+    assert not (tmp_path / "reward" / "adapter").exists()
+    start = new_reward_model(base, load_tokenizer(base), config.seed).state_dict()  # where the stage started from
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start[name])}
     assert "score.weight" in changed
     assert any("attention.query_key_value.weight" in name for name in changed)
     # The last normalisation was centred; no other bias, norm or embedding has moved.
