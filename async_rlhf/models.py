@@ -57,6 +57,10 @@ def load_tokenizer(name: str, key: str = "model") -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
+    # Of a folder with a model alone, transformers makes a tokenizer without a vocabulary.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        right = "must be a folder with tokenizer files beside the model"
+        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}; it has none; {right}")
     return check_tokenizer(tokenizer)
 
 
@@ -259,9 +263,20 @@ def tokenizer_for(model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBa
     return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model")
 
 
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Most tokens that a row may have, or None where the model names no limit."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def longest_row(model: PreTrainedModel, max_length: int) -> int:
+    """``max_length``, but no more than the model has positions for."""
+    return min(max_length, positions_of(model) or max_length)
+
+
 def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
     """Require room for the longest prompt with the longest response."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(model)
     if limit is not None and prompt_length + response_length > limit:
         raise ConfigError(
             f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "

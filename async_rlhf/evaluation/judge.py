@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.config import ConfigError
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.forward import score_rows
-from async_rlhf.models import load_reward_model, load_tokenizer
+from async_rlhf.models import load_reward_model, load_tokenizer, positions_of
 from async_rlhf.scoring.functions import RewardError, call_reward_function, load_reward_functions
 
 
@@ -65,6 +66,7 @@ class Judge:
             ended: whether each ended by itself; the reward model sees the end-of-sequence token if it did.
 
         Raises:
+            ConfigError: a row is longer than the reward model reads.
             RewardError: a score is no finite number, or a reward function failed.
         """
         scores = [0.0] * len(rows)
@@ -86,6 +88,13 @@ class Judge:
             strict=True,
         )
         rows = [prompt + completion for prompt, completion in encoded]
+        limit = positions_of(self.model)
+        for number, row in enumerate(rows, start=1):
+            if limit is not None and len(row) > limit:
+                raise ConfigError(
+                    f"reward_model: row {number} of {len(rows)} has {len(row)} tokens with its completion; must have "
+                    f"{limit} at most, for the reward model has no more positions: {prompts[number - 1][:80]!r}"
+                )
         scores = score_rows(self.model, rows, self.batch_size).tolist()
         for row, score in zip(rows, scores, strict=True):
             if not math.isfinite(score):

@@ -24,7 +24,7 @@ from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.forward import reward_scores
 from async_rlhf.lora import add_adapters
-from async_rlhf.models import load_tokenizer, new_reward_model
+from async_rlhf.models import load_tokenizer, longest_row, new_reward_model
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.stage import Stage
 from async_rlhf.stages.reward_scale import calibration, center_scores
@@ -66,13 +66,14 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     rows = load_rows(config.train, config.train_split, key="train")
     heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
     tokenizer = load_tokenizer(config.model)
-    reference = _reference(config, tokenizer)
     model = new_reward_model(config.model, tokenizer, config.seed)
-    pairs, counts = encode_pairs(rows, tokenizer, config.max_length, "train")
+    longest = longest_row(model, config.max_length)
+    reference = _reference(config, tokenizer, longest)
+    pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
     if heldout is None:
         pairs, held = split_by_prompt(pairs, config.eval_fraction, config.seed)
     else:
-        held, _ = encode_pairs(heldout, tokenizer, config.max_length, "eval")
+        held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
 
     size = config.per_device_train_batch_size
     if config.lora.rank > 0:
@@ -90,12 +91,12 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     return found
 
 
-def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[tuple[int, ...]]:
     """The data whose mean score is to be 0, as tokens; empty for the training pairs' own."""
     if config.reference is None:
         return []
     rows = load_rows(config.reference, config.reference_split, key="reference")
-    return [row.tokens for row in encode_rows(rows, tokenizer, False, config.max_length, "reference")[0]]
+    return [row.tokens for row in encode_rows(rows, tokenizer, False, longest, "reference")[0]]
 
 
 class RewardTrainer(StageTrainer):

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, SFTConfig
 from async_rlhf.data.formats import RowReader
-from async_rlhf.data.loading import Rows, check_columns, load_rows
+from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import TEXT, encode_responses, train_tokenizer
+from async_rlhf.data.tokenizer import encode_responses, train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.forward import response_logits
 from async_rlhf.lora import add_adapters
-from async_rlhf.models import load_policy, load_tokenizer, new_gpt_neox
+from async_rlhf.models import load_policy, load_tokenizer, longest_row, new_gpt_neox
 from async_rlhf.stage import Stage
 from async_rlhf.stages.training import StageTrainer, publish_model, require_single_process, train
 
@@ -43,7 +43,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     rows = load_rows(config.train, config.train_split, key="train")
     heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
     model, tokenizer = _start(config, rows)
-    longest = _longest(config, model)
+    longest = longest_row(model, config.max_length)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
     held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0] if heldout else []
 
@@ -104,7 +104,8 @@ def encode_rows(
     dropped = len(examples) - len(kept)
     if not kept:
         shortest = min(len(row.tokens) for row in examples)
-        raise ConfigError(f"max_length: got {longest}; every row of {key} is longer (the shortest has {shortest})")
+        right = f"no row of {key} has 2 to {longest} tokens (the shortest has {shortest})"
+        raise ConfigError(f"max_length: got {longest}; {right}")
     if dropped:
         logger.warning("%s: dropped %d of %d rows: not 2 to %d tokens", key, dropped, len(examples), longest)
     return kept, dropped
@@ -114,11 +115,6 @@ def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTo
     if config.model is not None:
         return load_policy(config.model), load_tokenizer(config.model)
     size = config.new_model
-    check_columns(rows, [TEXT], "train")
-    tokenizer = train_tokenizer((str(row[TEXT]) for row in rows), size.vocab_size, size.max_positions)
+    texts = (prompt + response for prompt, response in RowReader(None, "train").demonstrations(rows))
+    tokenizer = train_tokenizer(texts, size.vocab_size, size.max_positions)
     return new_gpt_neox(size, tokenizer, config.seed), tokenizer
-
-
-def _longest(config: SFTConfig, model: PreTrainedModel) -> int:
-    """max_length, but no more than the model has positions for."""
-    return min(config.max_length, getattr(model.config, "max_position_embeddings", None) or config.max_length)

@@ -149,6 +149,14 @@ def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokeni
         Judge(str(tmp_path / "broken"), [], 2, "cpu")(prompts, rows, texts, ended)
 
 
+def test_the_judge_names_a_row_that_is_longer_than_its_model_reads(tmp_path, make_reward_model, tokenizer):
+    write_model(make_reward_model(max_position_embeddings=16), tokenizer, tmp_path / "reward")
+    judge = Judge(str(tmp_path / "reward"), [], 2, "cpu")
+    assert len(judge(["a", "b"], [{}] * 2, ["x" * 15, "x" * 14], [False, True])) == 2  # 16 tokens fit
+    with pytest.raises(ConfigError, match=r"row 2 of 2 has 17 tokens with its completion; must have 16 at most"):
+        judge(["a", "b"], [{}] * 2, ["x", "x" * 15], [True, True])
+
+
 # ---------------------------------------------------------------- evaluate
 
 REWARD = """

@@ -6,9 +6,11 @@ import json
 import logging
 import math
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import LLAMA_SIZES
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline
 
@@ -124,6 +126,18 @@ def test_the_penalty_on_sums_by_hand(make_reward_model, tokenizer, config):
     assert train(trainer) == pytest.approx(by_hand, rel=1e-4)
 
 
+def test_rows_longer_than_the_model_has_positions_are_dropped(config, tmp_path):
+    """They are 96, and max_length is 512: nothing of more tokens may reach the model."""
+    long = [{"prompt": f"p{i}", "chosen": " good" + "x" * 100, "rejected": " bad"} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text(json_lines(PAIRS + long))
+    (tmp_path / "eval.jsonl").write_text(json_lines(PAIRS[:10] + long))
+    reference = [{"prompt": "p", "completion": text} for text in (" bad", "x" * 100)]
+    (tmp_path / "sft.jsonl").write_text(json_lines(reference))
+    files = {"eval": str(tmp_path / "eval.jsonl"), "reference": str(tmp_path / "sft.jsonl")}
+    results = run_reward(replace(config, max_length=512, **files))
+    assert (results["pairs"], results["dropped"], results["eval_pairs"]) == (40, 3, 10)
+
+
 # ---------------------------------------------------------------- calibration
 
 
@@ -203,7 +217,7 @@ def gold(prompts, completions, **columns):
 """
 LABELLED = [
     {"prompt": "p0", "chosen": "oo", "rejected": "x", "n": 0},
-    {"prompt": "p1", "chosen": "x", "rejected": "o", "n": 1, "chosen_finish_reason": "length", "rejected_by": "Ann"},
+    {"prompt": "p1", "chosen": "x", "rejected": "o", "n": 1, "chosen_finish_reason": "length", "score_rejected": 7},
     {"prompt": "p2", "chosen": "a", "rejected": "b", "n": 2},
 ]
 
@@ -248,7 +262,7 @@ def test_relabel(relabelling, tmp_path):
         "rejected": "x",
         "n": 1,
         "rejected_finish_reason": "length",
-        "chosen_by": "Ann",
+        "score_chosen": 7,
         "chosen_score": 1.0,
         "rejected_score": -1.0,
         "swapped": True,
@@ -262,6 +276,15 @@ def test_relabel(relabelling, tmp_path):
         run_relabel(replace(relabelling, keep_ties=True))
     kept = run_relabel(replace(relabelling, keep_ties=True, output_dir=str(tmp_path / "kept")))
     assert (kept["train"]["written"], kept["train"]["ties"]) == (3, 1)
+
+
+def test_columns_that_json_has_no_form_for_are_written(relabelling, tmp_path):
+    Dataset.from_list(
+        [{**LABELLED[0], "when": datetime(2026, 1, 2), "x": float("nan"), "t": "\u2028"}, {**LABELLED[1], "x": 1.0}]
+    ).to_parquet(str(tmp_path / "pairs.parquet"))
+    run_relabel(replace(relabelling, data=str(tmp_path / "pairs.parquet"), splits=["train"]))
+    rows = load_rows(str(tmp_path / "new" / "train.jsonl"))
+    assert [(row["when"], row["x"]) for row in rows] == [("2026-01-02 00:00:00", None), (None, 1.0)]
 
 
 def test_relabel_by_a_reward_model(relabelling, tmp_path, make_reward_model, tokenizer):
@@ -292,6 +315,8 @@ def test_relabel_says_what_is_wrong(relabelling, tmp_path):
     with pytest.raises(ConfigError, match=r"data, train: row 1 has no 'rejected'"):
         run_relabel(relabelling)
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match=r"splits: got .* of one file"):
+        run_relabel(replace(relabelling, data=str(tmp_path / "data" / "train.jsonl")))
     with pytest.raises(ConfigError, match=r"splits: got .*; must name each once"):
         replace(relabelling, splits=["train", "train"])
     with pytest.raises(ConfigError, match="give either a reward_model or reward_funcs"):

@@ -61,3 +61,11 @@ def test_the_query_must_be_the_start_of_the_text():
     assert split_text({"query_reference_response": "abc"}, "x") == ("", "abc")
     with pytest.raises(ConfigError, match=r"train: row 7: .* must begin with `query`, 'b'; it begins with 'a'"):
         split_text({"query": "b", "query_reference_response": "abc"}, "train: row 7")
+
+
+def test_a_model_without_tokenizer_files_is_refused(tmp_path, make_policy, tokenizer):
+    make_policy().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match=r"reward_model: no tokenizer could be loaded from '.*bare'; it has none"):
+        load_tokenizer(str(tmp_path / "bare"), "reward_model")
+    tokenizer.save_pretrained(tmp_path / "bare")
+    assert load_tokenizer(str(tmp_path / "bare")).encode("a") == tokenizer.encode("a")
