@@ -11,15 +11,28 @@ from typing import Any
 from async_rlhf.rewards.base import Reward, column_values
 
 _DASHES = "\N{MINUS SIGN}\N{EN DASH}"
+_TIMES = "*\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}"
 _MINUS = str.maketrans(_DASHES, "--")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
+_SPACE = "[ \N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}]"
+# 10 000. After another number it is one more of a list: 1984 100 200.
+_SPACED = rf"(?<![0-9.,])(?<![0-9]{_SPACE})[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}}(?![0-9]))++"
+# Groups that are none, and what a wrong answer would read as right: 1,000,00 and 1 000 00, 1.000.000, 1.000,50.
+_MALFORMED = (
+    rf"[0-9]{{1,3}}(?:,[0-9]{{3}}(?![0-9]))++,[0-9][0-9,.]*|{_SPACED}(?:,|{_SPACE})[0-9][0-9 ,.]*"
+    r"|[0-9]+(?:\.[0-9]+){2}[0-9.,]*|[0-9]{1,3}\.[0-9]{3},[0-9][0-9.,]*|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+){2}[0-9.]*"
+)
+# 90^\circ and 5^{th} are the numbers before them.
+_POWER = r"\^(?!\s*\{?\s*(?:\\circ|\\degree|\\text|\\mathrm|(?:st|nd|rd|th)\b))\s*(?:\{[^{}]*\}?|[-+]?[0-9.]+)?"
 _NUMBER = re.compile(
     # A hyphen after a letter, a digit or a closing bracket is none of a number: 10-5, COVID-19, (x)-3.
     rf"(?:(?<![\w.)\]])(?P<sign>[-+{_DASHES}]))?[$€£]?(?P<inner>(?<=[$€£])[-{_DASHES}])?"
-    rf"(?:(?P<whole>[0-9]+)[ ]{{1,2}}(?=[0-9]+ ?/))?"
-    rf"(?P<number>{_DECIMAL})"
+    rf"(?:(?P<malformed>{_MALFORMED})|(?:(?P<whole>[0-9]+)[ ]{{1,2}}(?=[0-9]+ ?/))?"
+    rf"(?P<number>{_SPACED}(?:\.[0-9]+)?|{_DECIMAL})"
     rf"(?:[ ]?/[ ]?(?P<denominator>[-{_DASHES}]?{_DECIMAL})|(?P<exponent>[eE][-+]?[0-9]{{1,3}})(?![0-9]))?"
+    rf"(?P<power>[ ]?(?:(?:\\times|\\cdot|[{_TIMES}])[ ]?[0-9]+[ ]?)?{_POWER})?)"
+    r"|\^\s*(?:\{[^{}]*\}?|[-+]?[0-9]+)"  # of something else: the 2 of m^2 is no answer
 )
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
 
@@ -30,8 +43,9 @@ class NumericAnswer(Reward):
 
     The number of a text is the first one after the last "####" (as in GSM8K); else the one in the last ``\boxed{}``;
     else the last of all. The reference's is found in the same way, so that a column may hold a whole solution or the
-    number alone. ``1,234.50``, ``$5``, ``50%`` (that is 50), ``-3``, ``3/4``, ``1 1/2``, ``\frac{3}{4}`` and ``1e-3``
-    are numbers. They are compared as fractions, without rounding.
+    number alone. ``1,234.50``, ``$5``, ``50%`` (that is 50), ``-3``, ``3/4``, ``1 1/2``, ``\frac{3}{4}``, ``1e-3`` and
+    ``10 000`` are numbers. They are compared as fractions, without rounding. Where a power (``10^3``) or a group that
+    is none (``1,000,00``, ``1.000.000``) stands in the number's place, the text has no answer.
 
     Args:
         column: the column with the reference, a text or a number.
@@ -85,17 +99,24 @@ def _last_boxed(text: str) -> str | None:
     return rest
 
 
-def _numbers(text: str) -> list[Fraction]:
+def _numbers(text: str) -> list[Fraction | None]:
+    """The numbers of a text; None for what looks like one and is not: no part of it may be taken for the answer."""
     text = text.replace("{,}", ",").replace(r"\$", "$")
     text = re.sub(r"(?<=[0-9])\\[,! ](?=[0-9])|(?<=,)\\!", "", text)  # LaTeX's small spaces between thousands
     text = re.sub(r"(?<=[0-9])(?=\\[dtc]?frac)", " ", text)  # 1\frac{1}{2} is one and a half
     text = _FRACTION.sub(lambda found: "/".join(part for part in found.groups() if part is not None), text)
-    return [value for found in _NUMBER.finditer(text) if (value := _value(found)) is not None]
+    values: list[Fraction | None] = []
+    for found in _NUMBER.finditer(text):
+        if found["malformed"] or found["power"]:
+            values.append(None)
+        elif found["number"] and (value := _value(found)) is not None:
+            values.append(value)
+    return values
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
     def number(name: str) -> Fraction:
-        digits = (found[name] or "").translate(_MINUS).replace(",", "")
+        digits = re.sub(rf",|{_SPACE}", "", (found[name] or "").translate(_MINUS))
         return Fraction(digits + (found["exponent"] or "" if name == "number" else ""))
 
     try:

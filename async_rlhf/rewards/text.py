@@ -78,8 +78,17 @@ class Regex(Reward):
         given = self.pattern
         patterns = column_values(columns, self.column) if given is None else [given] * len(completions)
         match = re.fullmatch if self.full else re.search
+        if given is None:
+            for number, pattern in enumerate(patterns, start=1):
+                self._check_own(number, pattern)
         pairs = zip(patterns, completions, strict=True)
         return [float(match(pattern, text) is not None) for pattern, text in pairs]
+
+    def _check_own(self, number: int, pattern: Any) -> None:
+        place = f"column {self.column!r}, row {number} of the batch"
+        if not isinstance(pattern, str):
+            raise ValueError(f"{place}: got {pattern!r}; must be a regular expression")
+        check_pattern(place, pattern)
 
 
 @dataclass(frozen=True)

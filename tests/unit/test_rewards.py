@@ -94,6 +94,39 @@ NUMBERS = [
     ("", None),
     ("nan, inf", None),
     ("9" * 5000, None),
+    # Powers
+    (r"\boxed{10^3}", None),
+    (r"17, so \boxed{10^{3}}", None),
+    ("It is 2 ^ 10.", None),
+    ("#### 1,000^2", None),
+    ("3/4^2", None),
+    (r"\boxed{3 \times 10^3}", None),
+    ("8 = 2^3, so 8", 8),
+    ("2^3 = 8", 8),
+    ("x^2 = 9", 9),
+    ("5 m^2", 5),
+    (r"\boxed{90^\circ}", 90),
+    (r"\boxed{90^{\circ}}", 90),
+    ("the 5^{th}", 5),
+    # Thousands in groups
+    ("#### 1 000", 1000),
+    ("10 000", 10000),
+    ("-10 000.5", Fraction("-10000.5")),
+    ("$1 234 567 in all", 1234567),
+    ("10\N{NARROW NO-BREAK SPACE}000", 10000),
+    ("1984 100 200", 200),
+    ("3 40", 40),
+    ("#### 1 000 00", None),
+    ("#### 1 000 0000", None),
+    ("1,000,00", None),
+    ("#### 1,000,00", None),
+    ("1,000,0000", None),
+    ("#### 1.000.000", None),
+    ("7 #### 1.000.000,00", None),
+    ("1.000,50", None),
+    ("1,000.5.5", None),
+    (r"\boxed{1.5, 2.5}", Fraction(3, 2)),
+    ("(1.5,2.5)", Fraction(5, 2)),
 ]
 
 
@@ -125,7 +158,28 @@ def test_no_text_breaks_it(text):
     assert find_answer(text, strict=True) in (None, found)
 
 
-@pytest.mark.parametrize("part", ["1", "1 ", "1,", "1,111", "1 /", ".", r"\frac{", "{", "-", r"\boxed{", "1 1/"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "1",
+        "1 ",
+        "1,",
+        "1,111",
+        "1 /",
+        ".",
+        r"\frac{",
+        "{",
+        "-",
+        r"\boxed{",
+        "1 1/",
+        "1 111",
+        "1.111",
+        "1^",
+        "1^{",
+        "1 111,",
+        "1*1",
+    ],
+)
 def test_long_nonsense_is_read_in_time(part):
     started = time.monotonic()
     find_answer(part * (20_000 // len(part)))
@@ -193,6 +247,7 @@ def test_exact_match(options, completion, answer, right):
         ({"pattern": r"\d+"}, "never", 0),
         ({"pattern": r"\d+", "full": True}, "in 1984", 0),
         ({"pattern": r"\d+", "full": True}, "1984", 1),
+        ({"pattern": r"\d+", "full": True}, "1984x", 0),
         ({"pattern": "<think>.*</think>.+"}, "<think>a\nb</think> c", 0),
         ({"pattern": "(?s)<think>.*</think>.+", "full": True}, "<think>a\nb</think> c", 1),
         ({}, "abc", 1),
@@ -202,6 +257,15 @@ def test_exact_match(options, completion, answer, right):
 )
 def test_regex(options, completion, matches):
     assert reward(regex(**options), completion, pattern="b", other="^b") == matches
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"), [(None, "got None; must be a"), (7, "got 7; must be a"), ("(", "got '('; must be a")]
+)
+def test_a_row_with_no_regular_expression_is_named(pattern, found):
+    with pytest.raises(RewardError) as error:
+        call_reward_function(regex(column="own"), ["p", "q"], ["a", "b"], {"own": ["a", pattern]})
+    assert f"column 'own', row 2 of the batch: {found} regular expression" in str(error.value)
 
 
 @pytest.mark.parametrize(
