@@ -35,11 +35,12 @@ def whole_lines(path: Path) -> list[str]:
     """The lines of a text file that is added to line by line, or none. A last one that was cut off is cut away, so that
     the next begins a line of its own.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        path.write_text("".join(lines), encoding="utf-8")
-    return lines
+    data = path.read_bytes() if path.is_file() else b""
+    whole, _, cut = data.rpartition(b"\n")
+    if cut:
+        path.write_bytes(whole + b"\n" if whole else b"")
+    # Not splitlines(), for which a text has more ends of lines than this one.
+    return whole.decode("utf-8").split("\n") if whole else []
 
 
 @contextmanager

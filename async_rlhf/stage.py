@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,8 +173,25 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterabl
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object a line."""
-    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    """One JSON object a line. What JSON has no form for (dates) is written as text, NaN as null."""
+    return "".join(_json_line(row) for row in rows)
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    try:
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+        line.encode()
+    except ValueError:  # a number that is none, or half a character
+        line = json.dumps(_finite(row), allow_nan=False, default=str)
+    return line + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fingerprints(inputs: Mapping[str, Source]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class HeldOutConfig(Checked):
         prompt_field: the column with the prompt, as text or as messages of a chat.
         output_dir: where the results go.
         engine: "transformers" or "vllm".
-        temperature: of sampling, and of the log-probabilities in the KL.
+        temperature: of sampling, and of the log-probabilities in the KL; with generations, that which they have.
         response_length: most new tokens.
         max_prompts: take only so many prompts; null for all.
         max_prompt_length: prompts with more tokens are dropped, and counted.
@@ -63,6 +63,8 @@ class HeldOutConfig(Checked):
         for name in self.models:
             right = "must be a name that can be a file's, without a slash"
             require(name != "" and "/" not in name and not name.startswith("."), "models", name, right)
+            right = "is the name of the human responses; must be another"
+            require(name != "reference_response", "models", name, right)
         self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
         self.is_device("device")
         self.above(0, "temperature")
@@ -111,7 +113,20 @@ class EvaluateConfig(HeldOutConfig):
             right = "must be left out with generations, which were sampled already"
             require(not self.models, "models", self.models, right)
             require(self.run is None, "run", self.run, right)
-            require(self.data == "", "data", self.data, right)
+            for key in (
+                "data",
+                "split",
+                "prompt_field",
+                "temperature",
+                "response_length",
+                "max_prompt_length",
+                "engine",
+                "seed",
+                "checkpoints",
+            ):
+                value = getattr(self, key)
+                default = [] if key == "checkpoints" else type(self).__dataclass_fields__[key].default
+                require(value == default, key, value, right)
         self.at_least(0, "num_samples")
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"

@@ -50,7 +50,7 @@ class StageConfig(Checked):
         train_split: the split to take where there are several.
         eval_split: the same, for held-out data.
         num_epochs: passes over the data.
-        learning_rate: peak rate of AdamW, with linear decay.
+        learning_rate: peak rate of AdamW.
         warmup_ratio: share of the steps with rising rate.
         warmup_steps: so many steps with rising rate instead; 0 for warmup_ratio.
         weight_decay: of AdamW.
@@ -62,8 +62,8 @@ class StageConfig(Checked):
         lr_scheduler_type: transformers' schedule of that name.
         eval_steps: optimiser steps between two losses on the held-out data, below 1 a share of all steps; 0 for one at
             the end only.
-        lora: train low-rank adapters instead of every weight; they are merged into the model that is saved, and saved
-            beside it as well.
+        lora: train low-rank adapters instead of every weight; they are merged into the model that is saved, and a language
+            model's are saved beside it as well (a reward model's alone would lack its head).
         logging_steps: optimiser steps between two lines in the log, below 1 a share of all steps.
         report_to: transformers' integrations, e.g. ["wandb"].
         seed: decides order and initialisation.

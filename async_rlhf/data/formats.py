@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.tokenizer import TEXT, split_text, strip_eos
+from async_rlhf.data.tokenizer import TEXT, split_text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -36,7 +36,8 @@ class Preference(NamedTuple):
 
 def is_chat(value: Any) -> bool:
     """Whether a column's value is a list of messages."""
-    return isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) and "role" in one for one in value)
+    messages = isinstance(value, (list, tuple)) and len(value) > 0
+    return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,14 @@ class RowReader:
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
                 raise ConfigError(f"{place} has no {column!r}; it has {', '.join(map(repr, row))}")
-        chosen, rejected = row["chosen"], row["rejected"]
-        if row.get("prompt") is not None and not (_whole(chosen) and _whole(rejected)):
-            prompt, first = self._prompted(row["prompt"], chosen, f"{place}: `chosen`")
-            return Preference(prompt, first, self._prompted(row["prompt"], rejected, f"{place}: `rejected`")[1])
+        chosen, rejected, given = row["chosen"], row["rejected"], row.get("prompt")
+        # UltraFeedback and its kin have the prompt once more, beside two whole chats.
+        once_more = (
+            is_chat(chosen) and is_chat(rejected) and (isinstance(given, str) or _begin_with(given, chosen, rejected))
+        )
+        if given is not None and not once_more:
+            prompt, first = self._prompted(given, chosen, f"{place}: `chosen`")
+            return Preference(prompt, first, self._prompted(given, rejected, f"{place}: `rejected`")[1])
         sides = [_chat(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")]
         starts = [_without_answer(side, place) for side in sides]
         if list(starts[0]) != list(starts[1]):
@@ -117,6 +122,8 @@ class RowReader:
         """A prompt and its response, both text or both chats."""
         if is_chat(prompt):
             answer = response if is_chat(response) else [{"role": "assistant", "content": _text(response, place)}]
+            if [message["role"] for message in answer] != ["assistant"]:
+                raise ConfigError(f"{place} is {response!r:.80}; must be one message, the assistant's, or its text")
             return self._answered(prompt, [*prompt, *answer], place)
         if is_chat(response):
             raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
@@ -131,14 +138,22 @@ class RowReader:
                 f"{place}: the chat template writes a chat with its answer otherwise than without; must be one whose "
                 "prompts (add_generation_prompt) are the start of the whole"
             )
-        ended, eos, _ = whole[len(start) :].rpartition(self.tokenizer.eos_token)
-        return start, ended if eos else strip_eos(self.tokenizer, whole[len(start) :])
+        rest, answer = whole[len(start) :], str(chat[-1]["content"]).strip()
+        before, found, after = rest.rpartition(answer)
+        if not found:  # the template writes the answer in its own words
+            before, after = "", rest
+        # The end of sequence that the template writes, not one that the answer spells.
+        ended, eos, _ = after.partition(self.tokenizer.eos_token)
+        return start, before + found + (ended if eos else after)
 
     def _template(self, chat: Messages, place: str, answered: bool = False) -> str:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text"
             )
+        for number, message in enumerate(chat, start=1):
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise ConfigError(f"{place}: message {number} ({message['role']}) has no content; must have text")
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -164,14 +179,18 @@ def _text(value: Any, place: str) -> str:
 
 
 def _chat(value: Any, place: str) -> Messages:
-    if not is_chat(value) or len(value) < 2:
-        raise ConfigError(f"{place} is {value!r:.80}; must be a chat: messages with role and content, the answer last")
+    if not is_chat(value) or len(value) < 2 or value[-1]["role"] != "assistant":
+        raise ConfigError(
+            f"{place} is {value!r:.80}; must be a chat: messages with role and content, the assistant's answer last"
+        )
     return value
 
 
-def _whole(value: Any) -> bool:
-    """Whether a side of a pair is a chat with its prompt, not the answer alone."""
-    return is_chat(value) and any(message["role"] != "assistant" for message in value)
+def _begin_with(prompt: Any, *sides: Messages) -> bool:
+    """Whether all sides are chats that begin with the messages of the prompt."""
+    return is_chat(prompt) and all(
+        len(side) > len(prompt) and list(side[: len(prompt)]) == list(prompt) for side in sides
+    )
 
 
 def _without_answer(chat: Messages, place: str) -> Messages:

@@ -43,9 +43,8 @@ def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "t
     for number, row in enumerate(rows):
         for column in columns:
             if row.get(column) is None:
-                raise ConfigError(
-                    f"{key}: row {number + 1} of {source!r} has no {column!r}; it has {', '.join(map(repr, row))}"
-                )
+                found = f"has null as {column!r}" if column in row else f"has no {column!r}"
+                raise ConfigError(f"{key}: row {number + 1} of {source!r} {found}; it has {', '.join(map(repr, row))}")
 
 
 def _load_jsonl(path: Path, key: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, EvaluateConfig
+from async_rlhf.config.base import require
 from async_rlhf.data.loading import check_columns
 from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
-from async_rlhf.evaluation.generate import Generation, generate, models_of, read_generations, shared_tokenizer
+from async_rlhf.evaluation.generate import (
+    Generation,
+    generate,
+    generation_files,
+    models_of,
+    read_generations,
+    shared_tokenizer,
+)
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import (
     EncodedRow,
@@ -80,8 +89,11 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     folder = Path(config.output_dir)
     models = {} if config.generations is not None else models_of(config)
     inputs: dict[str, Source] = {"models": models, "data": config.data or None}
-    inputs |= {key: getattr(config, key) for key in ("generations", "ref_model", "reward_model", "reward_funcs")}
+    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
+    inputs |= {key: getattr(config, key) for key in keys}
     inputs["judge.prompt_file"] = config.judge.prompt_file
+    if config.generations is not None:  # not what this command may write beside them
+        inputs["generations"] = [str(path) for path in generation_files(Path(config.generations))]
     paths = {"samples": folder / "samples.jsonl", "text": folder / "evaluation.txt"}
     stage = Stage(folder, "evaluation", config, inputs, outputs=tuple(paths.values()))
     if (done := stage.done()) is not None:
@@ -92,11 +104,13 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         size, tokenizer = config.batch_size, config.reward_tokenizer
         judge = Judge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer)
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
-    lines, dropped, answers, human = _answers(config, folder)
+    temperature, lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))
     if reference not in answers:
         raise ConfigError(f"reference: got {reference!r}; must be one of the models: {', '.join(answers)}")
     everyone = ({HUMAN: human} if human is not None else {}) | answers
+    if pairwise is not None and len(everyone) < 2:
+        raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
     if judge is not None:
         prompts = [line.query for line in lines]
         for name, one in everyone.items():
@@ -114,7 +128,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
             if opponent in everyone and opponent != name:
                 pair = (lines, one, everyone[opponent])
                 results["models"][name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
-    _likelihoods(config, results["models"], answers, human, reference, device)
+    _likelihoods(config, temperature, results["models"], answers, human, reference, device)
     samples = _sample_rows(lines, answers, human)
     text = f"{format_table(results)}\n\n{side_by_side(samples, config.num_samples)}"
     _plot(results, folder / "evaluation.png")
@@ -125,24 +139,22 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 def _answers(
     config: EvaluateConfig, folder: Path
-) -> tuple[Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
-    """The prompts (as some model's lines), how many were dropped, the models' answers, and the human ones."""
-    found, dropped = _generations(config, folder)
+) -> tuple[float, Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
+    """Temperature, prompts (as some model's lines), how many were dropped, the models' and the human answers."""
+    if config.generations is not None:
+        temperature, found = read_generations(Path(config.generations))
+        found = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in found.items()}
+        dropped = 0
+    else:
+        models = models_of(config)
+        _, dropped, sampled = generate(config, folder / "generations")
+        temperature, found = config.temperature, {name: (models[name], lines) for name, lines in sampled.items()}
     answers = {name: _model_answers(source, lines) for name, (source, lines) in found.items()}
     lines = next(iter(found.values()))[1]
     if len(lines) < 2:
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
-    tokenizer = _tokenizer(config, answers)
-    return lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
-
-
-def _generations(config: EvaluateConfig, folder: Path) -> tuple[dict[str, tuple[str, list[Generation]]], int]:
-    """Every model's folder or hub name and answers, and how many prompts were dropped."""
-    if config.generations is not None:
-        return read_generations(Path(config.generations)), 0
-    _, dropped, found = generate(config, folder / "generations")
-    models = models_of(config)
-    return {name: (models[name], lines) for name, lines in found.items()}, dropped
+    tokenizer = _tokenizer(config, answers, lines)
+    return temperature, lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
 
 
 def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
@@ -155,21 +167,29 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
     )
 
 
-def _tokenizer(config: EvaluateConfig, answers: dict[str, _Answers]) -> PreTrainedTokenizerBase | None:
-    """The models'; of generations whose models are gone, that of ref_model, else None."""
+def _tokenizer(
+    config: EvaluateConfig, answers: dict[str, _Answers], lines: Sequence[Generation]
+) -> PreTrainedTokenizerBase | None:
+    """The models'; of generations whose models are gone, that of ref_model, else None.
+
+    Raises:
+        ConfigError: ref_model reads tokens otherwise than the models.
+    """
     if config.generations is None:
         tokenizer = shared_tokenizer(models_of(config))
         if config.ref_model is not None:
             check_vocabulary(tokenizer, load_tokenizer(config.ref_model, key="ref_model"), "ref_model")
         return tokenizer
-    sources = [config.ref_model, *(one.source for one in answers.values())]
-    for source in sources:
-        try:
-            if source is not None:
-                return load_tokenizer(source, key="ref_model")
-        except ConfigError:
-            if source == config.ref_model:
-                raise
+    if config.ref_model is not None:
+        tokenizer = load_tokenizer(config.ref_model, key="ref_model")
+        for line in lines[:100]:
+            tokens = line.tokens[:-1] if line.finish_reason == "stop" else line.tokens
+            right = "must be a model with the tokenizer of those that sampled the generations"
+            require(tokenizer.decode(list(tokens)) == line.completion, "ref_model", config.ref_model, right)
+        return tokenizer
+    for one in answers.values():
+        with suppress(ConfigError):
+            return load_tokenizer(one.source or "", key="generations")
     logger.warning("generations: no tokenizer of the models is there any more; human responses are left out")
     return None
 
@@ -177,7 +197,7 @@ def _tokenizer(config: EvaluateConfig, answers: dict[str, _Answers]) -> PreTrain
 def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBase) -> _Answers | None:
     """The human texts: `reference_response`, or `query_reference_response` without the query; None without both."""
     rows = [line.columns for line in lines]
-    column = next((name for name in (HUMAN, TEXT) if name in rows[0]), None)
+    column = next((name for name in (HUMAN, TEXT) if any(row.get(name) is not None for row in rows)), None)
     if column is None:
         return None
     check_columns(rows, [column], "data")
@@ -224,6 +244,7 @@ def _compared(
 
 def _likelihoods(
     config: EvaluateConfig,
+    temperature: float,
     found: dict[str, dict[str, Any]],
     answers: dict[str, _Answers],
     human: _Answers | None,
@@ -235,8 +256,12 @@ def _likelihoods(
         if config.generations is None:  # by the models themselves, free of what the sampling engine rounds otherwise
             assert one.source is not None
             model = load_policy(one.source, device, key=f"models.{name}")
-            one.logprobs = _logprobs(model, one, config, config.temperature, f"log-probabilities of {name}")
+            one.logprobs = _logprobs(model, one, config, temperature, f"log-probabilities of {name}")
             if human is not None:
+                longest = max(len(row.tokens) for row in human.rows)
+                limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+                right = f"tokens of a prompt with its reference response; {name} has {limit} positions"
+                require(longest <= limit, "data", longest, right)
                 found[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size)[1]
             del model
     source = config.ref_model or answers[reference].source
@@ -250,10 +275,10 @@ def _likelihoods(
         model = None
     for name, one in answers.items():
         if model is not None:
-            reference_sums = _logprobs(model, one, config, config.temperature, f"KL of {name} to the reference")
+            reference_sums = _logprobs(model, one, config, temperature, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
             found[name]["kl_to_reference"] = _plain(mean_interval(kl))
-            if config.temperature != 1.0:
+            if temperature != 1.0:
                 reference_sums = _logprobs(model, one, config, 1.0, f"perplexity of {name} under the reference")
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()

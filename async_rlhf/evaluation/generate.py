@@ -95,12 +95,18 @@ def generate(
     rows = load_rows(config.data, config.split, columns=[config.prompt_field], key="data")
     tokenizer = shared_tokenizer(models)
     prompts, dropped = first_prompts(rows, tokenizer, config)
+    judged = isinstance(config, EvaluateConfig)
+    if judged and len(prompts) < 2:
+        raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
     own = {item.name: getattr(config, item.name) for item in fields(HeldOutConfig)}
+    if judged:  # what is to be judged anew need not be sampled anew, unless it would be other samples
+        own["overwrite"] = False
     found = {}
     with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts))) as engines:
         for name, source in models.items():
             each = GenerateConfig(**{**own, "models": {name: source}, "run": None, "checkpoints": []})
-            found[name] = _generated(name, each, prompts, tokenizer, engines, folder)
+            anew = judged and config.overwrite
+            found[name] = _generated(name, each, prompts, tokenizer, engines, folder, anew)
     return prompts, dropped, found
 
 
@@ -122,7 +128,11 @@ def models_of(config: HeldOutConfig) -> dict[str, str]:
     missing = [name for name in config.checkpoints if name not in there]
     if missing:
         raise ConfigError(f"checkpoints: got {missing[0]!r}; must be among {', '.join(there)}")
-    return models | {name: path for name, path in there.items() if not config.checkpoints or name in config.checkpoints}
+    chosen = {name: path for name, path in there.items() if not config.checkpoints or name in config.checkpoints}
+    twice = next((name for name in chosen if name in models), None)
+    if twice is not None:
+        raise ConfigError(f"models: got {twice!r}, which is the name of one in run; must be another name")
+    return models | chosen
 
 
 def shared_tokenizer(models: Mapping[str, str]) -> PreTrainedTokenizerBase:
@@ -133,23 +143,41 @@ def shared_tokenizer(models: Mapping[str, str]) -> PreTrainedTokenizerBase:
     return tokenizers[0]
 
 
-def read_generations(folder: Path) -> dict[str, tuple[str, list[Generation]]]:
+def read_generations(folder: Path) -> tuple[float, dict[str, tuple[str, list[Generation]]]]:
     """Of every finished file of ``generate``: the model's folder or hub name, and the lines. In the models' order.
 
+    Returns:
+        The temperature that all were sampled at, and what each model has answered.
+
     Raises:
-        ConfigError: there are none, or they do not answer the same prompts.
+        ConfigError: there are none, or they do not answer the same prompts at the same temperature.
     """
     found: dict[str, tuple[str, list[Generation]]] = {}
-    for path in sorted(folder.glob("*.jsonl"), key=_in_order):
-        marker = path.with_suffix(".json")
-        if marker.is_file() and (content := json.loads(marker.read_text("utf-8"))).get("stage") == "generate":
-            found[path.stem] = (content["config"][f"models.{path.stem}"], _read(path))
+    temperatures = {}
+    for path in generation_files(folder):
+        results = json.loads(path.with_suffix(".json").read_text("utf-8"))["results"]
+        found[path.stem] = (results["model"], _read(path))
+        temperatures[path.stem] = results["temperature"]
     if not found:
         raise ConfigError(f"generations: got {str(folder)!r}; must be the output folder of async-rlhf generate")
     first = next(iter(found))
+    asked = [(one.query, one.prompt_tokens) for one in found[first][1]]
     for name, (_, lines) in found.items():
-        if [one.query for one in lines] != [one.query for one in found[first][1]]:
+        if [(one.query, one.prompt_tokens) for one in lines] != asked:
             raise ConfigError(f"generations: {name} and {first} in {str(folder)!r} do not answer the same prompts")
+        if temperatures[name] != temperatures[first]:
+            values = f"{temperatures[name]:g} and {temperatures[first]:g}"
+            raise ConfigError(f"generations: {name} and {first} in {str(folder)!r} have the temperatures {values}")
+    return temperatures[first], found
+
+
+def generation_files(folder: Path) -> list[Path]:
+    """The finished files of ``generate`` in a folder."""
+    found = []
+    for path in sorted(folder.glob("*.jsonl"), key=_in_order):
+        marker = path.with_suffix(".json")
+        if marker.is_file() and json.loads(marker.read_text("utf-8")).get("stage") == "generate":
+            found.append(path)
     return found
 
 
@@ -168,21 +196,44 @@ def _generated(
     tokenizer: PreTrainedTokenizerBase,
     engines: _Engines,
     folder: Path,
+    anew: bool,
 ) -> list[Generation]:
-    """One model's answers, from its file, or from the part of it that an interrupted command has left, or new."""
+    """One model's answers, from its file, or from the part of it that an interrupted command has left, or new.
+
+    Args:
+        name: the model's.
+        config: of this model alone.
+        prompts: all of them.
+        tokenizer: the models'.
+        engines: where to sample.
+        folder: where the file is.
+        anew: replace a file of another configuration.
+    """
     output = folder / f"{name}.jsonl"
     inputs: dict[str, Source] = {"models": config.models, "data": config.data}
     stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
-    if stage.done() is None:
+    if not _done(stage, anew):
         partial = folder / f".{name}.jsonl.part"
         lines = list(_begun(partial, json.dumps(stage.identity)))
         if len(lines) < len(prompts):
             engine, params = engines.of(name, config.models[name], tokenizer)
             _sample(name, engine, params, prompts[len(lines) :], tokenizer, config, partial)
-        text = partial.read_text(encoding="utf-8").partition("\n")[2]
-        stage.publish_files({output: text}, {"prompts": len(prompts)})
+        lines = whole_lines(partial)[1:]
+        if len(lines) != len(prompts):
+            raise RuntimeError(f"{partial} has {len(lines)} lines for {len(prompts)} prompts; delete it")
+        results = {"prompts": len(prompts), "model": config.models[name], "temperature": config.temperature}
+        stage.publish_files({output: "".join(f"{line}\n" for line in lines)}, results)
         partial.unlink()
     return _read(output)
+
+
+def _done(stage: Stage, anew: bool) -> bool:
+    try:
+        return stage.done() is not None
+    except ConfigError:
+        if not anew:
+            raise
+        return False
 
 
 def _read(path: Path) -> list[Generation]:
@@ -194,9 +245,9 @@ def _begun(partial: Path, identity: str) -> Iterator[str]:
     """The whole lines of an unfinished file, if it is of this very work; else it is begun anew."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(partial)
-    if not lines or lines[0] != identity + "\n":
-        lines = [identity + "\n"]
-        partial.write_text(lines[0], encoding="utf-8")
+    if not lines or lines[0] != identity:
+        lines = [identity]
+        partial.write_text(f"{identity}\n", encoding="utf-8")
     yield from lines[1:]
 
 
@@ -209,7 +260,7 @@ def _sample(
     config: GenerateConfig,
     partial: Path,
 ) -> None:
-    """Sample chunk by chunk, and write each down. Chunks begin at the same prompts whenever one was interrupted."""
+    """Sample chunk by chunk, and write each down."""
     size = _CHUNK * config.batch_size
     with progress_bar(f"generate: {name}", len(prompts)) as progress, partial.open("a", encoding="utf-8") as file:
         for start in range(0, len(prompts), size):
@@ -230,7 +281,7 @@ def _sample(
                     prompt.row,
                     columns,
                 )
-                file.write(json.dumps(asdict(generation), ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps(asdict(generation), default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-import time
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
     theirs: str
 
 
-class JudgeError(RuntimeError):
+class JudgeError(OSError):
     """The judge could not be asked. What was said before is kept."""
 
 
@@ -72,6 +72,8 @@ class PairwiseJudge:
         for place in ("{prompt}", "{first}", "{second}"):
             if place not in self._question:
                 raise ConfigError(f"judge.prompt_file: got {config.prompt_file!r}; must have {place} in it")
+        self._answered = False
+        """Whether the judge has answered at all; what it then refuses is the fault of one text."""
         self._known: dict[str, str] = {}
         if memory.is_file():
             lines = whole_lines(memory)
@@ -118,7 +120,10 @@ class PairwiseJudge:
         return re.sub(r"\{(?:prompt|first|second)\}", lambda match: places[match.group()], self._question)
 
     def _key(self, text: str) -> str:
-        return xxhash.xxh3_128(f"{self.config.model}\0{text}".encode(errors="backslashreplace")).hexdigest()
+        config = self.config
+        return xxhash.xxh3_128(
+            f"{config.model}\0{config.max_tokens}\0{text}".encode(errors="backslashreplace")
+        ).hexdigest()
 
     def _ask(self, texts: Sequence[str], label: str) -> None:
         """Have a reply for every text, several requests at the same time."""
@@ -134,19 +139,33 @@ class PairwiseJudge:
             self.memory.open("a", encoding="utf-8") as file,
             progress_bar(label, len(new)) as progress,
         ):
-            futures = {pool.submit(self._reply, client, text): text for text in new}
+            stop = threading.Event()
+            futures = {pool.submit(self._reply, client, text, stop): text for text in new}
+            failure: BaseException | None = None
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
+                    if future.cancelled():
+                        continue
+                    if (error := future.exception()) is not None:
+                        failure = failure or error  # those under way are still written down
+                        stop.set()
+                        for other in futures:
+                            other.cancel()
+                        continue
                     known = {"key": self._key(futures[future]), "reply": future.result()}
                     self._known[known["key"]] = known["reply"]
-                    file.write(json.dumps(known, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(known) + "\n")
                     file.flush()
                     progress(done)
-            except BaseException:
+            except BaseException:  # Ctrl-C
+                stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
+                client.close()
                 raise
+            if failure is not None:
+                raise failure
 
-    def _reply(self, client: httpx.Client, text: str) -> str:
+    def _reply(self, client: httpx.Client, text: str, stop: threading.Event) -> str:
         config = self.config
         body = {
             "model": config.model,
@@ -157,19 +176,28 @@ class PairwiseJudge:
         url = f"{(config.url or '').rstrip('/')}/chat/completions"
         said = ""
         for attempt in range(config.max_retries + 1):
-            if attempt > 0:
-                time.sleep(min(2.0 ** (attempt - 1), 30.0))
+            if attempt > 0 and _wait(stop, min(2.0 ** (attempt - 1), 30.0)):
+                break
             try:
                 answer = client.post(url, json=body)
             except httpx.HTTPError as error:
                 said = f"{type(error).__name__}: {error}"
                 continue
             if answer.status_code == 200:
+                self._answered = True
                 return _content(answer, url)
+            if answer.status_code == 400 and self._answered:  # of this text alone, such as a filter's: no verdict
+                logger.warning("judge.url: %s refused a pair: %s", url, answer.text[:200])
+                return ""
             said = f"status {answer.status_code}: {answer.text[:200]}"
             if answer.status_code not in _RETRIED:
                 break
         raise JudgeError(f"judge.url: {url} gave no verdict ({said}); what was said so far is in {self.memory}")
+
+
+def _wait(stop: threading.Event, seconds: float) -> bool:
+    """Whether it was cut short."""
+    return stop.wait(seconds)
 
 
 def verdict(reply: str) -> str:

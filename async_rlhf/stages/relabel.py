@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from async_rlhf.config import RelabelConfig
+from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models import default_device
-from async_rlhf.stage import Stage, json_lines
+from async_rlhf.stage import Source, Stage, json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,17 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     """
     folder = Path(config.output_dir)
     outputs = {split: folder / f"{split}.jsonl" for split in config.splits}
-    inputs = {"data": config.data, "reward_model": config.reward_model, "reward_funcs": config.reward_funcs}
+    inputs: dict[str, Source] = {
+        "data": config.data,
+        "reward_model": config.reward_model,
+        "reward_funcs": config.reward_funcs,
+    }
+    inputs["reward_tokenizer"] = config.reward_tokenizer
     stage = Stage(folder, "relabel", config, inputs, outputs=tuple(outputs.values()), marker_name=".relabel")
     if (results := stage.done()) is not None:
         return results
+    if len(config.splits) > 1 and Path(config.data).expanduser().is_file():
+        raise ConfigError(f"splits: got {config.splits} of one file, {config.data!r}; must be one, or data a folder")
     data = {split: load_rows(config.data, split, key="data") for split in config.splits}
     device = torch.device(config.device) if config.device else default_device()
     dtype = getattr(torch, config.dtype)
@@ -96,7 +103,15 @@ def _relabelled(row: dict[str, Any], chosen: float, rejected: float) -> dict[str
     swap = rejected > chosen
     if swap:
         chosen, rejected = rejected, chosen
-        ours = {name: name.replace("chosen", "rejected", 1) for name in row if name.startswith("chosen")}
-        theirs = {name: name.replace("rejected", "chosen", 1) for name in row if name.startswith("rejected")}
-        row = {(ours | theirs).get(name, name): value for name, value in row.items()}
+        ours = {name: _renamed(name, "chosen", "rejected") for name in row}
+        theirs = {name: _renamed(name, "rejected", "chosen") for name in row}
+        row = {ours[name] or theirs[name] or name: value for name, value in row.items()}
     return {**row, "chosen_score": chosen, "rejected_score": rejected, "swapped": swap}
+
+
+def _renamed(name: str, side: str, other: str) -> str | None:
+    """The other side's column, of names such as `chosen`, `chosen_by` and `score_chosen`; None of other names."""
+    words = name.split("_")
+    if words[0] == side:
+        return "_".join([other, *words[1:]])
+    return "_".join([*words[:-1], other]) if words[-1] == side else None

@@ -80,7 +80,6 @@ class _EvaluateEvery(TrainerCallback):
         every = self.steps if self.steps >= 1 else math.ceil(self.steps * state.max_steps)
         if every > 0 and state.global_step % every == 0 and state.global_step < state.max_steps:
             metrics = {name: value for name, value in self.evaluate().items() if isinstance(value, (int, float))}
-            self.trainer.model.train()
             self.trainer.log(metrics)
             logger.info("step %d of %d: held-out loss %.4f", state.global_step, state.max_steps, metrics["eval_loss"])
 
@@ -144,7 +143,7 @@ class StageTrainer(Trainer):
 
 
 def _training_arguments(config: StageConfig) -> TrainingArguments:
-    output = Path(config.output_dir)
+    output = Path(config.output_dir).resolve()
     args = TrainingArguments(
         output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output at the end
         num_train_epochs=config.num_epochs,

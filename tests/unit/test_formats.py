@@ -90,7 +90,11 @@ def test_prompts_are_all_before_the_last_answer(reader):
         ("demonstrations", {"a": 1}, r"data: row 1 has 'a'; must have `query_reference_response`, or `prompt` and"),
         ("demonstrations", {"text": 3}, r"data: row 1: `text` is a int; must be text"),
         ("demonstrations", {"messages": "hello"}, r"data: row 1: `messages` is 'hello'; must be a chat"),
-        ("demonstrations", {"messages": said("a")}, r"must be a chat: messages with role and content, the answer last"),
+        (
+            "demonstrations",
+            {"messages": said("a")},
+            r"must be a chat: messages with role and content, the assistant's answer last",
+        ),
         ("demonstrations", {"prompt": "a", "completion": said("a")}, r"`completion` is a chat, but `prompt` is str"),
         ("preferences", {"prompt": "p", "chosen": "x"}, r"data: row 1 has no 'rejected'; it has 'prompt', 'chosen'"),
         ("preferences", {"prompt": 2, "chosen": "x", "rejected": "y"}, r"row 1: `prompt` is a int; must be text"),
@@ -117,6 +121,15 @@ def test_a_chat_needs_a_template_that_goes_on_from_its_prompt(tokenizer, chattin
     other.chat_template = "{{ messages | length }}" + TEMPLATE
     with pytest.raises(ConfigError, match="writes a chat with its answer otherwise than without"):
         RowReader(other, "train").demonstrations([row])
+
+
+def test_an_answer_may_spell_the_end_of_sequence(chatting):
+    """What the template writes after it is cut off, not what the answer says itself."""
+    silent = byte_tokenizer()
+    silent.chat_template = TEMPLATE.replace("{{ eos_token }}", "")
+    row = {"messages": said("a", "keep <eos> this")}
+    for tokenizer, rest in ((chatting, ""), (silent, "\n")):
+        assert RowReader(tokenizer, "data").demonstrations([row])[0].response == f"keep <eos> this{rest}"
 
 
 def test_the_stream_hands_out_what_the_policy_sees(chatting):

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, JudgeConfig
+from async_rlhf.data.tokenizer import train_tokenizer
 from async_rlhf.evaluation.evaluate import run_evaluate
 from async_rlhf.evaluation.generate import read_generations, run_generate
 from async_rlhf.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
+from async_rlhf.evaluation.statistics import length_controlled_win_rate, outcomes
+from async_rlhf.forward import score_rows
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import load_policy, write_model
+from async_rlhf.models import load_policy, load_reward_model, write_model
 from async_rlhf.stage import json_lines
 
 REWARD = """
@@ -60,7 +63,7 @@ def test_every_checkpoint_answers_every_prompt(config, tmp_path, sampled, tokeni
     assert (results["prompts"], results["dropped"]) == (22, 1)
     assert list(results["models"]) == ["checkpoint-2", "checkpoint-10", "final"]
     assert sampled == [8, 8, 6] * 3
-    found = read_generations(tmp_path / "generations")
+    _, found = read_generations(tmp_path / "generations")
     assert list(found) == ["checkpoint-2", "checkpoint-10", "final"]
     for name, (source, lines) in found.items():
         assert source == str(tmp_path / "run" / name)
@@ -80,7 +83,7 @@ def test_every_checkpoint_answers_every_prompt(config, tmp_path, sampled, tokeni
     more = replace(config, models={"copy": str(tmp_path / "run" / "final")}, checkpoints=["final"])
     run_generate(more)
     assert sampled[9:] == [8, 8, 6]
-    assert [line.completion for line in read_generations(tmp_path / "generations")["copy"][1]] == texts["final"]
+    assert [line.completion for line in read_generations(tmp_path / "generations")[1]["copy"][1]] == texts["final"]
 
 
 @pytest.mark.parametrize("cut", [0, 25])
@@ -111,6 +114,33 @@ def test_interrupted_it_goes_on_where_it_stopped(config, tmp_path, sampled, monk
     assert not part.exists()
 
 
+def test_a_file_cut_anywhere_is_gone_on_with(config, tmp_path, monkeypatch, tokenizer):
+    """Prompts with line ends that JSON does not know as such, and a cut within a character."""
+    rows = [{"query": f"p{i}\u2028\u0085é"} for i in range(20)]
+    (tmp_path / "odd.jsonl").write_text(json_lines(rows), encoding="utf-8")
+    config = replace(config, data=str(tmp_path / "odd.jsonl"), checkpoints=["final"])
+    run_generate(replace(config, output_dir=str(tmp_path / "whole")))
+    whole = (tmp_path / "whole" / "final.jsonl").read_bytes()
+    real, calls = TransformersEngine.generate, []
+
+    def interrupted(self, prompts, progress=None):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, prompts, progress)
+
+    monkeypatch.setattr(TransformersEngine, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_generate(config)
+    part = tmp_path / "generations" / ".final.jsonl.part"
+    part.write_bytes(part.read_bytes() + "{é".encode()[:-1])
+    run_generate(config)
+    assert (tmp_path / "generations" / "final.jsonl").read_bytes() == whole
+    assert [line.query for line in read_generations(tmp_path / "generations")[1]["final"][1]] == [
+        r["query"] for r in rows
+    ]
+
+
 def test_a_part_of_other_work_is_not_gone_on_with(config, tmp_path, sampled):
     config = replace(config, checkpoints=["final"])
     run_generate(config)
@@ -133,6 +163,12 @@ def test_what_is_wrong_is_said_before_anything_is_sampled(config, tmp_path):
         run_generate(replace(config, checkpoints=["checkpoint-3"]))
     with pytest.raises(ConfigError, match=r"models: got {}; give at least one"):
         replace(config, run=None)
+    for name, message in (
+        ("final", "which is the name of one in run"),
+        ("reference_response", "of the human responses"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_generate(replace(config, models={name: str(tmp_path / "run" / "final")}))
     with pytest.raises(ConfigError, match="models: got 'a/b'; must be a name that can be a file's"):
         replace(config, models={"a/b": "x"})
     with pytest.raises(ConfigError, match=r"generations: got .*; must be the output folder of async-rlhf generate"):
@@ -184,7 +220,7 @@ def test_perplexities_by_hand(config, evaluation, tmp_path):
     reference = str(tmp_path / "run" / "checkpoint-10")
     found = run_evaluate(replace(evaluation, ref_model=reference))["models"]
     model = load_policy(reference)
-    for name, (_, lines) in read_generations(tmp_path / "generations").items():
+    for name, (_, lines) in read_generations(tmp_path / "generations")[1].items():
         nats, tokens, original, kl = 0.0, 0, [], []
         for line in lines:
             row = EncodedRow(line.prompt_tokens + line.tokens, len(line.prompt_tokens))
@@ -201,6 +237,90 @@ def test_perplexities_by_hand(config, evaluation, tmp_path):
     assert original_perplexity(torch.tensor([-2.0, -6.0]), [EncodedRow((1, 2, 3), 2), EncodedRow((1,) * 5, 1)]) == (
         pytest.approx((torch.tensor(1.0).exp() + torch.tensor(1.5).exp()).item() / 2)
     )
+
+
+def test_generations_of_different_kinds_are_not_compared(config, evaluation, tmp_path):
+    run_generate(replace(config, checkpoints=["checkpoint-2"], temperature=1.5))
+    found = run_evaluate(evaluation)["models"]["checkpoint-2"]
+    assert found["kl_to_reference"]["estimate"] == pytest.approx(0.0, abs=1e-4)  # to itself, at its temperature
+    run_generate(replace(config, checkpoints=["final"]))
+    with pytest.raises(ConfigError, match=r"final and checkpoint-2 in .* have the temperatures 0.7 and 1.5"):
+        run_evaluate(replace(evaluation, overwrite=True))
+    rows = json_lines([{"query": f"other {i}"} for i in range(22)])
+    (tmp_path / "other.jsonl").write_text(rows)
+    other = replace(config, data=str(tmp_path / "other.jsonl"), checkpoints=["final"], output_dir=str(tmp_path / "o"))
+    run_generate(other)
+    for suffix in (".jsonl", ".json"):
+        (tmp_path / "o" / f"final{suffix}").rename(tmp_path / "generations" / f"final{suffix}")
+    with pytest.raises(ConfigError, match=r"final and checkpoint-2 in .* do not answer the same prompts"):
+        run_evaluate(replace(evaluation, overwrite=True))
+
+
+def test_a_reference_with_another_tokenizer_is_refused(config, evaluation, tmp_path, make_policy):
+    run_generate(config)
+    other = train_tokenizer((f"p{i} zz" for i in range(50)), 300, 96)
+    write_model(make_policy(), other, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"ref_model: got .*; must be a model with the tokenizer of"):
+        run_evaluate(replace(evaluation, ref_model=str(tmp_path / "other")))
+
+
+def test_judging_anew_does_not_sample_anew(config, evaluation, tmp_path, sampled):
+    own = {key: getattr(config, key) for key in ("run", "data", "response_length", "max_prompt_length")}
+    models = replace(evaluation, generations=None, **own)
+    run_evaluate(models)
+    sampled.clear()
+    (tmp_path / "judge.py").write_text(REWARD.replace("float(sum", "-float(sum"))
+    with pytest.raises(ConfigError, match="reward_funcs"):
+        run_evaluate(models)
+    run_evaluate(replace(models, overwrite=True))
+    assert sampled == []
+    run_evaluate(replace(models, overwrite=True, seed=1))
+    assert sampled == [22] * 3
+    # Its own files beside those of generate change nothing.
+    run_generate(config)
+    beside = replace(evaluation, output_dir=config.output_dir)
+    assert run_evaluate(beside) == run_evaluate(beside)
+
+
+def test_the_longer_answer_loses_by_length_control(config, evaluation, tmp_path):
+    """The human answers are the shorter ones, and the judge counts letters. (Which of two is the longer one makes no
+    difference to where the regression is at equal length.)
+    """
+    rows = [{"query": f"p{i}", "reference_response": "ab" * (i % 4)} for i in range(20)]
+    (tmp_path / "held.jsonl").write_text(json_lines(rows))
+    run_generate(config)
+    found = run_evaluate(evaluation)["models"]["final"]
+    _, lines = read_generations(tmp_path / "generations")[1]["final"]
+    human = [[*line.columns["reference_response"], "<eos>"] for line in lines]
+    longer = [len(line.tokens) - len(tokens) for line, tokens in zip(lines, human, strict=True)]
+    scores = [sum(c.isascii() and c.isalpha() for c in line.completion) for line in lines]
+    won = outcomes(scores, [len(tokens) - 1 for tokens in human])
+    expected = length_controlled_win_rate(won, longer)._asdict()
+    assert found["length_controlled_win_rate_vs_reference_response"] == pytest.approx(expected)
+    assert expected["estimate"] < found["win_rate_vs_reference_response"]["estimate"]
+
+
+def test_the_gold_model_sees_who_ended(config, evaluation, tmp_path, make_reward_model, tokenizer):
+    write_model(make_reward_model(), tokenizer, tmp_path / "gold")
+    run_generate(config)
+    run_evaluate(replace(evaluation, reward_funcs=[], reward_model=str(tmp_path / "gold")))
+    rows = [json.loads(line) for line in (tmp_path / "evaluation" / "samples.jsonl").read_text().splitlines()]
+    model = load_reward_model(str(tmp_path / "gold"))
+    answers = [
+        (row["query"], one["completion"], one["ended"], one["score"]) for row in rows for one in row["models"].values()
+    ]
+    answers += [(row["query"], row["reference_response"], True, row["reference_score"]) for row in rows]
+    assert {ended for _, _, ended, _ in answers} == {True, False}
+    for query, text, ended, score in answers:
+        tokens = (*tokenizer.encode(query), *tokenizer.encode(text), *([256] if ended else []))
+        assert score == pytest.approx(score_rows(model, [tokens], 1).item(), abs=1e-4)
+
+
+def test_a_judge_that_compares_needs_two(config, evaluation, tmp_path):
+    (tmp_path / "held.jsonl").write_text(json_lines([{"query": f"p{i}"} for i in range(4)]))
+    run_generate(replace(config, checkpoints=["final"]))
+    with pytest.raises(ConfigError, match=r"judge.url: there is one model and no human response"):
+        run_evaluate(replace(evaluation, reward_funcs=[], judge=JudgeConfig(url="http://localhost:1/v1", model="m")))
 
 
 def test_generations_outlive_their_models(config, evaluation, tmp_path, caplog):
@@ -238,13 +358,9 @@ def test_a_judge_that_compares(config, evaluation, tmp_path):
         asked = len(server.requests)
         assert run_evaluate(changed) == found
         assert len(server.requests) == asked
-    lines = read_generations(tmp_path / "generations")
-    ours, human = (
-        [one.completion for one in lines["final"][1]],
-        [one.columns["reference_response"] for one in lines["final"][1]],
-    )
-    pairs = [(len(a), len(b), a == b) for a, b in zip(ours, human, strict=True)]
-    by_hand = sum(0.5 if a == b else float(a > b) for a, b, _ in pairs) / len(pairs)
+    _, lines = read_generations(tmp_path / "generations")[1]["final"]
+    longer = [len(line.completion) - len(line.columns["reference_response"]) for line in lines]
+    by_hand = sum((d > 0) + (d == 0) / 2 for d in longer) / len(longer)
     assert found["models"]["final"]["win_rate_vs_reference_response"]["estimate"] == pytest.approx(by_hand)
     assert "gold_mean" not in found["models"]["final"]
     assert found["reference_response"] == {}
@@ -254,7 +370,7 @@ def test_a_judge_that_compares(config, evaluation, tmp_path):
 
 
 def test_generations_and_models_do_not_go_together(evaluation):
-    for change in ({"run": "x"}, {"models": {"a": "b"}}, {"data": "x"}):
+    for change in ({"run": "x"}, {"models": {"a": "b"}}, {"data": "x"}, {"temperature": 1.0}, {"seed": 3}):
         with pytest.raises(ConfigError, match="must be left out with generations"):
             replace(evaluation, **change)
     with pytest.raises(ConfigError, match=r"reward_funcs: got .*; must be left out with judge.url"):

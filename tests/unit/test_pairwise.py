@@ -21,7 +21,7 @@ class Server:
     """An OpenAI-compatible server whose model is a Python function of the two answers."""
 
     def __init__(self, prefer):
-        self.prefer, self.requests, self.failures, self.headers = prefer, [], [], []
+        self.prefer, self.requests, self.failures, self.headers, self.bodies = prefer, [], [], [], []
         self.open, self.most_open, self.lock = 0, 0, threading.Lock()
 
     def answer(self, path: str, headers, body: dict) -> tuple[int, dict]:
@@ -31,6 +31,7 @@ class Server:
         try:
             assert path == "/v1/chat/completions"
             self.headers.append(dict(headers))
+            self.bodies.append(body)
             if self.failures:
                 return self.failures.pop(0), {"error": "not now"}
             text = body["messages"][0]["content"]
@@ -127,7 +128,7 @@ def test_what_was_said_is_not_asked_again(judge, tmp_path):
 
 def test_failures_are_retried_and_then_named(judge, monkeypatch, tmp_path):
     waits = []
-    monkeypatch.setattr(pairwise.time, "sleep", waits.append)
+    monkeypatch.setattr(pairwise, "_wait", lambda stop, seconds: waits.append(seconds))
     server = Server(more_o)
     server.failures = [503, 429]
     with serving(server) as url:
@@ -143,7 +144,8 @@ def test_failures_are_retried_and_then_named(judge, monkeypatch, tmp_path):
         assert waits == []  # a wrong key does not become right
     with pytest.raises(JudgeError, match="Connect"):
         judge(url, max_retries=1).outcomes(PAIRS[1:2], "judging")
-    assert len((tmp_path / "verdicts.jsonl").read_text().splitlines()) == 2
+    # What was under way when the key was refused may have been answered.
+    assert 2 <= len((tmp_path / "verdicts.jsonl").read_text().splitlines()) <= 3
 
 
 def test_requests_run_together_and_carry_the_key(judge, monkeypatch):
@@ -160,6 +162,30 @@ def test_requests_run_together_and_carry_the_key(judge, monkeypatch):
         assert judge(url, concurrency=4, api_key_variable="THE_KEY").outcomes(pairs, "judging")[0] == [1.0] * 4
     assert server.most_open == 4
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
+
+
+def test_what_the_judge_refuses_is_no_verdict(judge):
+    """A filter may refuse one text; a judge that has never answered is misconfigured."""
+    server = Server(more_o)
+    with serving(server) as url:
+        one = judge(url, concurrency=1)
+        assert one.outcomes(PAIRS[:1], "judging")[0] == [1.0]
+        server.failures = [400]
+        assert one.outcomes(PAIRS[1:2], "judging") == ([0.5], {"inconsistent": 0.0, "unreadable": 0.5})
+        server.failures = [400]
+        with pytest.raises(JudgeError, match="status 400"):
+            judge(url, concurrency=1).outcomes(PAIRS[3:], "judging")
+
+
+def test_verdicts_are_asked_for_without_chance_and_survive_any_letter(judge, tmp_path):
+    server = Server(lambda first, second: f"\u2028{more_o(first, second)}")
+    with serving(server) as url:
+        first = judge(url).outcomes(PAIRS, "judging")
+        assert judge(url).outcomes(PAIRS, "judging") == first
+        assert len(server.requests) == 6
+        judge(url, max_tokens=17).outcomes(PAIRS[:1], "judging")
+        assert len(server.requests) == 8  # another length of the reply may be another reply
+    assert {(body["temperature"], body["model"]) for body in server.bodies} == {(0.0, "m")}
 
 
 def test_a_question_of_ones_own(judge, tmp_path):

@@ -259,7 +259,7 @@ def test_rows_that_do_not_fit(tokenizer):
     kept, dropped = encode_rows(ROWS, tokenizer, True, 30, "train")
     assert (len(kept), dropped) == (9, 3)
     assert all(len(row.tokens) <= 30 for row in kept)
-    with pytest.raises(ConfigError, match="max_length: got 5; every row of train is longer"):
+    with pytest.raises(ConfigError, match="max_length: got 5; no row of train has 2 to 5 tokens"):
         encode_rows(ROWS, tokenizer, True, 5, "train")
     with pytest.raises(ConfigError, match=r"train: row 2: .* must begin with `query`"):
         encode_rows([ROWS[0], {**ROWS[1], "query": "def g"}], tokenizer, True, 30, "train")

@@ -45,7 +45,7 @@ def test_all_checkpoints_by_one_engine(tmp_path, tokenizer, monkeypatch):
     results = run_generate(config)
     assert len(started) == 1
     assert list(results["models"]) == ["checkpoint-1", "checkpoint-2", "final"]
-    found = read_generations(tmp_path / "generations")
+    _, found = read_generations(tmp_path / "generations")
     for source, lines in found.values():
         rows = [EncodedRow(line.prompt_tokens + line.tokens, len(line.prompt_tokens)) for line in lines]
         sums = response_logprob_sums(load_policy(source), rows, temperature=0.7, batch_size=4)
