@@ -62,8 +62,8 @@ class StageConfig(Checked):
         lr_scheduler_type: transformers' schedule of that name.
         eval_steps: optimiser steps between two losses on the held-out data, below 1 a share of all steps; 0 for one at
             the end only.
-        lora: train low-rank adapters instead of every weight; they are merged into the model that is saved, and a language
-            model's are saved beside it as well (a reward model's alone would lack its head).
+        lora: train low-rank adapters instead of every weight; they are merged into the model that is saved. A language
+            model's are saved beside it as well; a reward model's alone would lack its head.
         logging_steps: optimiser steps between two lines in the log, below 1 a share of all steps.
         report_to: transformers' integrations, e.g. ["wandb"].
         seed: decides order and initialisation.

@@ -87,15 +87,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         ConfigError: see the message.
     """
     folder = Path(config.output_dir)
-    models = {} if config.generations is not None else models_of(config)
-    inputs: dict[str, Source] = {"models": models, "data": config.data or None}
-    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
-    inputs |= {key: getattr(config, key) for key in keys}
-    inputs["judge.prompt_file"] = config.judge.prompt_file
-    if config.generations is not None:  # not what this command may write beside them
-        inputs["generations"] = [str(path) for path in generation_files(Path(config.generations))]
     paths = {"samples": folder / "samples.jsonl", "text": folder / "evaluation.txt"}
-    stage = Stage(folder, "evaluation", config, inputs, outputs=tuple(paths.values()))
+    stage = Stage(folder, "evaluation", config, _inputs(config), outputs=tuple(paths.values()))
     if (done := stage.done()) is not None:
         return done
     device = torch.device(config.device) if config.device else default_device()
@@ -135,6 +128,18 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
     logger.info("%s", text)
     return results
+
+
+def _inputs(config: EvaluateConfig) -> dict[str, Source]:
+    """What is read, to be compared by content."""
+    models = {} if config.generations is not None else models_of(config)
+    inputs: dict[str, Source] = {"models": models, "data": config.data or None}
+    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
+    inputs |= {key: getattr(config, key) for key in keys}
+    inputs["judge.prompt_file"] = config.judge.prompt_file
+    if config.generations is not None:  # not what this command may write beside them
+        inputs["generations"] = [str(path) for path in generation_files(Path(config.generations))]
+    return inputs
 
 
 def _answers(
