@@ -471,7 +471,10 @@ def command(cluster, make_policy, tokenizer, prompts, tmp_path, monkeypatch):
         (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(config))
         words = [*launcher, "-m", "async_rlhf.cli", "train", "--config", str(tmp_path / f"{name}.yml")]
         log = (tmp_path / f"{name}.log").open("w")
-        started.append(subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, text=True))
+        # What runs the tests in the background may have Ctrl-C ignored, and a child inherits that.
+        heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, text=True, preexec_fn=heeding)
+        started.append(process)
         return started[-1]
 
     yield start
