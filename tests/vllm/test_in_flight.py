@@ -81,7 +81,9 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer):
     assert len(rollouts) == 300
     assert all(list(rollout.versions) == sorted(rollout.versions) for rollout in rollouts)
     assert batch.version == min(version for rollout in rollouts for version in rollout.versions) == 0
-    assert {version for rollout in rollouts for version in rollout.versions} == {0, 1, 2}
+    seen = {version for rollout in rollouts for version in rollout.versions}
+    # A process looks between any two tokens; a server that is slow to be reached may find the second at once.
+    assert seen == {0, 1, 2} or ("server" in flying_args.generation.placement and seen == {0, 2})
     assert sum(len(set(rollout.versions)) > 1 for rollout in rollouts) > 10
     assert batch.metrics["engine/logprob_difference"] < 1e-4
 
