@@ -86,27 +86,32 @@ def test_every_checkpoint_answers_every_prompt(config, tmp_path, sampled, tokeni
     assert [line.completion for line in read_generations(tmp_path / "generations")[1]["copy"][1]] == texts["final"]
 
 
+def interrupt(config: GenerateConfig, monkeypatch) -> None:
+    """Ctrl-C in the third chunk."""
+    real, calls = TransformersEngine.generate, []
+
+    def interrupted(self, prompts, progress=None):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, prompts, progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersEngine, "generate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_generate(config)
+
+
 @pytest.mark.parametrize("cut", [0, 25])
 def test_interrupted_it_goes_on_where_it_stopped(config, tmp_path, sampled, monkeypatch, cut):
     config = replace(config, checkpoints=["final"])
     whole = run_generate(replace(config, output_dir=str(tmp_path / "whole")))
     expected = (tmp_path / "whole" / "final.jsonl").read_text()
-    real, calls = TransformersEngine.generate, []
-
-    def interrupted(self, prompts, progress=None):
-        calls.append(len(prompts))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(self, prompts, progress)
-
-    monkeypatch.setattr(TransformersEngine, "generate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_generate(config)
+    interrupt(config, monkeypatch)
     part = tmp_path / "generations" / ".final.jsonl.part"
     assert not (tmp_path / "generations" / "final.jsonl").exists()
     if cut:  # the last line is not whole: the machine lost its power
         part.write_text(part.read_text()[:-cut])
-    calls += [0] * 10
     sampled.clear()
     assert run_generate(config) == whole
     assert (tmp_path / "generations" / "final.jsonl").read_text() == expected
@@ -121,17 +126,7 @@ def test_a_file_cut_anywhere_is_gone_on_with(config, tmp_path, monkeypatch, toke
     config = replace(config, data=str(tmp_path / "odd.jsonl"), checkpoints=["final"])
     run_generate(replace(config, output_dir=str(tmp_path / "whole")))
     whole = (tmp_path / "whole" / "final.jsonl").read_bytes()
-    real, calls = TransformersEngine.generate, []
-
-    def interrupted(self, prompts, progress=None):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(self, prompts, progress)
-
-    monkeypatch.setattr(TransformersEngine, "generate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_generate(config)
+    interrupt(config, monkeypatch)
     part = tmp_path / "generations" / ".final.jsonl.part"
     part.write_bytes(part.read_bytes() + "{é".encode()[:-1])
     run_generate(config)
