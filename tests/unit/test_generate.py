@@ -14,6 +14,7 @@ from async_rlhf.evaluation.evaluate import run_evaluate
 from async_rlhf.evaluation.generate import read_generations, run_generate
 from async_rlhf.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
 from async_rlhf.evaluation.statistics import length_controlled_win_rate, outcomes
+from async_rlhf.files import whole_lines
 from async_rlhf.forward import score_rows
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import load_policy, load_reward_model, write_model
@@ -134,6 +135,18 @@ def test_a_file_cut_anywhere_is_gone_on_with(config, tmp_path, monkeypatch, toke
     assert [line.query for line in read_generations(tmp_path / "generations")[1]["final"][1]] == [
         r["query"] for r in rows
     ]
+
+
+def test_whole_lines(tmp_path):
+    """Ends of lines are those of the file, and a tail that is cut within a character goes."""
+    file = tmp_path / "lines"
+    assert whole_lines(file) == []
+    file.write_bytes("a\u2028b\u0085\nc\né".encode()[:-1])
+    assert whole_lines(file) == ["a\u2028b\u0085", "c"]
+    assert file.read_bytes() == "a\u2028b\u0085\nc\n".encode()
+    assert whole_lines(file) == ["a\u2028b\u0085", "c"]
+    file.write_bytes(b"cut")
+    assert (whole_lines(file), file.read_bytes()) == ([], b"")
 
 
 def test_a_part_of_other_work_is_not_gone_on_with(config, tmp_path, sampled):
