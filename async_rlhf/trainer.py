@@ -125,14 +125,20 @@ class TrainingLoop:
         tensors, values = self.learner.state()
         random_tensors, random_values = random_state.capture()
         with self.trace.span("save", batch=batch):
+            ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
             resume = ResumeState(
                 batch=batch,
                 config=as_saved(config),
                 inputs=self.inputs,
-                values={"learner": values, "random": random_values, "rewards": self.scorer.state()},
+                values={
+                    "learner": values,
+                    "random": random_values,
+                    "rewards": self.scorer.state(),
+                    "agreement": self.rollouts.generator.agreement.state(),
+                },
                 logs={name: log.position() for name, log in self._logs.items()},
                 tensors=tensors | random_tensors,
-                ahead=self.rollouts.ahead(batch),
+                ahead=ahead,
             )
             self.callbacks.note_best(path)
             write_whole(path, [self._write_policy, resume.write])

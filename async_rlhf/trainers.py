@@ -29,7 +29,7 @@ from async_rlhf.config import (
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.agreement import log_ratios
+from async_rlhf.generation.agreement import compare
 from async_rlhf.generation.placement import shared_cores, shared_engine
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Generator, SamplingParams
@@ -169,8 +169,8 @@ class OnlineTrainer:
             add_adapters(self.model, args.lora, args.seed)
         if args.lora.publish == "adapter":
             only_adapter(self.model)
-        resumed, folder = self._resumed, self._checkpoint
-        checkpoint = None if resumed is None or folder is None else (folder, resumed.tensors)
+        resumed = self._resumed
+        checkpoint = None if resumed is None or self._checkpoint is None else (self._checkpoint, resumed.tensors)
         self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value, parallel, checkpoint)
         self._scorer = make_scorer(args, self.processing_class, scoring_model, reward_funcs, prompt_field, parallel)
 
@@ -217,12 +217,12 @@ class OnlineTrainer:
     def _lead(self, engine: SharedEngine, threads: int | None, stop_asked: Callable[[], bool]) -> OnlineTrainerState:
         """Run the loop."""
         folder, resumed = Path(self.args.output_dir), self._resumed
-        if resumed is not None:
-            self._restore(resumed)
         with ExitStack() as stack:
             trace = stack.enter_context(closing(Trace()))
             generator = make_generator(self.args, self.model, self._params, trace, threads, engine)
             stack.enter_context(closing(generator))
+            if resumed is not None:
+                self._restore(resumed, generator)
             stack.enter_context(self._scorer.started())
             if resumed is not None and self._here:
                 Checkpoints(folder).delete_newer(resumed.batch)
@@ -283,19 +283,20 @@ class OnlineTrainer:
             "update": update,
             "weights": lambda name, adapters: deque(iterate_weights(models[name], adapters), maxlen=0),
             "probe": lambda name, autocast: probe_logprobs(models[name], autocast),
-            "log_ratios": lambda name, *rest: log_ratios(models[name], *rest),
+            "compare": lambda name, *rest: compare(models[name], *rest),
             engine.name: engine.generate,
             "evaluate": self._eval_engine().generate,
             "score": self._scorer.score_batches,
         }
         return self.ranks.follow(calls)
 
-    def _restore(self, resumed: ResumeState) -> None:
-        """Put callbacks and rewards where the checkpoint was written."""
+    def _restore(self, resumed: ResumeState, generator: Generator) -> None:
+        """Put callbacks, rewards and what was found of the generator where the checkpoint was written."""
         assert self._checkpoint is not None
         resumed.read_ahead(self._checkpoint, self._stream)
         self.callbacks.restore_state(self._checkpoint)
         self._scorer.restore(resumed.values["rewards"])
+        generator.agreement.restore(resumed.values["agreement"])
         logger.info("resuming after batch %d, from %s", resumed.batch, self._checkpoint)
 
     def _fingerprints(self) -> dict[str, str]:

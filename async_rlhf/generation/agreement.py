@@ -1,126 +1,274 @@
-"""Whether an engine computes what the learner does: the difference of their log-probabilities for the same weights.
+"""Whether an engine computes and draws as the learner would, for the same weights.
 
 Two implementations of one model round differently; in low precision that alone makes samples off-policy. It is
-measured on completions of every batch, with the snapshot that sampled them, and so apart from the policy's lag.
+measured on completions of every batch, with the snapshot that sampled them, and so apart from the policy's lag. With
+the learner's probabilities of these tokens at hand, two more things are asked: whether the tokens are those that the
+random numbers give, and whether they are distributed as the probabilities say.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from async_rlhf.config import GenerationConfig
-from async_rlhf.forward import response_logprobs
-from async_rlhf.generation.protocol import GeneratorError
+from async_rlhf.forward import response_logits
+from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.sampling import auditing_uniforms, completion_uniforms, places
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
 from async_rlhf.parallel import Parallel, device_of, with_every_rank
 from async_rlhf.rows import response_tensors
-from async_rlhf.types import RolloutGroup
+from async_rlhf.types import Prompt, Rollout, RolloutGroup
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Of the mean absolute difference, in nats per token. Rounding alone stays an order of magnitude below."""
+"""Of the mean absolute difference, in nats per token, whatever has been measured. Rounding alone stays an order of
+magnitude below."""
+_LEAST_NOISE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+"""No less is taken for noise, however well the first batches agree."""
+_FAR = 20
+"""Times the noise: rounding moves few tokens so far."""
+_FAR_TOKENS, _FAR_SHARE = 4, 0.05
+"""So many tokens, and this share of those compared, must be far off to be more than outliers."""
+_MEMORY = 20
+"""Batches that the noise is a mean of, nearly."""
+_MISDRAWN_SHARE = 1e-4
+"""A model that routes tokens may by rounding take another route, and draw another token, now and then."""
+
+
+class Row(NamedTuple):
+    """A completion that is compared."""
+
+    prompt: Prompt
+    sample: int
+    """Its number among the K of the prompt."""
+    rollout: Rollout
+
+
+class Noise:
+    """How far right computations of the same log-probabilities are apart: measured, not assumed.
+
+    The first measurement is of the weights that the run starts with, when nothing can be stale; it may be at most
+    ``most``. Later ones must be like it, and are averaged with it.
+
+    Args:
+        least: nats per token; no less is taken for noise.
+        most: of the mean difference, whatever has been measured.
+    """
+
+    def __init__(self, least: float, most: float) -> None:
+        self.least, self.most = least, most
+        self.level = 0.0
+        self._measured = 0
+
+    @property
+    def far(self) -> float:
+        """Beyond this a difference is no rounding, but for outliers."""
+        return _FAR * max(self.level, self.least) if self._measured else math.inf
+
+    def require(self, who: str, differences_N: Tensor, where: str) -> None:
+        """Take differences into account, or raise GeneratorError where they are more than rounding."""
+        mean, far = differences_N.mean().item(), self.far
+        far_off = int((differences_N > far).sum())
+        if not mean <= self.most:
+            found = f"they differ by {mean:.3g} nats per token on {where}, and {self.most:g} is rounding"
+        elif far_off >= max(_FAR_TOKENS, _FAR_SHARE * len(differences_N)):
+            found = (
+                f"they differ by {mean:.3g} nats per token on {where}, {far_off} of {len(differences_N)} tokens by "
+                f"more than {far:.3g}, and the noise of this run is {self.level:.3g}"
+            )
+        else:
+            self._measured += 1
+            level = differences_N.clamp(max=far).mean().item()
+            self.level += (level - self.level) / min(self._measured, _MEMORY)
+            return
+        raise GeneratorError(
+            f"{who}, but computes other log-probabilities with them: {found} (looked at by "
+            "generation.mismatch_samples and generation.probe_steps)"
+        )
+
+    def state(self) -> list[float]:
+        """For JSON."""
+        return [self.level, self._measured]
+
+    def restore(self, state: list[float]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self.level, self._measured = state[0], int(state[1])
 
 
 class Agreement:
-    """Measures how far engine and learner are apart, and stops the run where it is more than rounding.
+    """Compares an engine with the learner, and stops the run where they are further apart than rounding and chance.
 
     Args:
         config: of generation; ``mismatch_samples`` completions of each batch are looked at.
+        params: how the engine samples.
         dtype: of the engine's weights.
         autocast: type that the learner computes in; None for that of its weights.
     """
 
-    def __init__(self, config: GenerationConfig, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-        self.config = config
-        self.autocast = autocast
-        self.limit = max(TOLERANCE[dtype], TOLERANCE[autocast or torch.float32])
+    def __init__(
+        self, config: GenerationConfig, params: SamplingParams, dtype: torch.dtype, autocast: torch.dtype | None
+    ) -> None:
+        self.config, self.params, self.autocast = config, params, autocast
+        kinds = [dtype, autocast or torch.float32]
         if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
-            self.limit = max(self.limit, TOLERANCE[torch.float16])  # TF32 has as many digits
+            kinds.append(torch.float16)  # TF32 has as many digits
+        least, most = max(_LEAST_NOISE[kind] for kind in kinds), max(TOLERANCE[kind] for kind in kinds)
+        self.noise, self.probe_noise = Noise(least, most), Noise(least, most)
+        self.evidence = Evidence()
+        self._redrawn, self._misdrawn = 0, 0
+        self._kind = [config.engine, *map(str, kinds)]
 
     def measure(
         self,
+        batch: int,
         policy: PreTrainedModel,
         snapshots: Callable[[int], Mapping[str, Tensor]],
         groups: Sequence[RolloutGroup],
     ) -> dict[str, float]:
-        """Compare log-probabilities of some completions, evenly chosen, with the learner's own.
+        """Compare some completions of a batch with what the learner computes for them.
 
         Args:
-            policy: computes them, with the weights of the snapshots.
+            batch: its number; which completions are compared depends on it, and all have their turn.
+            policy: computes, with the weights of the snapshots.
             snapshots: the tensors of a version; none for the policy as it is.
-            groups: of a batch, whoever sampled them.
+            groups: of the batch, whoever sampled them.
 
         Returns:
-            Mean and maximum of the absolute difference, in nats per token, and KL(engine, learner) per token by the k3
-            estimator.
+            Mean and maximum of the absolute difference of log-probabilities, in nats per token, KL(engine, learner) per
+            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`.
 
         Raises:
-            GeneratorError: the mean is more than rounding can explain.
+            GeneratorError: the difference is more than rounding, or the draws more than chance, can explain.
         """
         samples = self.config.mismatch_samples
         if samples == 0:
             return {}
-        flat = [RolloutGroup(group.prompt, (rollout,)) for group in groups for rollout in group.rollouts]
-        chosen = [flat[i * len(flat) // samples] for i in range(samples)] if samples < len(flat) else flat
-        versions = sorted({version for group in chosen for version in group.rollouts[0].versions})
-        options = (self.config.temperature, self.autocast)
-        found = [log_ratios(policy, snapshots(version), version, chosen, *options) for version in versions]
-        log_ratios_N = torch.cat(found)
-        mean = log_ratios_N.abs().mean().item()
-        self.require(f"the engine has the weights of version {versions[0]}", mean, "its completions")
+        flat = [Row(group.prompt, k, rollout) for group in groups for k, rollout in enumerate(group.rollouts)]
+        chosen = [flat[i] for i in rows_of_batch(batch, len(flat), samples)]
+        versions = sorted({version for row in chosen for version in row.rollout.versions})
+        found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast) for v in versions]
+        tokens = Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        differences_N = tokens.log_ratios_N.abs()
+        far = self.noise.far
+        self.noise.require(f"the engine has the weights of version {versions[0]}", differences_N, "its completions")
+        metrics = {
+            "engine/logprob_difference": differences_N.mean().item(),
+            "engine/logprob_difference_max": differences_N.max().item(),
+            "engine/kl": (torch.expm1(tokens.log_ratios_N) - tokens.log_ratios_N).mean().item(),
+        }
+        if self.config.engine == "transformers":
+            metrics["engine/redraw_ties"] = self._require_redrawn(tokens, min(far, self.noise.far))
+        return metrics | {"engine/sampling_evidence": self._require_likely(tokens, groups)}
+
+    def _require_redrawn(self, tokens: Comparison, far: float) -> float:
+        """Require the tokens that the random numbers give. Returns how many are others by no more than rounding."""
+        other_N = tokens.misses_N > 0
+        # Where the log-probability is off by rounding of a rare size, so may be the place of the token.
+        misdrawn_N = tokens.misses_N > (2 * tokens.log_ratios_N.abs()).clamp(min=far)
+        self._redrawn += len(other_N)
+        self._misdrawn += int(misdrawn_N.sum())
+        if self._misdrawn >= 2 and self._misdrawn > _MISDRAWN_SHARE * self._redrawn:
+            raise GeneratorError(
+                f"the engine draws other tokens than the random numbers of its completions give: {self._misdrawn} of "
+                f"{self._redrawn}, the last ones by {tokens.misses_N.max():.3g} of probability, where {far:.3g} is "
+                "rounding; its distribution, its random numbers or the order of its completions are not those of the "
+                "run (looked at by generation.mismatch_samples)"
+            )
+        return float((other_N & ~misdrawn_N).sum())
+
+    def _require_likely(self, tokens: Comparison, groups: Sequence[RolloutGroup]) -> float:
+        """Require tokens that are distributed as their probabilities say. Returns the evidence that they are not."""
+        evidence = self.evidence.add([tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()], groups)
+        if evidence >= LIMIT:
+            raise GeneratorError(
+                "the engine's completions are not distributed as the learner's probabilities say, with the weights "
+                f"that sampled them: the evidence is {evidence:.1f}, and chance reaches {LIMIT:.1f} in fewer than "
+                f"{FALSE_ALARMS:g} of all runs; look for top-k, top-p, penalties, another temperature, repeated random "
+                "numbers (looked at by generation.mismatch_samples)"
+            )
+        return evidence
+
+    def state(self) -> dict[str, Any]:
+        """What another one needs to go on as this one, for JSON."""
+        noise, probe_noise = self.noise.state(), self.probe_noise.state()
+        drawn = [self._redrawn, self._misdrawn]
         return {
-            "engine/logprob_difference": mean,
-            "engine/logprob_difference_max": log_ratios_N.abs().max().item(),
-            "engine/kl": (torch.expm1(log_ratios_N) - log_ratios_N).mean().item(),
+            "kind": self._kind,
+            "noise": noise,
+            "probe_noise": probe_noise,
+            "drawn": drawn,
+            "evidence": self.evidence.state(),
         }
 
-    def require(self, who: str, difference: float, where: str) -> None:
-        """Raise GeneratorError where a mean difference, in nats per token, is more than rounding."""
-        if not difference <= self.limit:
-            raise GeneratorError(
-                f"{who}, but computes other log-probabilities with them: they differ by {difference:.3g} nats per "
-                f"token on {where}, and {self.limit:g} is rounding (looked at by generation.mismatch_samples and "
-                "generation.probe_steps)"
-            )
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave, unless that was measured on another engine or in another precision."""
+        if state["kind"] != self._kind:
+            return
+        self.noise.restore(state["noise"])
+        self.probe_noise.restore(state["probe_noise"])
+        self._redrawn, self._misdrawn = state["drawn"]
+        self.evidence.restore(state["evidence"])
+
+
+def rows_of_batch(batch: int, rows: int, samples: int) -> list[int]:
+    """The completions of a batch that are compared: evenly spread, other ones each time until all had their turn."""
+    if samples >= rows:
+        return list(range(rows))
+    # Steps of the golden ratio leave no large gap; without a common divisor they come by every row.
+    step = next(step for step in range(round(0.618 * rows), rows + 1) if math.gcd(step, rows) == 1)
+    return sorted((batch * samples + i) * step % rows for i in range(samples))
+
+
+class Comparison(NamedTuple):
+    """What is found of tokens, each (N,) on the CPU."""
+
+    log_ratios_N: Tensor
+    """log learner - log engine."""
+    misses_N: Tensor
+    """How far the token's random number lies outside its part of the cumulative distribution; 0 within it."""
+    by_rank_N: Tensor
+    """A random point of the token's part of the distribution, likelier tokens first: uniform on [0, 1)."""
+    by_id_N: Tensor
+    """The same with the tokens in the order of their ids."""
 
 
 @torch.no_grad()
-def log_ratios(
+def compare(
     policy: PreTrainedModel,
     snapshot: Mapping[str, Tensor | None],
     version: int,
-    groups: Sequence[RolloutGroup],
-    temperature: float,
+    rows: Sequence[Row],
+    params: SamplingParams,
     autocast: torch.dtype | None,
-) -> Tensor:
-    """log learner - log engine of every token that a version has drawn, (N,).
+) -> Comparison:
+    """Look at every token that a version has drawn.
 
     Args:
-        policy: computes the learner's; with weights spread over ranks, all of them compute.
+        policy: computes the learner's probabilities; with weights spread over ranks, all of them compute.
         snapshot: that version's tensors; none for the policy as it is. Ranks but the first give None for each.
         version: of the tokens.
-        groups: one completion each.
-        temperature: of sampling.
+        rows: completions, perhaps of several versions.
+        params: of sampling.
         autocast: type that the learner computes in; None for that of its weights.
     """
-    groups = [group for group in groups if version in group.rollouts[0].versions]
-    rows, device = response_tensors(groups), device_of(policy)
-    mask_BT = rows["response_mask_BT"]
-    drawn_BT = torch.zeros_like(mask_BT)
-    drawn_BT[mask_BT.bool()] = torch.tensor(
-        [float(v == version) for group in groups for v in group.rollouts[0].versions]
-    )
+    rows = [row for row in rows if version in row.rollout.versions]
+    batch = response_tensors([RolloutGroup(row.prompt, (row.rollout,)) for row in rows])
+    mask_BT, device = batch["response_mask_BT"].bool(), device_of(policy)
+    drawn_N = torch.tensor([v == version for row in rows for v in row.rollout.versions])
     # The columns of prompts stay on rank 0: they may be large, and only rewards need them.
-    stripped = [replace(group, prompt=replace(group.prompt, columns={})) for group in groups]
-    told = (dict.fromkeys(snapshot), version, stripped, temperature, autocast)
-    with with_every_rank(policy, "log_ratios", *told) as parallel, ExitStack() as stack:
+    stripped = [row._replace(prompt=replace(row.prompt, columns={})) for row in rows]
+    told = (dict.fromkeys(snapshot), version, stripped, params, autocast)
+    with with_every_rank(policy, "compare", *told) as parallel, ExitStack() as stack:
         model: Any = policy
         if snapshot and parallel.spreads_weights:
             stack.enter_context(_holding(policy, snapshot, parallel))
@@ -129,9 +277,19 @@ def log_ratios(
         if _is_merged(policy, snapshot):  # adapters that are merged into the snapshot must not count twice
             stack.enter_context(adapters_off(policy))
         stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
-        tokens_BT = rows["tokens_BT"].to(device)
-        output = response_logprobs(model, tokens_BT, mask_BT.to(device), temperature, with_entropies=False)
-    return (output.logprobs_BT.cpu() - rows["behaviour_logprobs_BT"])[drawn_BT.bool()]
+        tokens_BT = batch["tokens_BT"].to(device)
+        logits_NV = response_logits(model, tokens_BT, mask_BT.to(device))
+    found = [x.cpu() for x in places(logits_NV, tokens_BT[mask_BT.to(device)], params.temperature)]
+    logprobs_N, below_N, likelier_N, as_likely_N = (x.double() for x in found)
+    drawn_by_N, point_N = (
+        torch.from_numpy(np.concatenate([f(params.seed, r.prompt.draw, r.sample, len(r.rollout.tokens)) for r in rows]))
+        for f in (completion_uniforms, auditing_uniforms)
+    )
+    own_N = logprobs_N.exp()
+    misses_N = torch.maximum(below_N - drawn_by_N, drawn_by_N - below_N - own_N).clamp(min=0)
+    log_ratios_N = logprobs_N - batch["behaviour_logprobs_BT"][mask_BT].double()
+    by_rank_N, by_id_N = likelier_N + point_N * as_likely_N, below_N + point_N * own_N
+    return Comparison(*(x[drawn_N] for x in (log_ratios_N, misses_N, by_rank_N, by_id_N)))
 
 
 def _is_merged(policy: PreTrainedModel, snapshot: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.protocol import Completions, GeneratorError, Version
+from async_rlhf.generation.replies import check_completions
 from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
@@ -25,7 +26,7 @@ class InlineGenerator:
     Args:
         engine: on the learner's policy.
         trace: where generation is recorded.
-        agreement: compares the log-probabilities of some completions with the learner's.
+        agreement: compares some completions with what the learner computes for them.
     """
 
     def __init__(self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement) -> None:
@@ -52,6 +53,7 @@ class InlineGenerator:
 
     def collect(self, index: int) -> RolloutBatch:
         """Sample the batch now."""
+        assert self._policy is not None
         version, prompts = self._requests.pop(index)
         if version != self._version:
             raise ValueError(f"batch {index} asks for version {version}; inline weights are at {self._version}")
@@ -59,6 +61,8 @@ class InlineGenerator:
         completions = self._generate(prompts)
         ended = time.monotonic()
         self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
+        vocabulary = self._policy.get_input_embeddings().num_embeddings
+        check_completions(f"the engine answered batch {index}", prompts, completions, self.engine.params, vocabulary)
         groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
         return RolloutBatch(index, version, groups, ended - started, (version,), self._measure(index, groups))
 
@@ -72,7 +76,7 @@ class InlineGenerator:
     def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
         assert self._policy is not None
         with self.trace.span("mismatch", batch=index):
-            return self.agreement.measure(self._policy, lambda _: {}, groups)
+            return self.agreement.measure(index, self._policy, lambda _: {}, groups)
 
 
 class InlineVLLMGenerator(InlineGenerator):

@@ -58,6 +58,8 @@ class Reply:
     """Of the weights that the first tokens come from."""
     digests: dict[int, dict[str, str]]
     """By version: of each tensor, as read back from the engine after it loaded them."""
+    asked: str
+    """Fingerprint of the prompts that were sampled for; see :func:`~async_rlhf.generation.replies.fingerprint`."""
     completions: Completions
     started: float
     """Monotonic clock."""

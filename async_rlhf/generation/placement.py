@@ -105,7 +105,7 @@ def _inline(
     engine: SharedEngine,
 ) -> InlineGenerator:
     if config.engine == "transformers":
-        return InlineGenerator(engine, trace, Agreement(config, torch.float32, autocast))
+        return InlineGenerator(engine, trace, Agreement(config, params, torch.float32, autocast))
     from async_rlhf.generation.vllm_engine import VLLMEngine
 
     dtype, device = getattr(torch, config.dtype), policy.device
@@ -121,4 +121,4 @@ def _inline(
         before = random_state.capture()
         vllm = VLLMEngine(spec, params)  # seeds every random generator of the process
         random_state.restore(*before)
-    return InlineVLLMGenerator(vllm, trace, Agreement(config, dtype, autocast), sleep, adapters_only)
+    return InlineVLLMGenerator(vllm, trace, Agreement(config, params, dtype, autocast), sleep, adapters_only)

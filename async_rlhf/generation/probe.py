@@ -47,6 +47,12 @@ def _logprobs(model: PreTrainedModel, autocast: torch.dtype | None) -> list[floa
     return output.logprobs_BT[mask_BT.bool()].tolist()
 
 
-def difference(left: list[float], right: list[float]) -> float:
-    """Mean absolute difference per token."""
-    return sum(abs(x - y) for x, y in zip(left, right, strict=True)) / len(left)
+def differences(left: list[float], right: list[float]) -> Tensor:
+    """Absolute difference of each token, (N,) float64.
+
+    Raises:
+        ValueError: one has more tokens than the other.
+    """
+    if len(left) != len(right):
+        raise ValueError(f"need log-probabilities of as many tokens; got {len(left)} and {len(right)}")
+    return (torch.tensor(left, dtype=torch.float64) - torch.tensor(right, dtype=torch.float64)).abs()

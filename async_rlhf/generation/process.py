@@ -98,7 +98,7 @@ class ProcessGenerator(RestartingGenerator):
             _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
             for number in range(config.workers)
         ]
-        super().__init__(arrived, workers, self.ring, config, trace, autocast)
+        super().__init__(arrived, policy, params, workers, self.ring, config, trace, autocast)
         # Before multiprocessing's own exit, which would wait for ever for processes that do not heed SIGTERM.
         atexit.register(self.close)
 

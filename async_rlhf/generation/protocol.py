@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -60,8 +60,22 @@ class Engine(Sampler, Protocol):
         """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by the weights it holds."""
 
 
+class Resumable(Protocol):
+    """What has gathered something over the batches that a resumed run must not lose."""
+
+    def state(self) -> dict[str, Any]:
+        """What another one needs to go on as this one, for JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave."""
+
+
 class Generator(Protocol):
     """Engines and their weights, wherever they run."""
+
+    @property
+    def agreement(self) -> Resumable:
+        """What the comparisons of the batches so far have found."""
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make the policy's weights available under a number. They may change again as soon as this returns."""

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.messages import Failure, Reply, Request
-from async_rlhf.generation.probe import difference, probe_logprobs
-from async_rlhf.generation.protocol import GeneratorError, Version
+from async_rlhf.generation.probe import differences, probe_logprobs
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
+from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
 from async_rlhf.weights import Snapshots, differing
@@ -47,6 +48,8 @@ class RemoteGenerator:
     """Workers that share the prompts of every batch; subclasses wait for them.
 
     Args:
+        policy: what they sample from.
+        params: how to sample.
         workers: at least one.
         snapshots: where the workers find the weights.
         config: of generation.
@@ -56,6 +59,8 @@ class RemoteGenerator:
 
     def __init__(
         self,
+        policy: PreTrainedModel,
+        params: SamplingParams,
         workers: Sequence[Worker],
         snapshots: Snapshots,
         config: GenerationConfig,
@@ -68,10 +73,10 @@ class RemoteGenerator:
         self.trace = trace
         self._autocast = autocast
         self._probing = config.probe_steps > 0
-        self._agreement = Agreement(config, getattr(torch, config.dtype), autocast)
+        self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
+        self.agreement = Agreement(config, params, getattr(torch, config.dtype), autocast)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
-        self._differences: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._replies: dict[int, dict[int, Reply]] = {}
 
@@ -114,7 +119,7 @@ class RemoteGenerator:
         groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
         shares = tuple(_oldest(reply) for reply in ordered)
-        return RolloutBatch(index, min(shares), groups, seconds, shares, self._measure(index, groups))
+        return RolloutBatch(index, min(shares), groups, seconds, shares, self._measure(index, ordered, groups))
 
     def close(self) -> None:
         """End the workers."""
@@ -135,12 +140,16 @@ class RemoteGenerator:
         self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
 
     def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
-        """Require the weights that the request names, whole, and an engine that computes what the learner does."""
+        """Require the weights that the request names, whole, and completions that can have been drawn."""
         if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
             raise GeneratorError(
                 f"{worker.label} answered batch {reply.batch} with weights of version {reply.version}; batch "
                 f"{request.batch} needs version {request.version}"
             )
+        who = f"{worker.label} answered batch {reply.batch}"
+        if reply.asked != fingerprint(request.prompts):
+            raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
+        check_completions(who, request.prompts, reply.completions, self._params, self._vocabulary)
         drawn = {version for group in reply.completions for rollout in group for version in rollout.versions}
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
@@ -149,21 +158,21 @@ class RemoteGenerator:
                     f"{worker.label} sampled batch {reply.batch} with weights that are not those of version "
                     f"{version}: {wrong}"
                 )
-        if reply.probe is None or reply.probe[0] not in self._probes:
-            return
-        version, logprobs = reply.probe
-        found = difference(logprobs, self._probes[version])
-        self._agreement.require(f"{worker.label} holds the weights of version {version}", found, "the probe")
-        # By batch: this answer may have come while an earlier batch is being collected.
-        self._differences.setdefault(reply.batch, []).append(found)
 
-    def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
-        """What is known of the engine's log-probabilities against the learner's, for the same weights."""
-        probed = self._differences.pop(index, None)
-        metrics = {"weights/probe_difference": max(probed)} if probed else {}
+    def _measure(self, index: int, replies: Sequence[Reply], groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
+        """Require an engine that computes and draws what the learner would, and say how far they are apart."""
         assert self._policy is not None
+        probed = []
+        for worker, reply in zip(self.workers, replies, strict=True):
+            if reply.probe is not None and reply.probe[0] in self._probes:
+                version, logprobs = reply.probe
+                found_N = differences(logprobs, self._probes[version])
+                who = f"{worker.label} holds the weights of version {version}"
+                self.agreement.probe_noise.require(who, found_N, "the probe")
+                probed.append(found_N.mean().item())
+        metrics = {"weights/probe_difference": max(probed)} if probed else {}
         with self.trace.span("mismatch", batch=index):
-            return metrics | self._agreement.measure(self._policy, self.snapshots.views, groups)
+            return metrics | self.agreement.measure(index, self._policy, self.snapshots.views, groups)
 
 
 class MortalWorker(Worker, Protocol):

@@ -7,6 +7,7 @@ or timing. That is what makes an asynchronous run repeatable.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,9 +51,22 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndar
 def row_uniforms(seed: int, prompts: Sequence[Prompt], samples: int, positions: int) -> np.ndarray:
     """One number in [0, 1) for each (prompt, sample, position): float64, shape (P, K, positions)."""
     draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)[:, None, None]
-    sample_K = np.arange(samples, dtype=np.uint64)[None, :, None]
-    position_T = np.arange(positions, dtype=np.uint64)[None, None, :]
-    counter = np.broadcast_arrays(position_T, sample_K, draw_P & _LOW, draw_P >> _32)
+    return _uniforms(seed, draw_P, np.arange(samples, dtype=np.uint64)[None, :, None], positions)
+
+
+def completion_uniforms(seed: int, draw: int, sample: int, positions: int) -> np.ndarray:
+    """The numbers that :func:`row_uniforms` gives one completion: float64, shape (positions,)."""
+    return _uniforms(seed, np.array([draw], dtype=np.uint64), np.array([sample], dtype=np.uint64), positions)
+
+
+def auditing_uniforms(seed: int, draw: int, sample: int, positions: int) -> np.ndarray:
+    """Numbers like them that no completion is drawn with, for tests of those that are."""
+    return completion_uniforms(seed, draw, sample | 1 << 31, positions)
+
+
+def _uniforms(seed: int, draws: np.ndarray, samples: np.ndarray, positions: int) -> np.ndarray:
+    position_T = np.arange(positions, dtype=np.uint64)
+    counter = np.broadcast_arrays(position_T, samples, draws & _LOW, draws >> _32)
     high, low, _, _ = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     return ((high >> np.uint64(5)) * 67108864.0 + (low >> np.uint64(6))) / 9007199254740992.0  # 53 bits
 
@@ -94,3 +108,39 @@ def _draw_block(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tu
     threshold_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
     return tokens_B1.squeeze(-1), logprobs_BV.gather(-1, tokens_B1).squeeze(-1)
+
+
+class Places(NamedTuple):
+    """Where drawn tokens lie in the distributions that they were drawn from; each (N,) float32."""
+
+    logprobs_N: Tensor
+    below_N: Tensor
+    """Probability of the tokens with smaller ids: a draw by inversion is this token from here on."""
+    likelier_N: Tensor
+    """Probability of the tokens that are likelier."""
+    as_likely_N: Tensor
+    """Probability of the tokens that are as likely, itself among them."""
+
+
+def places(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Places:
+    """See :class:`Places`.
+
+    Args:
+        logits_NV: raw logits.
+        tokens_N: ids of the drawn tokens.
+        temperature: logits are divided by it.
+    """
+    rows = max(1, CPU_BLOCK // logits_NV.shape[-1])
+    blocks = zip(logits_NV.split(rows), tokens_N.split(rows), strict=True)
+    found = [_places_in_block(part_NV, part_N, temperature) for part_NV, part_N in blocks]
+    return Places(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _places_in_block(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Places:
+    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
+    tokens_N1 = tokens_N[:, None]
+    own_N1 = logprobs_NV.gather(-1, tokens_N1)
+    probabilities_NV = logprobs_NV.exp()
+    ids_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    parts = [ids_V < tokens_N1, logprobs_NV > own_N1, logprobs_NV == own_N1]
+    return Places(own_N1.squeeze(-1), *((probabilities_NV * part_NV).sum(dim=-1) for part_NV in parts))

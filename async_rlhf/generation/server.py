@@ -27,6 +27,7 @@ from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server
 from async_rlhf.reports.trace import Trace
@@ -92,7 +93,7 @@ class ServerGenerator(RemoteGenerator):
             _Server(number, url, run, params, snapshots, road, vocabulary, lambda *answer: self._arrived.put(answer))
             for number, (url, road) in enumerate(zip(config.urls, roads, strict=True))
         ]
-        super().__init__(workers, snapshots, config, trace, autocast)
+        super().__init__(policy, params, workers, snapshots, config, trace, autocast)
 
     def _wait(self, seconds: float) -> bool:
         try:
@@ -251,7 +252,8 @@ class _Server:
         probe = (
             (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
         )
-        return Reply(request.batch, version, held, groups, started, ended, loaded - started, probe)
+        asked = fingerprint(request.prompts)
+        return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe)
 
     async def _load(self, client: ServerClient, version: int) -> dict[str, str]:
         """Have the server hold a version. Returns the digests of what it took."""

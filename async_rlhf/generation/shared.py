@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from async_rlhf.generation.protocol import Completions
+from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.parallel import spread_of
 from async_rlhf.ranks import Ranks
@@ -33,6 +33,11 @@ class SharedEngine:
     def model(self) -> PreTrainedModel:
         """The policy."""
         return self.engine.model
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it samples."""
+        return self.engine.params
 
     @property
     def version(self) -> int:

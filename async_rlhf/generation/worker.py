@@ -23,6 +23,7 @@ from torch import Tensor
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import Engine, SamplingParams
+from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.weights import SnapshotRing
 
@@ -78,7 +79,8 @@ class RequestHandler:
         ended = time.monotonic()
         probe = (engine.version, engine.probe()) if request.probe else None
         held, self._held = self._held, {engine.version: self._held[engine.version]}
-        return Reply(request.batch, version, held, completions, started, ended, loaded - started, probe)
+        asked = fingerprint(request.prompts)
+        return Reply(request.batch, version, held, asked, completions, started, ended, loaded - started, probe)
 
     def _load(self, version: int) -> None:
         if version != self.engine.version:

@@ -180,7 +180,7 @@ class RayGenerator(RestartingGenerator):
             _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
             for number in range(generation.workers)
         ]
-        super().__init__(arrived, workers, snapshots, generation, trace, autocast)
+        super().__init__(arrived, policy, params, workers, snapshots, generation, trace, autocast)
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into the object store, and have every actor fetch them."""

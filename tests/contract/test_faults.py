@@ -310,6 +310,8 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
     class Stale:
         """Answers batch 2 with what was sampled for batch 1."""
 
+        agreement = None
+
         def __init__(self) -> None:
             from async_rlhf.generation.inline import InlineGenerator
             from async_rlhf.generation.shared import SharedEngine
@@ -317,11 +319,12 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             from async_rlhf.ranks import Ranks
 
             self.model = make_policy()
-            engine = TransformersEngine(self.model, SamplingParams(2, 0.7, 4, (256,), 0))
+            params = SamplingParams(2, 0.7, 4, (256,), 0)
+            engine = TransformersEngine(self.model, params)
             self.inner = InlineGenerator(
                 SharedEngine(engine, Ranks(), "generate"),
                 Trace(),
-                Agreement(GenerationConfig(mismatch_samples=0), torch.float32, None),
+                Agreement(GenerationConfig(mismatch_samples=0), params, torch.float32, None),
             )
 
         def publish(self, policy, version):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import GenerationConfig, LoRAConfig
-from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.agreement import Agreement, Noise, rows_of_batch
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.lora import add_adapters
@@ -20,12 +22,17 @@ from async_rlhf.types import Prompt, RolloutGroup
 from async_rlhf.weights import iterate_weights, named_weights
 
 PROMPTS = [Prompt(i, i, tuple(range(1, 3 + i))) for i in range(5)]
-METRICS = {"engine/logprob_difference", "engine/logprob_difference_max", "engine/kl"}
+METRICS = {
+    "engine/logprob_difference",
+    "engine/logprob_difference_max",
+    "engine/kl",
+    "engine/redraw_ties",
+    "engine/sampling_evidence",
+}
 
 
 def sampled(model, version: int = 0) -> list[RolloutGroup]:
-    params = SamplingParams(2, 0.7, 8, (256,), seed=0)
-    completions = TransformersEngine(copy.deepcopy(model).eval(), params, version).generate(PROMPTS)
+    completions = TransformersEngine(copy.deepcopy(model).eval(), PARAMS, version).generate(PROMPTS)
     return [RolloutGroup(prompt, rollouts) for prompt, rollouts in zip(PROMPTS, completions, strict=True)]
 
 
@@ -33,8 +40,12 @@ def snapshot(model) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in named_weights(model).items()}
 
 
-def agreement(**changes) -> Agreement:
-    return Agreement(GenerationConfig(**{"mismatch_samples": 100, **changes}), torch.float32, None)
+PARAMS = SamplingParams(2, 0.7, 8, (256,), seed=0)
+
+
+def agreement(engine: str = "transformers", params: SamplingParams = PARAMS, **changes) -> Agreement:
+    config = GenerationConfig(**{"mismatch_samples": 100, "engine": engine, **changes})
+    return Agreement(config, params, torch.float32, None)
 
 
 def changed(groups: list[RolloutGroup], by) -> list[RolloutGroup]:
@@ -55,11 +66,11 @@ def test_a_policy_that_has_moved_on_is_compared_by_the_weights_that_sampled(make
         for parameter in policy.parameters():
             parameter.add_(0.1)
     now = snapshot(policy)
-    found = agreement().measure(policy, lambda version: before, groups)
+    found = agreement().measure(1, policy, lambda version: before, groups)
     assert found.keys() == METRICS
     assert found["engine/logprob_difference_max"] < 1e-5
     with pytest.raises(GeneratorError, match="computes other log-probabilities"):
-        agreement().measure(policy, lambda version: now, groups)
+        agreement().measure(1, policy, lambda version: now, groups)
     for name, tensor in named_weights(policy).items():
         assert torch.equal(tensor, now[name]), name  # measuring leaves the policy as it is
 
@@ -68,7 +79,7 @@ def test_the_numbers_are_those_of_the_definition(make_policy):
     policy = make_policy()
     differences = {(r, t): 1e-4 * ((r * 7 + t * 3) % 11 - 5) for r in range(10) for t in range(8)}
     groups = changed(sampled(policy), lambda r, t: differences[r, t])
-    found = agreement().measure(policy, lambda version: {}, groups)
+    found = agreement().measure(1, policy, lambda version: {}, groups)
     rows = [rollout for group in groups for rollout in group.rollouts]
     log_ratios = [-differences[r, t] for r, rollout in enumerate(rows) for t in range(len(rollout.tokens))]
     assert found["engine/logprob_difference"] == pytest.approx(sum(map(abs, log_ratios)) / len(log_ratios), rel=0.02)
@@ -85,19 +96,82 @@ def test_each_token_is_compared_by_its_own_version(make_policy):
     groups = [RolloutGroup(p, c) for p, c in zip(PROMPTS, engine.generate(PROMPTS), strict=True)]
     assert {rollout.versions for group in groups for rollout in group.rollouts} == {(3,) * 3 + (4,) * 5}
     weights = {3: snapshot(old), 4: snapshot(new)}
-    found = agreement().measure(make_policy(9), weights.__getitem__, groups)
+    found = agreement().measure(1, make_policy(9), weights.__getitem__, groups)
     assert found["engine/logprob_difference_max"] < 1e-5
     with pytest.raises(GeneratorError):
-        agreement().measure(make_policy(9), lambda version: weights[7 - version], groups)
+        agreement().measure(1, make_policy(9), lambda version: weights[7 - version], groups)
 
 
-def test_only_so_many_completions_are_looked_at_and_none_if_none(make_policy):
+def test_every_completion_has_its_turn_and_none_if_none(make_policy):
+    """As many as asked for a batch, other ones the next time, and not the first samples alone."""
+    policy, looked_at = make_policy(), []
+    groups = sampled(policy)
+    for batch in range(1, 6):  # 2 of 10 each
+        for row in range(10):
+            spoilt = changed(groups, lambda r, t, row=row: 1e-3 if r == row else 0.0)
+            found = agreement(mismatch_samples=2).measure(batch, policy, lambda version: {}, spoilt)
+            if found["engine/logprob_difference_max"] > 5e-4:
+                looked_at.append((batch, row))
+    assert [batch for batch, _ in looked_at] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert {row for _, row in looked_at} == set(range(10))
+    assert agreement(mismatch_samples=0).measure(1, policy, lambda version: {}, groups) == {}
+
+
+@pytest.mark.parametrize(("rows", "samples"), [(128, 8), (64, 8), (512, 8), (12, 5), (9, 8), (8, 8), (7, 8), (1, 1)])
+def test_compared_rows_are_spread_over_prompts_and_samples(rows, samples):
+    batches = [rows_of_batch(batch, rows, samples) for batch in range(1, -(-rows // samples) + 1)]
+    assert set().union(*batches) == set(range(rows))
+    for chosen in batches:
+        assert len(set(chosen)) == min(rows, samples)
+        assert max(b - a for a, b in pairwise([*chosen, chosen[0] + rows])) <= max(1, 3 * rows / samples)
+    if rows == 128:
+        assert all({row % 4 for row in chosen} == {0, 1, 2, 3} for chosen in batches)
+
+
+def test_the_noise_of_the_run_is_the_measure(make_policy):
+    """Weights as stale as one step at the default learning rate makes them: a third of what rounding may do at most."""
     policy = make_policy()
-    spoilt = changed(sampled(policy), lambda r, t: 1e-3 if r == 5 else 0.0)
-    for samples, looked_at in ((2, True), (1, False)):  # 2 of 10: the first and the sixth
-        found = agreement(mismatch_samples=samples).measure(policy, lambda version: {}, spoilt)
-        assert (found["engine/logprob_difference_max"] > 5e-4) == looked_at
-    assert agreement(mismatch_samples=0).measure(policy, lambda version: {}, spoilt) == {}
+    groups, before = sampled(policy), snapshot(policy)
+    step = {name: 2e-5 * torch.randn_like(tensor) for name, tensor in before.items()}
+    stale = {name: tensor + step[name] for name, tensor in before.items()}
+    compared = agreement()
+    found = compared.measure(1, policy, lambda version: before, groups)
+    assert found["engine/logprob_difference"] < 1e-6
+    with pytest.raises(GeneratorError, match=r"by 0\.000\d+ nats per token .* and the noise of this run is \d.*e-07"):
+        compared.measure(2, policy, lambda version: stale, groups)
+    resumed = agreement()
+    resumed.restore(json.loads(json.dumps(compared.state())))
+    with pytest.raises(GeneratorError, match="the noise of this run is"):
+        resumed.measure(2, policy, lambda version: stale, groups)
+    other = agreement(engine="vllm")  # whose noise may be another
+    other.restore(compared.state())
+    assert other.measure(2, policy, lambda version: stale, groups)["engine/logprob_difference"] > 1e-4
+
+
+def test_noise_follows_the_run_and_outliers_are_not_faults():
+    noise, generator = Noise(1e-6, 1e-3), torch.Generator().manual_seed(0)
+    for batch in range(200):
+        noise.require("it", (1 + batch / 50) * 1e-6 * torch.rand(100, generator=generator), "tokens")
+        few = 1e-6 * torch.rand(100, generator=generator)
+        few[:3] = 1e-2  # as where rounding has sent tokens another way
+        noise.require("it", few, "tokens")
+    assert 1e-6 < noise.level < 5e-6
+    with pytest.raises(GeneratorError, match="5 of 100 tokens by more than"):
+        noise.require("it", torch.tensor([1e-6] * 95 + [1e-2] * 5), "tokens")
+    with pytest.raises(GeneratorError, match=r"0.00101 nats .* 0.001 is rounding"):
+        noise.require("it", torch.full((100,), 1.01e-3), "tokens")
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.75}, {"seed": 1}])
+def test_tokens_that_the_random_numbers_do_not_give_are_found(make_policy, changes):
+    policy = make_policy()
+    groups = sampled(policy)
+    assert agreement().measure(1, policy, lambda version: {}, groups)["engine/redraw_ties"] == 0
+    honest = agreement(mismatch_samples=5, params=replace(PARAMS, **changes))
+    with pytest.raises(GeneratorError, match=r"draws other tokens than|other log-probabilities"):
+        honest.measure(1, policy, lambda version: {}, groups)
+    if "seed" in changes:  # an engine with random numbers of its own
+        agreement("vllm", replace(PARAMS, **changes)).measure(1, policy, lambda version: {}, groups)
 
 
 @pytest.mark.parametrize("published", ["merged", "adapter"])
@@ -119,14 +193,16 @@ def test_adapters_count_once_merged_or_alone(make_policy, kind, published):
         for name, parameter in policy.named_parameters():
             if "lora_" in name:
                 parameter.mul_(2)
-    found = agreement().measure(policy, lambda version: kept, groups)
+    found = agreement().measure(1, policy, lambda version: kept, groups)
     assert found["engine/logprob_difference_max"] < 1e-4
     with pytest.raises(GeneratorError):
-        agreement().measure(policy, lambda version: {}, groups)
+        agreement().measure(1, policy, lambda version: {}, groups)
 
 
-def test_low_precision_may_differ_more(make_policy):
+def test_low_precision_may_differ_more():
     config = GenerationConfig()
-    limits = [Agreement(config, dtype, None).limit for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    noises = [Agreement(config, PARAMS, dtype, None).noise for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    limits = [noise.most for noise in noises]
     assert limits == sorted(limits)
-    assert Agreement(config, torch.float32, torch.bfloat16).limit == limits[2]
+    assert noises[0].least < noises[1].least
+    assert Agreement(config, PARAMS, torch.float32, torch.bfloat16).noise.most == limits[2]

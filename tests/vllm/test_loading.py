@@ -132,7 +132,7 @@ def transposes_one(load: Load, tensors: dict[str, Tensor]) -> None:
 @pytest.fixture
 def generator(engine):
     """An inline generator on the engine of all tests, which must sample batch 2 with version 1."""
-    agreement = Agreement(GenerationConfig(engine="vllm"), torch.float32, None)
+    agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.float32, None)
     generator = InlineVLLMGenerator(engine, Trace(), agreement, sleep=False)
     publish_and_sample(generator, 0)
     return generator

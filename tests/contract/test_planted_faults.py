@@ -1,0 +1,30 @@
+"""Every fault of an engine that can be told from chance is found: by name, in so many batches."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from planted_faults import FAULTS, batches_until_found
+
+PATIENCE = 60
+"""Batches that a test waits; faults that take longer on some engines are in the table that planted_faults.py prints."""
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize("counter_based", [True, False], ids=["transformers", "any"])
+def test_a_planted_fault_is_found(planted, counter_based):
+    within = planted.within if counter_based else planted.within_any
+    if within is not None and within > PATIENCE:
+        pytest.skip(f"takes up to {within} batches: python tests/contract/planted_faults.py")
+    batches, message = batches_until_found(planted, counter_based, within or PATIENCE)
+    if within is None:
+        assert batches is None, message
+    else:
+        assert batches is not None
+        assert re.search(planted.found, message, re.DOTALL), message
+
+
+def test_the_faults_are_many_and_each_is_named_once():
+    assert len(FAULTS) >= 42
+    assert len({planted.name for planted in FAULTS}) == len({planted.what for planted in FAULTS}) == len(FAULTS)
