@@ -90,8 +90,9 @@ def _merged(counts: Sequence[int], bins: int) -> list[int]:
 
 
 def _log_gain(counts: Sequence[int]) -> float:
-    """Log of the product of m q(bin) over all ranks, with m bins and q the bettor's estimate from the ranks before. Each
-    bin starts at 1/2 (Krichevsky and Trofimov, 1981). The order does not matter, so the counts are enough.
+    """Log of the product of m q(bin) over all ranks, with m bins and q what the bettor has learnt from the ranks before.
+
+    Each bin starts at 1/2 (Krichevsky and Trofimov, 1981). The order does not matter, so the counts are enough.
     """
     bins, total = len(counts), sum(counts)
     gain = math.lgamma(bins / 2) - math.lgamma(total + bins / 2) + total * math.log(bins)
