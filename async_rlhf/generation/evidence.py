@@ -90,7 +90,7 @@ def _merged(counts: Sequence[int], bins: int) -> list[int]:
 
 
 def _log_gain(counts: Sequence[int]) -> float:
-    """Log of the product of m q(bin) over all ranks, with m bins and q what the bettor has learnt from the ranks before.
+    """Log of the product of m q(bin) over all ranks: m bins, q what the bettor has learnt from the ranks before.
 
     Each bin starts at 1/2 (Krichevsky and Trofimov, 1981). The order does not matter, so the counts are enough.
     """
