@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed bench faults clean
+.PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed bench faults faults-long clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -36,6 +36,9 @@ bench: setup        ## how much of sampling and training overlaps
 
 faults: setup       ## kill runs with kill -9 at random moments, resume, compare
 	$(BIN)/python benchmarks/faults.py
+
+faults-long: setup  ## the same a thousand times: every algorithm, staleness 0 to 3, and the other commands
+	$(BIN)/python benchmarks/faults.py --long
 
 setup: $(VENV)/.installed
 

@@ -1,14 +1,20 @@
 """A training run that kills its whole process group at a chosen moment, started by test_kill.py.
 
     python tests/contract/killed_run.py --out DIR [--algorithm ppo] [--staleness 1] [--batches 12]
-                                        [--kill PHASE:OCCURRENCE:FRACTION --measured FILE]
+                                        [--kill PHASE:OCCURRENCE:FRACTION[:WHO] --measured FILE]
+                                        [--disturb PHASE:OCCURRENCE:FRACTION:WHO]
+    python tests/contract/killed_run.py --command SECONDS FOLDER WORDS ...
     python tests/contract/killed_run.py --serve
 
 Every run resumes where DIR holds a checkpoint. One that is not killed writes ``DIR.phases.json``: how long each phase
 takes, and how many file operations each stage of saving has. A killed one needs it to place the kill after FRACTION of
 the phase: "save" is divided evenly into STAGES and each stage into its file operations; the first half of "log" is the
 line of metrics and the second half the samples; the others are timed. A phase that ends before its kill is killed at
-its end, so a kill always happens. ``DIR.killed.json`` says where.
+its end, so a kill always happens. ``DIR.killed.json`` says where. WHO is the whole group, or the learner alone: either
+ends the run. --disturb kills before that, in a phase that is timed, the generators, the server that
+forks them, or both ("workers"); the run must go on.
+
+With --command it is ``async-rlhf WORDS`` in FOLDER, killed after so many seconds; never for 0.
 
 With --serve it reads arguments, a JSON list a line, and has a fork of itself run each, in a session of its own; it
 answers with the exit code. Importing torch and transformers, which takes seconds, is done once then.
@@ -21,6 +27,7 @@ import builtins
 import io
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import statistics
@@ -30,10 +37,10 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +50,8 @@ PROMPTS = 8  # of a batch
 SPANS = {"wait": "generate", "score": "score", "train": "train", "publish": "publish"}
 """Spans of the trace, and the phases that they are."""
 PHASES = (*SPANS.values(), "log", "save")
+ENDING, SURVIVED = ("group", "learner"), ("generators", "server", "workers")
+"""Processes whose death ends the run, and those that it must survive."""
 STAGES = ("write", "flush", "rename", "renamed", "delete")
 """Of saving: files into the temporary folder; onto the disk; before the renames; after them; deleting what is old."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -61,14 +70,15 @@ class Kill:
     phase: str
     occurrence: int = 1
     fraction: float = 0.5
+    who: str = "group"
 
     @classmethod
     def parse(cls, text: str) -> Kill:
         """What ``str`` gave."""
-        phase, occurrence, fraction = text.split(":")
+        phase, occurrence, fraction, *who = text.split(":")
         if phase not in PHASES:
             raise argparse.ArgumentTypeError(f"{phase!r} is none of {', '.join(PHASES)}")
-        return cls(phase, int(occurrence), float(fraction))
+        return cls(phase, int(occurrence), float(fraction), *who)
 
     @classmethod
     def saving(cls, stage: str, occurrence: int = 1, within: float = 0.5) -> Kill:
@@ -76,7 +86,7 @@ class Kill:
         return cls("save", occurrence, (STAGES.index(stage) + within) / len(STAGES))
 
     def __str__(self) -> str:
-        return f"{self.phase}:{self.occurrence}:{self.fraction:.3f}"
+        return f"{self.phase}:{self.occurrence}:{self.fraction:.3f}:{self.who}"
 
 
 class Watch:
@@ -86,10 +96,17 @@ class Watch:
         out: the run's folder.
         kill: the moment, if there is one.
         measured: what an earlier run wrote into its ``phases.json``.
+        disturb: the moment of a kill that the run survives, if there is one.
     """
 
-    def __init__(self, out: Path, kill: Kill | None = None, measured: dict[str, Any] | None = None) -> None:
-        self.out, self.kill = out, kill
+    def __init__(
+        self,
+        out: Path,
+        kill: Kill | None = None,
+        measured: dict[str, Any] | None = None,
+        disturb: Kill | None = None,
+    ) -> None:
+        self.out, self.kill, self.disturb = out, kill, disturb
         self.measured = measured or {"seconds": {}, "operations": {}, "samples": 1}
         self.saved = 0
         """The newest checkpoint that this process has given its name."""
@@ -112,23 +129,43 @@ class Watch:
             # Not by open, which counts the operations of saving and would come back here.
             file = os.open(f"{self.out}.killed.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.write(file, json.dumps(note).encode())
+            if self.kill is not None and self.kill.who == "learner":
+                os.kill(os.getpid(), signal.SIGKILL)
             os.killpg(os.getpgrp(), signal.SIGKILL)
         time.sleep(60)
+
+    def strike(self) -> None:
+        """Kill processes that the run can do without."""
+        assert self.disturb is not None
+        server = [forkserver._forkserver._forkserver_pid]  # type: ignore[attr-defined]
+        generators = [process.pid for process in multiprocessing.active_children()]
+        pids = {"generators": generators, "server": server, "workers": server + generators}[self.disturb.who]
+        for pid in filter(None, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with open(f"{self.out}.struck", "a") as file:
+            file.write(f"{self.disturb} {len(pids)}\n")
 
     @contextmanager
     def timed(self, phase: str, **where: int) -> Iterator[None]:
         """A phase in which the kill is a matter of time."""
         due = self.due(phase)
+        length = self.measured["seconds"].get(phase, 0.0)
         if due and self.kill is not None:
-            delay = self.kill.fraction * self.measured["seconds"].get(phase, 0.0)
-            timer = threading.Timer(delay, self.die, (f"after {delay * 1000:.1f} ms",), where)
-            timer.daemon = True
-            timer.start()
+            delay = self.kill.fraction * length
+            self._after(delay, self.die, f"after {delay * 1000:.1f} ms", **where)
+        if self.disturb is not None and (phase, self._seen[phase]) == (self.disturb.phase, self.disturb.occurrence):
+            self._after(self.disturb.fraction * length, self.strike)
         started = time.monotonic()
         yield
         if due:
             self.die("at its end", **where)
         self._seconds[phase].append(time.monotonic() - started)
+
+    def _after(self, seconds: float, do: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        timer = threading.Timer(seconds, do, arguments, named)
+        timer.daemon = True
+        timer.start()
 
     def log(self, file: Any, row: dict[str, Any]) -> None:
         """A line that is about to be written: of metrics, which come first, or of samples."""
@@ -287,7 +324,7 @@ def train(arguments: argparse.Namespace) -> None:
         num_samples_logged=100,
         progress=False,
         num_threads=1,
-        generation=GenerationConfig(response_length=40, num_threads=1),
+        generation=GenerationConfig(response_length=40, num_threads=1, max_restarts=100),
         **OPTIONS[arguments.algorithm],
     )
     prompts = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
@@ -295,7 +332,7 @@ def train(arguments: argparse.Namespace) -> None:
     trainer = TRAINERS[arguments.algorithm](
         policy, config, prompts, reward_funcs=count_letters, processing_class=byte_tokenizer()
     )
-    with watched(Watch(arguments.out, arguments.kill, measured)):
+    with watched(Watch(arguments.out, arguments.kill, measured, arguments.disturb)):
         trainer.train()
 
 
@@ -307,6 +344,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--kill", type=Kill.parse)
+    parser.add_argument("--disturb", type=Kill.parse)
     parser.add_argument("--measured", type=Path)
     arguments = parser.parse_args(words)
     sys.path.insert(0, str(TESTS))
@@ -321,6 +359,51 @@ def main(words: Sequence[str] | None = None) -> None:
     train(arguments)
 
 
+def command(seconds: float, folder: str, words: Sequence[str]) -> None:
+    """``async-rlhf WORDS`` in a folder, which kills its whole group after so many seconds; never for 0."""
+    import torch
+
+    from async_rlhf.cli import main as run_command
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    if seconds > 0:
+        timer = threading.Timer(seconds, os.killpg, (os.getpgrp(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    try:
+        run_command(list(words))
+    except SystemExit as ended:
+        if ended.code != 0:
+            raise RuntimeError(f"async-rlhf {' '.join(words)} ended with code {ended.code}") from ended
+
+
+def fork_the_fork_server() -> None:
+    """Have the first server of generators be a fork of this process: an interpreter would import everything again.
+
+    Safe while there is no other thread; one that is started again later is an interpreter of its own, as ever.
+    """
+    spawn = util.spawnv_passfds
+
+    def fork_once(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+        if "forkserver" not in str(arguments[-1]):
+            return spawn(path, arguments, descriptors)
+        util.spawnv_passfds = spawn
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+                    with suppress(OSError):  # that of the listing itself
+                        os.close(descriptor)
+                exec(arguments[-1], {})
+                code = 0
+            finally:
+                os._exit(code)
+        return pid
+
+    util.spawnv_passfds = fork_once
+
+
 def serve() -> None:
     """Answer requests until there are no more."""
     sys.path.insert(0, str(TESTS))
@@ -330,9 +413,14 @@ def serve() -> None:
         if (pid := os.fork()) == 0:
             os.setsid()
             os.dup2(2, 1)  # the answers are this process's alone
+            fork_the_fork_server()
             code = 1
             try:
-                main(json.loads(line))
+                words = json.loads(line)
+                if words[0] == "--command":
+                    command(float(words[1]), words[2], words[3:])
+                else:
+                    main(words)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -344,4 +432,9 @@ def serve() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    serve() if sys.argv[1:] == ["--serve"] else main()
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    elif sys.argv[1:2] == ["--command"]:
+        command(float(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    else:
+        main()

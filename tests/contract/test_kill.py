@@ -56,12 +56,20 @@ class Program:
             return subprocess.Popen([sys.executable, PROGRAM, *words], start_new_session=True, text=True, **options)
 
     def run(
-        self, out: Path, algorithm: str, staleness: int, batches: int, kill: Kill | None = None, measured: str = ""
+        self,
+        out: Path,
+        algorithm: str,
+        staleness: int,
+        batches: int,
+        kill: Kill | None = None,
+        measured: str = "",
+        disturb: Kill | None = None,
     ) -> dict[str, Any]:
         """One run, which is killed or goes on to the end.
 
         Args:
             measured: the ``phases.json`` of a run that was not killed.
+            disturb: a kill that the run survives, before the other one.
 
         Returns:
             Where it was killed, and the newest whole checkpoint.
@@ -73,7 +81,9 @@ class Program:
         before, place = newest(out), Path(f"{out}.killed.json")
         place.unlink(missing_ok=True)
         arguments = words(out, algorithm, staleness, batches)
-        arguments += ["--kill", str(kill), "--measured", measured] if kill else []
+        arguments += ["--kill", str(kill)] if kill else []
+        arguments += ["--disturb", str(disturb)] if disturb else []
+        arguments += ["--measured", measured] if kill or disturb else []
         try:
             code = self._exit_code(arguments, 300)
             left = self._survivors(5)
@@ -89,6 +99,22 @@ class Program:
         kept = max(before, note["saved"])
         _require(note["newest"] >= kept, f"checkpoint-{kept} was whole; now checkpoint-{note['newest']} is the newest")
         return note
+
+    def command(self, folder: Path, words: list[str], seconds: float = 0) -> bool:
+        """``async-rlhf`` in a folder, killed after so many seconds unless that is 0. Whether it was.
+
+        Raises:
+            BrokenPromise: it failed, or a process is still alive after 5 seconds.
+        """
+        try:
+            code = self._exit_code(["--command", str(seconds), str(folder), *words], 300)
+            left = self._survivors(5)
+        finally:
+            self._kill_survivors()
+        tail = self.log.read_text(errors="replace")[-2000:]
+        _require(code == 0 or (code == -signal.SIGKILL and seconds > 0), f"{words[0]} ended with code {code}:\n{tail}")
+        _require(not left, f"still alive 5 s after the kill: {list(left.values())}")
+        return code != 0
 
     def _exit_code(self, arguments: list[str], timeout: float) -> int:
         if self._server is None:
