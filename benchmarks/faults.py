@@ -11,7 +11,9 @@ the metrics (but for seconds) and the samples of both runs are compared byte by 
 
 With --long the other commands are killed too, after random shares of the time that they take, and started again; their
 output folders must be those of an undisturbed one, byte for byte. Every run is a fork of one interpreter then, and a
-kill costs a second instead of ten. The kills are those of tests/contract/killed_run.py. Exit code 1 if anything differs.
+kill costs a second instead of ten. The kills are those of tests/contract/killed_run.py.
+
+Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
