@@ -348,7 +348,7 @@ class _Watch:
     """How far the policy being trained is from the one that sampled: policy lag plus engine noise."""
 
     def __init__(self) -> None:
-        self._row_means: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._token_entropies: list[Tensor] = []
         self._token_log_ratios: list[Tensor] = []
         self._row_log_ratios: list[Tensor] = []
 
@@ -357,8 +357,7 @@ class _Watch:
         """All that several have seen."""
         whole = cls()
         for part in parts:
-            for name, means in part._row_means.items():
-                whole._row_means[name] += means
+            whole._token_entropies += part._token_entropies
             whole._token_log_ratios += part._token_log_ratios
             whole._row_log_ratios += part._row_log_ratios
         return whole
@@ -366,21 +365,17 @@ class _Watch:
     def add(self, output: PolicyOutput, rows: Experience) -> None:
         """Note the rows of one micro-batch."""
         mask_BT = rows.response_mask_BT
-        tokens_B = mask_BT.sum(dim=1).clamp(min=1)
         log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * mask_BT
-        for name, values_BT in {
-            "policy/entropy_avg": output.entropies_BT,
-            "policy/behaviour_kl": -log_ratios_BT,
-            "policy/logprob_difference": log_ratios_BT.abs(),
-            "val/ratio": log_ratios_BT.exp(),
-        }.items():
-            self._row_means[name].append(((values_BT * mask_BT).sum(dim=1) / tokens_B).cpu())
+        self._token_entropies.append(output.entropies_BT[mask_BT.bool()].cpu())
         self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()].cpu())
         self._row_log_ratios.append(log_ratios_BT.sum(dim=1).cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Means over rows of means over tokens, and statistics of the ratios of tokens and of whole completions."""
-        if not self._row_log_ratios:
+        """Means over all tokens alike, for the mean over rows of means over tokens weighs those of short rows more: its
+        ratio is not 1 where that is expected. And statistics of the ratios of tokens and of whole completions.
+        """
+        if not any(map(len, self._token_log_ratios)):
             return {}
-        means = {name: torch.cat(parts).mean().item() for name, parts in self._row_means.items()}
-        return means | ratio_statistics(torch.cat(self._token_log_ratios), torch.cat(self._row_log_ratios))
+        entropy = torch.cat(self._token_entropies).double().mean().item()
+        statistics = ratio_statistics(torch.cat(self._token_log_ratios), torch.cat(self._row_log_ratios))
+        return {"policy/entropy_avg": entropy, **statistics}

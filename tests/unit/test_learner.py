@@ -16,9 +16,10 @@ from async_rlhf import KLConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.config import ConfigError
 from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_scores
+from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
-from async_rlhf.types import RolloutBatch, RolloutGroup
+from async_rlhf.types import Experience, PolicyOutput, RolloutBatch, RolloutGroup
 
 
 def train(make_policy, tokenizer, prompts, args, algorithm, **options):
@@ -309,3 +310,45 @@ def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prom
     assert [m["reward/skipped"] for m in metrics] == [0, 16, 0]
     assert [m["lr"] for m in metrics] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3, 0])
     assert all(math.isfinite(value) for line in metrics for value in line.values())
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_metrics_of_tokens_are_means_over_tokens(size):
+    """However rows of unequal length are spread over micro-batches; the oracle is a loop over Python's floats.
+
+    Short rows have ratios above 1 and long ones below, so that a mean of the rows' means is far from the mean.
+    """
+    lengths, logs, entropies = [1, 2, 9, 0, 5, 1, 9], [], []
+    watches = [_Watch(), _Watch()]
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.zeros(7, 10, dtype=torch.long)
+    mask_BT = torch.tensor([[float(0 < t <= length) for t in range(10)] for length in lengths])
+    pi_BT, mu_BT, entropies_BT = (torch.randn(7, 10, generator=generator) for _ in range(3))
+    pi_BT += 1 / torch.tensor(lengths).clamp(min=1)[:, None]
+    for number, rows_B in enumerate(torch.arange(7).split(size)):
+        nothing_B = torch.zeros(len(rows_B))
+        rows = Experience(tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_B, nothing_B)
+        watches[number % 2].add(PolicyOutput(pi_BT[rows_B], entropies_BT[rows_B]), rows)
+    for row, length in enumerate(lengths):
+        for t in range(1, length + 1):
+            logs.append(pi_BT[row, t].item() - mu_BT[row, t].item())
+            entropies.append(entropies_BT[row, t].item())
+    expected = {
+        "val/ratio": math.fsum(map(math.exp, logs)) / len(logs),
+        "policy/behaviour_kl": -math.fsum(logs) / len(logs),
+        "policy/logprob_difference": math.fsum(map(abs, logs)) / len(logs),
+        "policy/entropy_avg": math.fsum(entropies) / len(logs),
+    }
+    found = _Watch.of(watches).metrics()
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_is_said_of_rows_without_tokens():
+    nothing_BT = torch.zeros(2, 3)
+    rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
+    watch = _Watch()
+    watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
+    assert watch.metrics() == _Watch().metrics() == {}
