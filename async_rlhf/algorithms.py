@@ -73,6 +73,12 @@ def _kl_loss(output: PolicyOutput, rows: Experience, config: KLPenaltyConfig) ->
     return config.kl.coef * _kl(output.logprobs_BT, rows, config)
 
 
+def _teaches(experience: Experience, advantages_B: Tensor, config: KLPenaltyConfig) -> Tensor:
+    """Whether a completion's loss has a gradient: by its advantage or a KL penalty in the loss, through its tokens."""
+    in_loss = config.kl.coef > 0 and config.kl.where == "loss"
+    return ((advantages_B != 0) | in_loss) & (experience.response_mask_BT.sum(dim=1) > 0)
+
+
 def _old_logprobs(output: PolicyOutput, rows: Experience, config: RatioConfig) -> Tensor:
     """Of the policy that the clipped ratio is taken against.
 
@@ -171,8 +177,8 @@ def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConf
 def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
     """One advantage for each completion: its reward less the mean reward of the prompt's other completions."""
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
-    advantages_PK = leave_one_out(rewards_B.view(-1, config.samples_per_prompt))
-    return replace(experience, advantages_B=advantages_PK.flatten())
+    advantages_B = leave_one_out(rewards_B.view(-1, config.samples_per_prompt)).flatten()
+    return replace(experience, advantages_B=advantages_B, teaches_U=_teaches(experience, advantages_B, config))
 
 
 def rloo_loss(output: PolicyOutput, rows: Experience, config: RLOOConfig) -> LossOutput:
@@ -203,7 +209,8 @@ def grpo_credit(experience: Experience, config: GRPOConfig) -> Experience:
         weights_U = experience.response_mask_BT.sum(dim=1)
     elif config.normalization == "constant":
         weights_U = weights_U * config.generation.response_length
-    return replace(experience, advantages_B=advantages_B, weights_U=weights_U)
+    teaches_U = _teaches(experience, advantages_B, config)
+    return replace(experience, advantages_B=advantages_B, weights_U=weights_U, teaches_U=teaches_U)
 
 
 def grpo_loss(output: PolicyOutput, rows: Experience, config: GRPOConfig) -> LossOutput:

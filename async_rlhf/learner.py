@@ -217,7 +217,7 @@ class Learner:
         total_weight, steps, norms = 0.0, 0, [0.0] * len(self.optimizer.param_groups)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
-            weight = float(mini_batch.weights_U.sum())
+            weight = mini_batch.weight
             if weight > 0:  # a mini-batch of ties only would move the weights by the optimiser's momentum alone
                 self._backward(mini_batch, weight, loss_sums, watch)
                 limit = self.config.max_grad_norm or float("inf")

@@ -112,9 +112,18 @@ class Experience:
     """What the value model learns to predict (PPO)."""
     advantages_B: Tensor | None = None
     """One for each completion (RLOO, GRPO)."""
+    teaches_U: Tensor | None = None
+    """False for units whose loss has no gradient although they count in the normaliser; None where all have one."""
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
+
+    @property
+    def weight(self) -> float:
+        """What the loss is divided by; 0 where no unit teaches anything, so that no step may be made."""
+        if self.teaches_U is not None and not self.teaches_U.any():
+            return 0.0
+        return float(self.weights_U.sum())
 
     @property
     def units(self) -> int:

@@ -312,6 +312,61 @@ def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prom
     assert all(math.isfinite(value) for line in metrics for value in line.values())
 
 
+# Ties
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+@pytest.mark.parametrize("where", ["none", "loss", "reward"])
+def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prompts, make_args, algorithm, where):
+    """Neither by rounding nor by momentum; but a KL penalty in the loss or in the reward still acts."""
+    calls, weights = [], {}
+
+    def same_at_last(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        calls.append(len(completions))
+        return count_letters(prompts, completions) if len(calls) < 2 else [0.1] * len(completions)
+
+    kl = KLConfig(coef=0.0 if where == "none" else 0.1, where="loss" if where == "loss" else "reward", estimator="k3")
+    args = make_args(algorithm=algorithm, samples_per_prompt=8, total_episodes=16, num_mini_batches=2, kl=kl)
+    trainer = TRAINERS[algorithm](make_policy(), args, prompts, reward_funcs=same_at_last, processing_class=tokenizer)
+    update = trainer.learner._update
+
+    def watched(experience, batch):
+        weights[batch] = {name: p.clone() for name, p in trainer.model.named_parameters()}
+        return update(experience, batch)
+
+    trainer.learner._update = watched
+    trainer.train()
+    metrics = metrics_of(args)
+    assert [line["optimizer_steps"] for line in metrics] == ([2, 0] if where == "none" else [2, 2])
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(after[name], p) for name, p in weights[2].items()) == (where == "none")
+    assert any(not torch.equal(weights[1][name], p) for name, p in weights[2].items())
+
+
+@pytest.mark.parametrize("normalization", ["sequence", "token", "constant"])
+def test_tied_groups_count_in_the_normaliser_of_a_mini_batch(make_policy, tokenizer, prompts, make_args, normalization):
+    """The gradient of half of the groups, among ties, is that of these alone times their part of the weight."""
+    args = make_args(
+        algorithm="grpo",
+        samples_per_prompt=2,
+        num_mini_batches=1,
+        per_device_train_batch_size=8,
+        kl=KLConfig(coef=0.0),
+        normalization=normalization,
+        max_grad_norm=0.0,
+    )
+    norms, weights = [], []
+    for groups in (slice(0, 8), slice(0, 4)):
+        trainer = TRAINERS["grpo"](make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        scored = scored_batch(trainer, torch.tensor([[1.0, 3.0]] * 4 + [[0.1, 0.1]] * 4))
+        part = replace(scored.batch, groups=scored.batch.groups[groups])
+        experience, _ = trainer.learner.annotate(replace(scored, batch=part, scores_PK=scored.scores_PK[groups]))
+        norms.append(trainer.learner.update(experience, 1)["grad_norm"])
+        weights.append(experience.weight)
+    assert norms[0] == pytest.approx(norms[1] * weights[1] / weights[0], rel=1e-4)
+    assert weights[1] < 0.8 * weights[0]
+
+
 # Metrics
 
 
