@@ -138,7 +138,8 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     assert pairs.reference_logprobs_BT is not None
     mask_BT = pairs.response_mask_BT
     logps_B = (output.logprobs_BT * mask_BT).sum(dim=1)
-    ratios_B = logps_B - (pairs.reference_logprobs_BT * mask_BT).sum(dim=1)
+    reference_B = (pairs.reference_logprobs_BT * mask_BT).sum(dim=1)
+    ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
     losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
     with torch.no_grad():
@@ -146,7 +147,7 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
             "loss/policy_avg": losses_U,
             "rewards/chosen": config.beta * chosen_U,
             "rewards/rejected": config.beta * rejected_U,
-            "rewards/accuracies": (chosen_U > rejected_U).float(),
+            "rewards/accuracies": _ranked_right(chosen_U - rejected_U, logps_B, reference_B, mask_BT),
             "rewards/margins": config.beta * (chosen_U - rejected_U),
             "logps/chosen": logps_B[0::2],
             "logps/rejected": logps_B[1::2],
@@ -154,6 +155,17 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
         }
         sums = {name: (values_U * pairs.weights_U).sum() for name, values_U in metrics.items()}
     return LossOutput(losses_U.sum(), sums)
+
+
+def _ranked_right(margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """1 for a positive margin, 0 for a negative one, 1/2 for one that may be rounding, as all are at the first step.
+
+    Rounding is the float32 step of the sums that the margin is made of, and that at 1 for each token: so much do
+    log-probabilities near 0 carry over from logits.
+    """
+    sizes_B = logps_B.abs() + reference_B.abs() + mask_BT.sum(dim=1)
+    rounding_U = torch.finfo(torch.float32).eps * (sizes_B[0::2] + sizes_B[1::2])
+    return (torch.where(margins_U.abs() <= rounding_U, 0.0, margins_U).sign() + 1) / 2
 
 
 def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:

@@ -343,6 +343,14 @@ def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prom
     assert any(not torch.equal(weights[1][name], p) for name, p in weights[2].items())
 
 
+def test_at_the_first_step_no_pair_is_ranked(make_policy, tokenizer, prompts, make_args):
+    """Policy and reference are one; that passes of other sizes round otherwise is no preference."""
+    args = make_args(num_mini_batches=1, total_episodes=8)
+    _, metrics = train(make_policy, tokenizer, prompts, args, "online_dpo")
+    assert [line["rewards/accuracies"] for line in metrics] == [0.5, metrics[1]["rewards/accuracies"]]
+    assert metrics[1]["rewards/accuracies"] != 0.5
+
+
 @pytest.mark.parametrize("normalization", ["sequence", "token", "constant"])
 def test_tied_groups_count_in_the_normaliser_of_a_mini_batch(make_policy, tokenizer, prompts, make_args, normalization):
     """The gradient of half of the groups, among ties, is that of these alone times their part of the weight."""

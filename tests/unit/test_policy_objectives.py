@@ -422,7 +422,7 @@ def test_credit_adds_to_the_experience_and_changes_nothing_else(key):
     case = make_case(0, 4, 3)
     before = case.experience.map(lambda name, tensor: tensor.clone())
     ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, configure(key, 3, KLS["reward-k3"]))
-    added = {"advantages_B", "advantages_BT", "returns_BT", "weights_U"}
+    added = {"advantages_B", "advantages_BT", "returns_BT", "weights_U", "teaches_U"}
     for item in fields(Experience):
         old, new = getattr(before, item.name), getattr(ours, item.name)
         given = getattr(case.experience, item.name)
@@ -433,6 +433,22 @@ def test_credit_adds_to_the_experience_and_changes_nothing_else(key):
             assert responses(new, ours) == responses(old, before), item.name
         else:
             assert torch.equal(new, old) if isinstance(old, Tensor) else new == old, item.name
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("key", ["rloo", "grpo-group-sequence", "grpo-none-constant"])
+def test_a_completion_teaches_where_its_loss_has_a_gradient(key, kl):
+    """Ties of the score are none where a KL penalty is in the reward, and do not matter where it is in the loss."""
+    for seed in range(4):
+        case, config = make_case(seed, 6, 3), configure(key, 3, KLS[kl])
+        rows = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, config)
+        lengths = [len(row) for row in responses(case.logprobs_BT, rows)]
+        advantages = slow_credit(key, case.experience, config).of_rows
+        expected = [
+            n > 0 and (kl.startswith("loss") or abs(a) > 1e-9) for n, a in zip(lengths, advantages, strict=True)
+        ]
+        assert rows.teaches_U.tolist() == expected
+        assert seed % 2 == 1 or kl != "no-kl" or any(n > 0 and not e for n, e in zip(lengths, expected, strict=True))
 
 
 @pytest.mark.parametrize("kl", KLS)
