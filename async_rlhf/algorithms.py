@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.config import (
+    GroupConfig,
     GRPOConfig,
     KLPenaltyConfig,
     OnlineBoKConfig,
@@ -77,6 +78,14 @@ def _teaches(experience: Experience, advantages_B: Tensor, config: KLPenaltyConf
     """Whether a completion's loss has a gradient: by its advantage or a KL penalty in the loss, through its tokens."""
     in_loss = config.kl.coef > 0 and config.kl.where == "loss"
     return ((advantages_B != 0) | in_loss) & (experience.response_mask_BT.sum(dim=1) > 0)
+
+
+def _weights(experience: Experience, config: GroupConfig) -> Tensor:
+    """1 for each completion, 0 for one that is masked because it was cut off."""
+    if not config.mask_truncated:
+        return experience.weights_U
+    assert experience.truncated_B is not None
+    return experience.weights_U.masked_fill(experience.truncated_B, 0.0)
 
 
 def _old_logprobs(output: PolicyOutput, rows: Experience, config: RatioConfig) -> Tensor:
@@ -190,7 +199,8 @@ def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
     """One advantage for each completion: its reward less the mean reward of the prompt's other completions."""
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
     advantages_B = leave_one_out(rewards_B.view(-1, config.samples_per_prompt)).flatten()
-    return replace(experience, advantages_B=advantages_B, teaches_U=_teaches(experience, advantages_B, config))
+    teaches_U, weights_U = _teaches(experience, advantages_B, config), _weights(experience, config)
+    return replace(experience, advantages_B=advantages_B, weights_U=weights_U, teaches_U=teaches_U)
 
 
 def rloo_loss(output: PolicyOutput, rows: Experience, config: RLOOConfig) -> LossOutput:
@@ -216,9 +226,9 @@ def grpo_credit(experience: Experience, config: GRPOConfig) -> Experience:
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
     rewards_PK = rewards_B.view(-1, config.samples_per_prompt)
     advantages_B = group_normalized(rewards_PK, config.scale_rewards).flatten()
-    weights_U = experience.weights_U
+    weights_U = _weights(experience, config)
     if config.normalization == "token":
-        weights_U = experience.response_mask_BT.sum(dim=1)
+        weights_U = weights_U * experience.response_mask_BT.sum(dim=1)
     elif config.normalization == "constant":
         weights_U = weights_U * config.generation.response_length
     teaches_U = _teaches(experience, advantages_B, config)
@@ -233,18 +243,27 @@ def grpo_loss(output: PolicyOutput, rows: Experience, config: GRPOConfig) -> Los
     losses_B = losses_BT.sum(dim=1)
     if config.normalization == "sequence":
         losses_B = losses_B / rows.response_mask_BT.sum(dim=1).clamp(min=1)
+    losses_B = losses_B * (rows.weights_U > 0)
     sums = _weighted_sums(metrics, rows)
     return LossOutput(losses_B.sum(), {"loss/policy_avg": losses_B.detach().sum(), **sums})
 
 
 def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
-    """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn."""
+    """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn.
+
+    With ``bootstrap_truncated`` a completion that was cut off has what is expected later in place of the score.
+    """
     assert experience.values_BT is not None
     mask_BT = experience.response_mask_BT
     rewards_BT = -kl_penalties(experience, config)
     tokens_B = mask_BT.sum(dim=1)
     nonempty_B = tokens_B > 0  # a completion without tokens has no last one
-    rewards_BT[nonempty_B, experience.lengths_B[nonempty_B] - 1] += experience.scores_B[nonempty_B]
+    scores_B = experience.scores_B
+    if config.bootstrap_truncated:
+        assert experience.truncated_B is not None
+        assert experience.end_values_B is not None
+        scores_B = torch.where(experience.truncated_B, config.gamma * experience.end_values_B, scores_B)
+    rewards_BT[nonempty_B, experience.lengths_B[nonempty_B] - 1] += scores_B[nonempty_B]
     advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, mask_BT, config.gamma, config.lam)
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, mask_BT)

@@ -120,6 +120,25 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT:
     return empty_BT.masked_scatter(response_mask_BT.bool(), values_N)
 
 
+def end_values(
+    policy: PreTrainedModel, value: PreTrainedModel | nn.Linear, tokens_BT: Tensor, lengths_B: Tensor
+) -> Tensor:
+    """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
+
+    Args:
+        policy: whose states the head reads.
+        value: a value model of its own, or a head.
+        tokens_BT: rows of prompt and response, padded on the right.
+        lengths_B: real tokens of each row.
+    """
+    if not isinstance(value, nn.Linear):
+        return reward_scores(value, tokens_BT, lengths_B)
+    last_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) == lengths_B[:, None] - 1
+    with _logits_at(policy, last_BT) as seen:
+        policy(input_ids=tokens_BT, use_cache=False)
+    return _scalars(value, seen[-1])
+
+
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
     """The head's only output, (N,) float32.
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from async_rlhf.algorithms import Algorithm, kl_penalties
 from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
 from async_rlhf.config.base import require
-from async_rlhf.forward import PolicyAndValueWrapper, response_logprobs, response_values
+from async_rlhf.forward import PolicyAndValueWrapper, end_values, response_logprobs, response_values
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter
 from async_rlhf.models import (
     disable_dropout,
@@ -138,6 +138,8 @@ class Learner:
                 experience = self._add(experience, self._by_reference)
             if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
                 experience = self._add(experience, self._before_update)
+            if isinstance(self.config, PPOConfig) and self.config.bootstrap_truncated:
+                experience = self._add(experience, self._at_the_end)
         config = self._batch_config = self._adapted_config()
         metrics = _objective_metrics(experience, config)
         if config.samples_per_prompt > 1:
@@ -175,12 +177,15 @@ class Learner:
                 part = rows.select(index)
                 values = compute(part.tokens_BT.to(device), part.response_mask_BT.to(device))
                 if counts:
-                    found.append((index, {name: values_BT.cpu() for name, values_BT in values.items()}))
+                    found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
         fields: dict[str, Any] = {}
         for index, values in (item for items in self.ranks.gather(found) for item in items):
-            for name, values_BT in values.items():
-                whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
-                whole_BT[index, : values_BT.shape[1]] = values_BT
+            for name, tensor in values.items():
+                if name.endswith("_BT"):
+                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
+                    whole_BT[index, : tensor.shape[1]] = tensor
+                else:
+                    fields.setdefault(name, torch.zeros(len(rows)))[index] = tensor
         return replace(rows, **fields)
 
     def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -205,6 +210,14 @@ class Learner:
             if isinstance(self.value, PreTrainedModel):
                 found["values_BT"] = response_values(self.value, tokens_BT, mask_BT)
         return found
+
+    def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        """Values of whole texts, the end of which is the last response token."""
+        assert self.value is not None
+        positions_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
+        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
+        with self._autocast():
+            return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""

@@ -99,6 +99,8 @@ class Experience:
     weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
     rows_per_unit: int = 1
+    truncated_B: Tensor | None = None
+    """True for completions that did not end by themselves, where the objective asks."""
 
     reference_logprobs_BT: Tensor | None = None
     """By the reference policy, where the objective needs one."""
@@ -106,6 +108,8 @@ class Experience:
     """By the policy before the update, where a pass was made for them."""
     values_BT: Tensor | None = None
     """The value model's, of the text before each response token, before the update (PPO)."""
+    end_values_B: Tensor | None = None
+    """The value model's, of the whole text, where the objective needs them (PPO)."""
     advantages_BT: Tensor | None = None
     """One for each token (PPO)."""
     returns_BT: Tensor | None = None

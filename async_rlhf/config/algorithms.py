@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from async_rlhf.config.base import Checked, require
-from async_rlhf.config.online import OnlineConfig
+from async_rlhf.config.online import NonEosPenalty, OnlineConfig
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,26 @@ class RatioConfig(KLPenaltyConfig):
 
 
 @dataclass(frozen=True)
-class RLOOConfig(RatioConfig):
+class GroupConfig(RatioConfig):
+    """Objectives whose baseline is the rewards of the prompt's other completions.
+
+    Args:
+        non_eos_penalty: as for every algorithm, but none by default: what verifiable rewards say of a completion that
+            did not end by itself is not to be changed unasked.
+        mask_truncated: completions that did not end by themselves are not trained on, but their rewards count in the
+            baselines of the others ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4).
+    """
+
+    non_eos_penalty: NonEosPenalty = False
+    mask_truncated: bool = False
+
+    def check(self) -> None:
+        super().check()
+        self.at_least(2, "samples_per_prompt")
+
+
+@dataclass(frozen=True)
+class RLOOConfig(GroupConfig):
     """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): one ratio and one advantage for each completion.
 
     Args:
@@ -169,7 +188,6 @@ class RLOOConfig(RatioConfig):
 
     def check(self) -> None:
         super().check()
-        self.at_least(2, "samples_per_prompt")
         right = 'must be "sequence": the ratio of RLOO is one number for each completion'
         require(self.off_policy.level == "sequence", "off_policy.level", self.off_policy.level, right)
 
@@ -188,6 +206,9 @@ class PPOConfig(RatioConfig):
         shared_trunk: false trains a value model of its own, which starts from the reward model; true puts a value head
             on the policy.
         value_learning_rate: of the value model or head; null for learning_rate.
+        bootstrap_truncated: response_length is a limit of time, not of the task: for a completion that did not end by
+            itself the value of the whole text stands in place of the score that it would have got later (Pardo et
+            al., arXiv 1712.00378). It takes non_eos_penalty: false.
     """
 
     samples_per_prompt: int = 1
@@ -198,9 +219,13 @@ class PPOConfig(RatioConfig):
     cliprange_value: float = 0.2
     shared_trunk: bool = False
     value_learning_rate: float | None = None
+    bootstrap_truncated: bool = False
 
     def check(self) -> None:
         super().check()
+        right = "must be false with bootstrap_truncated, by which a completion that is cut off has no score to change"
+        unchanged = not (self.bootstrap_truncated and self.non_eos_penalty)
+        require(unchanged, "non_eos_penalty", self.non_eos_penalty, right)
         self.at_least(0, "gamma", "lam", "vf_coef")
         self.above(0, "cliprange_value", "value_learning_rate")
         for key in ("gamma", "lam"):
@@ -208,7 +233,7 @@ class PPOConfig(RatioConfig):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(RatioConfig):
+class GRPOConfig(GroupConfig):
     """Group relative policy optimisation (Shao et al., arXiv 2402.03300) and its variants.
 
     Args:
@@ -225,10 +250,6 @@ class GRPOConfig(RatioConfig):
     kl: KLConfig = field(default_factory=lambda: KLConfig(coef=0.04, where="loss", estimator="k3"))
     scale_rewards: Literal["group", "batch", "none"] = "group"
     normalization: Literal["sequence", "token", "constant"] = "sequence"
-
-    def check(self) -> None:
-        super().check()
-        self.at_least(2, "samples_per_prompt")
 
 
 ALGORITHM_CONFIGS: dict[str, type[OnlineConfig]] = {

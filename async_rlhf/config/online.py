@@ -10,6 +10,7 @@ from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
+NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
 
@@ -82,8 +83,9 @@ class OnlineConfig(Checked):
         gradient_checkpointing: trade compute for memory in what is trained.
         annotate_batch_size: rows of one pass without gradient (reference, reward and value model, old policy).
         max_prompt_length: prompts with more tokens are dropped, and counted.
-        non_eos_penalty: a completion that did not end by itself scores penalty_reward_value instead.
-        penalty_reward_value: that score.
+        non_eos_penalty: what a completion that did not end by itself scores: "replace" (or true) has it score
+            penalty_reward_value instead, "add" adds that to its score, false changes nothing.
+        penalty_reward_value: see there.
         length_penalty: subtracted from the score for each token of a completion.
         reward_weights: what each of the reward functions is multiplied by; empty for 1 each.
         reward_model_weight: what the reward model's score is multiplied by.
@@ -137,7 +139,7 @@ class OnlineConfig(Checked):
     gradient_checkpointing: bool = False
     annotate_batch_size: int = 64
     max_prompt_length: int = 512
-    non_eos_penalty: bool = True
+    non_eos_penalty: NonEosPenalty = True
     penalty_reward_value: float = -1.0
     length_penalty: float = 0.0
     reward_weights: list[float] = field(default_factory=list)
@@ -172,6 +174,9 @@ class OnlineConfig(Checked):
         self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
         self.is_device("device")
+        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
+        adds = self.non_eos_penalty == "add"
+        require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
         for key in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
         require(

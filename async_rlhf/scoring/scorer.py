@@ -32,7 +32,8 @@ from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
 class Scorer:
     """The weighted sum of a reward model and of reward functions, less ``length_penalty`` for each token.
 
-    With ``non_eos_penalty``, a completion that did not end by itself scores ``penalty_reward_value`` instead.
+    By ``non_eos_penalty``, a completion that did not end by itself scores ``penalty_reward_value`` instead, or that is
+    added.
 
     Args:
         tokenizer: of the policy.
@@ -99,7 +100,8 @@ class Scorer:
         scores_R = self._sum(rewards, failed_R, rollouts)
         ended_R = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
         if self.config.non_eos_penalty:
-            scores_R = torch.where(ended_R, scores_R, torch.tensor(float(self.config.penalty_reward_value)))
+            base_R = scores_R if self.config.non_eos_penalty == "add" else torch.zeros_like(scores_R)
+            scores_R = torch.where(ended_R, scores_R, base_R + self.config.penalty_reward_value)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
         metrics |= _metrics(scores_R, rewards, ended_R, rollouts)

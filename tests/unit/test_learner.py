@@ -19,7 +19,7 @@ from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_sc
 from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
-from async_rlhf.types import Experience, PolicyOutput, RolloutBatch, RolloutGroup
+from async_rlhf.types import Experience, PolicyOutput, Rollout, RolloutBatch, RolloutGroup
 
 
 def train(make_policy, tokenizer, prompts, args, algorithm, **options):
@@ -155,6 +155,95 @@ def test_only_ppo_takes_a_value_model(make_policy, make_reward_model, tokenizer,
             value_model=make_reward_model(),
             processing_class=tokenizer,
         )
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_what_is_cut_off_is_worth_what_the_value_model_expects(
+    make_policy, make_reward_model, tokenizer, prompts, make_args, shared_trunk
+):
+    """Returns against a loop in float64, with values of each whole text alone, unpadded."""
+    changes = {"shared_trunk": shared_trunk, "gamma": 0.9, "lam": 1.0, "kl": KLConfig(coef=0.0)}
+    args = make_args(algorithm="ppo", samples_per_prompt=2, bootstrap_truncated=True, **changes)
+    options = {"reward_model": make_reward_model()} if not shared_trunk else {"reward_funcs": count_letters}
+    trainer = PPOTrainer(make_policy(), args, prompts, processing_class=tokenizer, **options)
+    if shared_trunk:
+        torch.nn.init.normal_(trainer.learner.value.weight)
+    scored = scored_batch(trainer)
+    reasons = ["stop", "length", "stop", "length", "length"]
+    rollouts = [r for group in scored.batch.groups for r in group.rollouts]
+    parts = [(r.tokens[:n], r.logprobs[:n], r.versions[:n]) for n, r in enumerate(rollouts, start=1)]  # of every length
+    marked = [Rollout(*part, reasons[i % 5]) for i, part in enumerate(parts)]
+    groups = tuple(
+        replace(group, rollouts=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
+    )
+    experience, _ = trainer.learner.annotate(replace(scored, batch=replace(scored.batch, groups=groups)))
+    policy, value = trainer.learner.policy, trainer.learner.value
+    for row, rollout in enumerate(marked):
+        tokens_BT = experience.tokens_BT[row : row + 1, : experience.lengths_B[row]]
+        with torch.no_grad():
+            if shared_trunk:
+                at_the_end = value(policy.base_model(tokens_BT).last_hidden_state[0, -1])
+            else:
+                at_the_end = value(tokens_BT).logits
+        reward = experience.scores_B[row].item()
+        if rollout.finish_reason == "length":
+            reward = 0.9 * at_the_end.item()
+        n = len(rollout.tokens)
+        expected = [0.9 ** (n - 1 - t) * reward for t in range(n)]
+        found = experience.returns_BT[row][experience.response_mask_BT[row] > 0].tolist()
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert trainer.learner.update(experience, 1)["optimizer_steps"] == 2
+
+
+# What is cut off
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+def test_completions_that_are_masked_are_in_baselines_and_nowhere_else(
+    make_policy, tokenizer, prompts, make_args, algorithm
+):
+    """The gradient is that of the others alone, which know the rewards of what is masked."""
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    norms = []
+    for masked in (True, False):
+        args = make_args(
+            "masked" if masked else "plain",
+            algorithm=algorithm,
+            samples_per_prompt=4,
+            mask_truncated=masked,
+            num_mini_batches=1,
+            max_grad_norm=0.0,
+        )
+        trainer = TRAINERS[algorithm](make_policy(), args, prompts, **options)
+        scored = scored_batch(trainer)
+        groups = tuple(
+            replace(
+                group,
+                rollouts=tuple(
+                    replace(r, finish_reason="length" if k < 1 + p % 3 else "stop")
+                    for k, r in enumerate(group.rollouts)
+                ),
+            )
+            for p, group in enumerate(scored.batch.groups)
+        )
+        experience, _ = trainer.learner.annotate(replace(scored, batch=replace(scored.batch, groups=groups)))
+        kept_U = ~experience.truncated_B
+        assert 0 < kept_U.sum() < len(kept_U)
+        if not masked:  # what is left when the same is done by hand
+            experience = experience.select(kept_U.nonzero().flatten())
+        norms.append(trainer.learner.update(experience, 1)["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0
+
+
+def test_a_batch_of_completions_that_are_all_masked_makes_no_step(make_policy, tokenizer, prompts, make_args):
+    generation = {"response_length": 2}  # seldom enough to end by itself
+    args = make_args(
+        algorithm="grpo", samples_per_prompt=2, mask_truncated=True, total_episodes=16, generation=generation
+    )
+    _, metrics = train(make_policy, tokenizer, prompts, args, "grpo")
+    assert [line["val/ended_share"] for line in metrics] == [0, 0]
+    assert [line["optimizer_steps"] for line in metrics] == [0, 0]
 
 
 # Off-policy corrections

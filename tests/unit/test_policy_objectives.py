@@ -54,6 +54,11 @@ OBJECTIVES = {
         "ppo",
         {"gamma": 0.9, "lam": 0.6, "whiten_advantages": False, "vf_coef": 0.7, "cliprange_value": 0.5},
     ),
+    "ppo-bootstrap": ("ppo", {"gamma": 0.9, "bootstrap_truncated": True, "non_eos_penalty": False}),
+    "rloo-masked": ("rloo", {"mask_truncated": True}),
+    "grpo-masked": ("grpo", {"mask_truncated": True}),
+    "grpo-masked-token": ("grpo", {"mask_truncated": True, "normalization": "token"}),
+    "grpo-masked-constant": ("grpo", {"mask_truncated": True, "normalization": "constant", "scale_rewards": "none"}),
     "ppo-asymmetric": ("ppo", {"cliprange": 0.3, "cliprange_high": 0.1, "whiten_advantages": False, "lam": 1.0}),
     "grpo-asymmetric": ("grpo", {"cliprange": 0.1, "cliprange_high": 0.4}),
 } | {
@@ -138,6 +143,8 @@ def make_case(
         reference_logprobs_BT=ref_BT,
         old_logprobs_BT=old_BT if old else None,
         values_BT=old_values_BT,
+        truncated_B=torch.tensor([rng.random() < 0.4 for _ in range(B)]),
+        end_values_B=torch.randn(B, dtype=torch.float64),
     )
     return Case(experience, logprobs_BT, outside(values_BT))
 
@@ -249,6 +256,9 @@ def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credi
         weights = [float(n) for n in lengths]
     else:
         weights = [float(config.generation.response_length)] * len(rewards)
+    if config.mask_truncated:
+        cut_off = experience.truncated_B.tolist()
+        weights = [0.0 if cut else weight for cut, weight in zip(cut_off, weights, strict=True)]
     return Credit(weights, of_rows=advantages)
 
 
@@ -257,10 +267,13 @@ def slow_ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[list
     advantages, returns = [], []
     for row, score in enumerate(experience.scores_B.tolist()):
         n = len(penalties[row])
+        value_at_the_end = 0.0
+        if config.bootstrap_truncated and experience.truncated_B[row]:
+            score, value_at_the_end = 0.0, experience.end_values_B[row].item()
         deltas = []
         for t in range(n):
             reward = -penalties[row][t] + (score if t == n - 1 else 0.0)
-            value_after = values[row][t + 1] if t + 1 < n else 0.0
+            value_after = values[row][t + 1] if t + 1 < n else value_at_the_end
             deltas.append(reward + config.gamma * value_after - values[row][t])
         decay = config.gamma * config.lam
         advantages.append([math.fsum(decay**i * d for i, d in enumerate(deltas[t:])) for t in range(n)])
@@ -336,6 +349,8 @@ class SlowLoss:
         metrics = dict.fromkeys(SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(self.config) else set()), 0.0)
         loss = 0.0
         for row, advantage in enumerate(self.credit.of_rows):
+            if self.credit.weights[row] == 0:
+                continue
             log_ratio = math.fsum(differences(self.pi[row], self.old[row]))
             weight = 1.0
             if uses_weights(self.config):
@@ -356,7 +371,7 @@ class SlowLoss:
         names = SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(config) else set())
         metrics = dict.fromkeys(names | ({"val/clipfrac_avg", "val/value_avg"} if ppo else set()), 0.0)
         for row, pi in enumerate(self.pi):
-            if not pi:
+            if not pi or self.credit.weights[row] == 0:
                 continue
             collected = {name: [] for name in metrics}
             losses = []
@@ -599,6 +614,7 @@ def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(ke
         expected = [-a for a in (credit.of_tokens[row] if credit.of_tokens else [credit.of_rows[row]] * n)]
         if OBJECTIVES[key][0] == "grpo" and config.normalization == "sequence":
             expected = [g / n for g in expected]
+        expected = [g * (credit.weights[row] > 0) for g in expected]  # completions that are masked teach nothing
         assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -777,7 +793,8 @@ def test_a_batch_of_empty_responses_gives_finite_zeros(key):
         output, *gradients = loss_and_gradients(key, case, config)
         if OBJECTIVES[key][0] != "rloo":  # whose ratio of an empty completion is 1, and whose advantages sum to 0
             assert output.loss_sum.item() == 0
-        assert output.loss_sum.item() == pytest.approx(0, abs=1e-9)
+        if key != "rloo-masked":
+            assert output.loss_sum.item() == pytest.approx(0, abs=1e-9)
         for value in output.metrics.values():
             assert math.isfinite(value.item())
         for gradient_BT in gradients:

@@ -204,6 +204,11 @@ def test_the_penalty_replaces_the_score_of_what_did_not_end(tokenizer, make_rewa
     ):
         expected = [score if ended else penalty for score, ended in zip(full, ENDED, strict=True)]
         assert scores(tokenizer, batch, reward_model, functions, **options) == pytest.approx(expected, abs=1e-4)
+        replaces = options | {"non_eos_penalty": "replace"}
+        assert scores(tokenizer, batch, reward_model, functions, **replaces) == pytest.approx(expected, abs=1e-4)
+        lowers = {"non_eos_penalty": "add", "penalty_reward_value": -abs(penalty)}
+        expected = [score if ended else score - abs(penalty) for score, ended in zip(full, ENDED, strict=True)]
+        assert scores(tokenizer, batch, reward_model, functions, **lowers) == pytest.approx(expected, abs=1e-4)
         assert scores(tokenizer, batch, reward_model, functions) == pytest.approx(full, abs=1e-4)
 
 
@@ -509,6 +514,9 @@ def test_the_penalty_is_a_valid_score_whatever_the_function_returned(tokenizer, 
     assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, nan_ok=True)
     assert scored.metrics["reward/skipped"] == (0 if function is gives_nan else 4)
     assert scored.metrics["objective/scores"] == pytest.approx(-10 / 6 if function is gives_nan else -7.0)
+    scored = Scorer(tokenizer, config(**changes | {"non_eos_penalty": "add"}), None, [function])(make_batch(tokenizer))
+    expected = [ended, math.nan, ended, ended, ended - 7.0, ended]  # what is added to nothing is no score
+    assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_reward_model_without_a_number_follows_the_same_policy(tokenizer, make_reward_model, caplog):
