@@ -25,7 +25,7 @@ from async_rlhf.config import (
     RLOOConfig,
 )
 from async_rlhf.objectives.advantages import gae, group_normalized, leave_one_out, whiten
-from async_rlhf.objectives.kl import KL_ESTIMATORS
+from async_rlhf.objectives.kl import KL_ESTIMATORS, corrected_k3
 from async_rlhf.objectives.preference import preference_loss
 from async_rlhf.objectives.ratios import clipped_surrogate, importance_weights
 from async_rlhf.objectives.values import clipped_value_loss
@@ -71,6 +71,11 @@ def _kl_loss(output: PolicyOutput, rows: Experience, config: KLPenaltyConfig) ->
     """The KL penalty of each response token where it is a part of the loss, else 0; (B, T)."""
     if config.kl.coef == 0 or config.kl.where == "reward":
         return torch.zeros_like(output.logprobs_BT)
+    if config.kl.corrected:
+        assert rows.reference_logprobs_BT is not None
+        both = (rows.reference_logprobs_BT, rows.behaviour_logprobs_BT)
+        reference_BT, behaviour_BT = (logprobs_BT * rows.response_mask_BT for logprobs_BT in both)
+        return config.kl.coef * corrected_k3(output.logprobs_BT * rows.response_mask_BT, reference_BT, behaviour_BT)
     return config.kl.coef * _kl(output.logprobs_BT, rows, config)
 
 

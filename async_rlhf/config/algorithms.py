@@ -17,6 +17,9 @@ class KLConfig(Checked):
         coef: its coefficient; 0 needs no reference policy, and holds none.
         where: "reward" subtracts it from the reward, "loss" adds it to the loss.
         estimator: per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+        corrected: in the loss, weigh the k3 of each token by pi / mu, mu having sampled it, and let the gradient go
+            through that weight too: it is then the gradient of the KL, which that of k3 alone is not, least of all
+            with samples of older weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
         target: the KL of a completion that the coefficient is adapted to keep (Ziegler et al., arXiv 1909.08593,
             section 2.2); null leaves the coefficient as it is.
         horizon: completions over which an adapted coefficient changes by at most 20%.
@@ -25,6 +28,7 @@ class KLConfig(Checked):
     coef: float = 0.05
     where: Literal["reward", "loss"] = "reward"
     estimator: Literal["k1", "k2", "k3"] = "k1"
+    corrected: bool = False
     target: float | None = None
     horizon: int = 10_000
 
@@ -39,6 +43,9 @@ class KLConfig(Checked):
             'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation and would restrain '
             "nothing",
         )
+        right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
+        able = self.where == "loss" and self.estimator == "k3"
+        require(able or not self.corrected, "kl.corrected", self.corrected, right)
         require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
 
 
@@ -118,6 +125,8 @@ class OnlineBoKConfig(KLPenaltyConfig):
 
     def check(self) -> None:
         super().check()
+        right = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
+        require(not self.kl.corrected, "kl.corrected", self.kl.corrected, right)
         self.at_least(2, "samples_per_prompt")
 
 

@@ -112,6 +112,11 @@ NETWORK = ["--train.generation.weights_road", "network"]
         (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
         (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
         (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got nan; must be a finite number"),
+        (["--algorithm=ppo", "--train.kl.corrected", "true"], "kl.corrected: got True; must be false unless kl.where"),
+        (
+            ["--algorithm=best_of_k", "--train.kl", "{corrected: true, where: loss, estimator: k3, coef: 1}"],
+            "kl.corrected: got True; must be false: the best of K",
+        ),
         (["--train.non_eos_penalty", "subtract"], "train.non_eos_penalty.*subtract"),
         (
             ["--train.non_eos_penalty", "add", "--train.penalty_reward_value", "1"],

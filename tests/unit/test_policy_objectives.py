@@ -37,6 +37,7 @@ KLS = {
     "loss-k2": KLConfig(coef=0.3, where="loss", estimator="k2"),
     "loss-k3": KLConfig(coef=0.3, where="loss", estimator="k3"),
 }
+CORRECTED = KLConfig(coef=0.3, where="loss", estimator="k3", corrected=True)
 OFF_POLICY = {
     "behaviour": OffPolicyConfig(old_logprobs="behaviour", importance="truncated"),
     "proximal": OffPolicyConfig(old_logprobs="proximal", importance="none"),
@@ -185,12 +186,15 @@ def responses(values_BT: Tensor, experience: Experience) -> list[list[float]]:
     ]
 
 
-def slow_kl(kl: KLConfig, where: str, x: list[float], reference: list[float]) -> list[float]:
+def slow_kl(
+    kl: KLConfig, where: str, x: list[float], reference: list[float], mu: list[float] | None = None
+) -> list[float]:
     """The penalty at each token if it belongs there ("reward" or "loss"), zeros otherwise."""
     estimator = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[kl.estimator]
     if kl.where != where:
         return [0.0] * len(x)
-    return [kl.coef * estimator(a - b) for a, b in zip(x, reference, strict=True)]
+    weights = [math.exp(a - b) for a, b in zip(x, mu, strict=True)] if kl.corrected else [1.0] * len(x)
+    return [kl.coef * w * estimator(a - b) for w, a, b in zip(weights, x, reference, strict=True)]
 
 
 def slow_reward_kl(experience: Experience, config: OnlineConfig) -> list[list[float]]:
@@ -336,7 +340,7 @@ class SlowLoss:
         return self.of_tokens()
 
     def loss_kl(self, row: int) -> list[float]:
-        return slow_kl(self.config.kl, "loss", self.pi[row], self.ref[row])
+        return slow_kl(self.config.kl, "loss", self.pi[row], self.ref[row], self.mu[row])
 
     def best_of_k(self) -> tuple[float, dict[str, float]]:
         loss = logps = 0.0
@@ -586,6 +590,75 @@ def test_gradient_is_the_difference_quotient_of_the_slow_loss(key, off_policy):
                 continue
             for row, gradient in enumerate(responses(gradient_BT, case.experience)):
                 assert gradient == pytest.approx(difference_quotients(slow, numbers[row]), rel=1e-5, abs=1e-6), kl
+
+
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_a_corrected_penalty_is_its_formula(key):
+    """The loss, its metrics and its gradient."""
+    for seed, old in ((0, True), (1, False)):
+        case, config = make_case(seed, 2, 3, spread=0.4, old=old), configure(key, 3, CORRECTED)
+        ours, by_logprobs_BT, _ = loss_and_gradients(key, case, config)
+        slow = SlowLoss(key, case, config)
+        assert_equal(ours, slow(), key)
+        for row, gradient in enumerate(responses(by_logprobs_BT, case.experience)):
+            assert gradient == pytest.approx(difference_quotients(slow, slow.pi[row]), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("old", ["pi", "mu", "neither"])
+@pytest.mark.parametrize("key", ["grpo-group-sequence", "rloo"])
+def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old):
+    """Over all texts of two words of a vocabulary of four, in float64; nothing is sampled.
+
+    The expectation is by mu; the KL at the second word is that after each first word, as mu draws it.
+    """
+    generator = torch.Generator().manual_seed(1)
+    V = 4
+    pi_logits, mu_logits, ref_logits = (
+        torch.randn(1 + V, V, generator=generator, dtype=torch.float64) for _ in range(3)
+    )  # row 0 of the first word, row 1 + v of the second after v
+    pi_logits.requires_grad_()
+    pairs = list(itertools.product(range(V), range(V)))
+
+    def logprobs(logits: Tensor) -> Tensor:
+        """(texts, 2)"""
+        log = logits.log_softmax(dim=1)
+        return torch.stack([torch.stack([log[0, a], log[1 + a, b]]) for a, b in pairs])
+
+    def at_responses(values_R2: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(len(pairs), 1, dtype=torch.float64), values_R2], dim=1)
+
+    def expected_gradient(mu: Tensor, corrected: bool) -> Tensor:
+        pi_R2, mu_R2 = logprobs(pi_logits), logprobs(mu).detach()
+        total = torch.zeros((), dtype=torch.float64)
+        config = configure(key, 2, replace(CORRECTED, corrected=corrected))
+        for text, chance in enumerate(mu_R2.sum(dim=1).exp().tolist()):
+            part = [text, text]  # of two equal samples no advantage remains
+            mask_BT = torch.tensor([[0.0, 1.0, 1.0]] * 2, dtype=torch.float64)
+            rows = Experience(
+                tokens_BT=torch.zeros(2, 3, dtype=torch.long),
+                lengths_B=torch.tensor([3, 3]),
+                response_mask_BT=mask_BT,
+                behaviour_logprobs_BT=at_responses(mu_R2)[part],
+                scores_B=torch.zeros(2, dtype=torch.float64),
+                weights_U=torch.ones(2, dtype=torch.float64),
+                reference_logprobs_BT=at_responses(logprobs(ref_logits))[part],
+            )
+            algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+            output = PolicyOutput(at_responses(pi_R2)[part], torch.zeros(2, 3, dtype=torch.float64))
+            total = total + chance * algorithm.loss(output, algorithm.credit(rows, config), config).loss_sum
+        return torch.autograd.grad(total, pi_logits)[0]
+
+    def kl_gradient(mu: Tensor) -> Tensor:
+        pi_log, ref_log = pi_logits.log_softmax(dim=1), ref_logits.log_softmax(dim=1)
+        kl_N = (pi_log.exp() * (pi_log - ref_log)).sum(dim=1)
+        total = kl_N[0] + (mu[0].softmax(dim=0) * kl_N[1:]).sum()
+        tokens = 2 if key.startswith("grpo") else 1  # whose loss is a mean over them
+        return torch.autograd.grad(total, pi_logits)[0] * 2 * CORRECTED.coef / tokens
+
+    mu = {"pi": pi_logits.detach(), "mu": mu_logits, "neither": mu_logits * 3}[old]
+    torch.testing.assert_close(expected_gradient(mu, True), kl_gradient(mu), rtol=1e-9, atol=1e-12)
+    biased = expected_gradient(mu, False)
+    assert (biased - kl_gradient(mu)).norm() > 0.2 * kl_gradient(mu).norm()
 
 
 def difference_quotients(slow: SlowLoss, numbers: list[float], step: float = 1e-6) -> list[float]:
