@@ -30,7 +30,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
-from async_rlhf.parallel import Parallel, device_of
+from async_rlhf.parallel import Parallel, device_of, trainable
 from async_rlhf.rows import by_length, dealt, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
@@ -99,14 +99,14 @@ class Learner:
 
     def _optimizer(self) -> torch.optim.AdamW:
         config = self.config
-        trained = _trainable(self.policy)
+        trained = trainable(self.policy)
         right = "has no weight that is to be trained; load adapters with is_trainable=True"
         require(bool(trained), "model", type(self.policy).__name__, right)
-        groups = [{"params": trained, "lr": config.learning_rate}]
+        groups = self._groups(trained, config.learning_rate)
         if self.value is not None:
             assert isinstance(config, PPOConfig)
             rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
-            groups.append({"params": _trainable(self.value), "lr": rate})
+            groups += self._groups(trainable(self.value), rate)
         return torch.optim.AdamW(
             groups,
             lr=config.learning_rate,  # some schedules ask for the default
@@ -115,6 +115,18 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
+
+    def _groups(self, parameters: list[nn.Parameter], rate: float) -> list[dict[str, Any]]:
+        """Weight decay spares biases and the weights of normalisation, as transformers' Trainer does."""
+        if self.config.weight_decay == 0:
+            return [{"params": parameters, "lr": rate}]
+        decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+        spared = [parameter for parameter in parameters if parameter.dim() <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "lr": rate},
+            {"params": spared, "lr": rate, "weight_decay": 0},
+        ]
+        return [group for group in groups if group["params"]]  # of adapters none is spared
 
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add what reference, policy and value model say before the update, then let the algorithm assign credit.
@@ -227,7 +239,7 @@ class Learner:
     def _update(self, experience: Experience, batch: int) -> dict[str, float]:
         loss_sums: defaultdict[str, float] = defaultdict(float)
         watch = _Watch()
-        total_weight, steps, norms = 0.0, 0, [0.0] * len(self.optimizer.param_groups)
+        total_weight, steps, norms = 0.0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
             weight = mini_batch.weight
@@ -333,10 +345,6 @@ class Learner:
             write_model(self.value, tokenizer, folder / "value_model")
         elif self.value is not None:
             write_value_head(self.value, folder / "value_model")
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:

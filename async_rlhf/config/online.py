@@ -74,7 +74,7 @@ class OnlineConfig(Checked):
         learning_rate: peak rate of AdamW.
         lr_scheduler_type: transformers' schedule of that name, stepped once after every optimiser step.
         warmup_steps: optimiser steps of linear warm-up.
-        weight_decay: of AdamW.
+        weight_decay: of AdamW; biases and the weights of normalisation, which have one dimension, are spared.
         adam_beta1: of AdamW.
         adam_beta2: of AdamW.
         adam_epsilon: of AdamW.

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import count_letters
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Trainer
 
-from async_rlhf import KLConfig, OffPolicyConfig, PPOTrainer
+from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.config import ConfigError
 from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_scores
@@ -462,6 +462,83 @@ def test_tied_groups_count_in_the_normaliser_of_a_mini_batch(make_policy, tokeni
         weights.append(experience.weight)
     assert norms[0] == pytest.approx(norms[1] * weights[1] / weights[0], rel=1e-4)
     assert weights[1] < 0.8 * weights[0]
+
+
+# Weight decay
+
+
+def spares(model) -> set[str]:
+    """What transformers' Trainer spares."""
+    return {name for name, _ in model.named_parameters()} - set(Trainer.get_decay_parameter_names(None, model))
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_weight_decay_spares_biases_and_norms(make_policy, tokenizer, prompts, make_args, shared_trunk):
+    """One step of AdamW (arXiv 1711.05101, algorithm 2) against a loop in float64, of policy and value model."""
+    args = make_args(
+        algorithm="ppo",
+        shared_trunk=shared_trunk,
+        weight_decay=0.5,
+        value_learning_rate=3e-3,
+        num_mini_batches=1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.01,
+    )
+    trainer = PPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    learner = trainer.learner
+    before = {name: p.detach().double() for name, p in learner.model.named_parameters()}
+    clipped = {}
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: clipped.update({name: p.grad.double() for name, p in learner.model.named_parameters()})
+    )
+    experience, _ = learner.annotate(scored_batch(trainer))
+    metrics = learner.update(experience, 1)
+    assert metrics["grad_norm"] != metrics["value_grad_norm"]
+    for part in ("policy.", "value."):  # clipped apart, decayed or not
+        norm = math.sqrt(sum(g.square().sum().item() for name, g in clipped.items() if name.startswith(part)))
+        assert norm == pytest.approx(0.01, rel=1e-3)
+    spared = spares(learner.model)
+    assert {name for name, p in before.items() if p.dim() == 1} == spared
+    assert len({name.split(".")[0] for name in spared}) == 2  # of both
+    for name, parameter in learner.model.named_parameters():
+        rate, gradient = (3e-3 if name.startswith("value.") else 1e-3), clipped[name]
+        kept = 1.0 if name in spared else 1 - rate * 0.5
+        expected = before[name] * kept - rate * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_without_weight_decay_the_optimiser_is_as_it_was(make_policy, tokenizer, prompts, make_args):
+    """One group for each model, so that not a bit of a run moves; of adapters nothing is spared."""
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    for changes, groups in (
+        ({}, 1),
+        ({"weight_decay": 0.1}, 2),
+        ({"weight_decay": 0.1, "lora": LoRAConfig(rank=2)}, 1),
+    ):
+        trainer = TRAINERS["rloo"](make_policy(), make_args(algorithm="rloo", **changes), prompts, **options)
+        assert len(trainer.learner.optimizer.param_groups) == groups
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.1), (0.1, 0.0), (0.1, 0.1)])
+def test_moments_find_their_weights_whatever_the_groups(
+    make_policy, make_reward_model, tokenizer, prompts, make_args, first, second
+):
+    """A checkpoint names a moment by the number of its weight, which weight decay must not change."""
+    options = {"reward_model": make_reward_model(), "processing_class": tokenizer}
+    learners = [
+        PPOTrainer(make_policy(), make_args(f"{i}", algorithm="ppo", weight_decay=decay), prompts, **options)
+        for i, decay in enumerate((first, second))
+    ]
+    learners[0].train()
+    ours, theirs = (trainer.learner for trainer in learners)
+    theirs.restore(*ours.state())
+    for (name, a), (_, b) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(ours.optimizer.state[a][key], theirs.optimizer.state[b][key]), (name, key)
+        assert ours.optimizer.state[a]["exp_avg"].abs().max() > 0 or "rotary" in name
+    assert [group["weight_decay"] for group in theirs.optimizer.param_groups] == (
+        [0.0] * 2 if second == 0 else [0.1, 0] * 2
+    )
 
 
 # Metrics
