@@ -77,6 +77,10 @@ class ZeRO(Parallel):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found = {}
+        if self.stage < 3 and self.optimizer.state:
+            # Linked after the first group's first step, the other groups were found without a state.
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
         for i, parameter in enumerate(self.trained):
             for name in ("exp_avg", "exp_avg_sq"):
                 tensor = safe_get_full_optimizer_state(parameter, name)
