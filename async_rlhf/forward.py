@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,37 @@ def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]
         seen.append(inputs[0][mask_BT])
         return (seen[-1],)
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on)
+    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on, prepend=True)
     try:
         yield seen
     finally:
         handle.remove()
+
+
+class _OutOfAutocast:
+    """Hooks that have a module compute in float32, whatever is around it."""
+
+    def __init__(self) -> None:
+        self._contexts: list[torch.autocast] = []
+
+    def before(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        self._contexts.append(torch.autocast(inputs[0].device.type, enabled=False))
+        self._contexts[-1].__enter__()
+        return (inputs[0].float(),)
+
+    def after(self, *_: Any) -> None:
+        if self._contexts:  # it is called although something before it has failed
+            self._contexts.pop().__exit__(None, None, None)
+
+
+def head_in_float32(model: PreTrainedModel) -> None:
+    """From now on, have the model's head compute in float32 also where the rest is under autocast.
+
+    Whatever asks the model gets the same then: the loss, the reference, and the comparison with the engine.
+    """
+    head, hooks = model.get_output_embeddings(), _OutOfAutocast()
+    head.register_forward_pre_hook(hooks.before)
+    head.register_forward_hook(hooks.after, always_call=True)
 
 
 def _predicting(response_mask_BT: Tensor) -> Tensor:

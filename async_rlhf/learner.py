@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from async_rlhf.algorithms import Algorithm, kl_penalties
 from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
 from async_rlhf.config.base import require
-from async_rlhf.forward import PolicyAndValueWrapper, end_values, response_logprobs, response_values
+from async_rlhf.forward import PolicyAndValueWrapper, end_values, head_in_float32, response_logprobs, response_values
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter
 from async_rlhf.models import (
     disable_dropout,
@@ -65,6 +65,8 @@ class Learner:
         self.ranks = self.parallel.ranks
         self.policy = disable_dropout(policy)
         own_reference = self._frozen_reference(reference)
+        for model in filter(None, (policy, own_reference) if config.head_float32 else ()):
+            head_in_float32(model)
         self.value = None if value is None else disable_dropout(value)
         self.model = PolicyAndValueWrapper(policy, self.value)
         self.fingerprint = self._fingerprint(own_reference)

@@ -80,6 +80,8 @@ class OnlineConfig(Checked):
         adam_epsilon: of AdamW.
         max_grad_norm: gradients are clipped to this norm; 0 turns clipping off.
         bf16: forward and backward under bfloat16 autocast; the weights stay float32.
+        head_float32: with bf16, compute the logits in float32, in the reference too: much of the error of a token's
+            log-probability is the head's.
         gradient_checkpointing: trade compute for memory in what is trained.
         annotate_batch_size: rows of one pass without gradient (reference, reward and value model, old policy).
         max_prompt_length: prompts with more tokens are dropped, and counted.
@@ -136,6 +138,7 @@ class OnlineConfig(Checked):
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     bf16: bool = False
+    head_float32: bool = False
     gradient_checkpointing: bool = False
     annotate_batch_size: int = 64
     max_prompt_length: int = 512
@@ -174,6 +177,8 @@ class OnlineConfig(Checked):
         self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
         self.is_device("device")
+        right = "must be false without bf16, where everything is float32"
+        require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
         right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
         adds = self.non_eos_penalty == "add"
         require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -9,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import count_letters
-from transformers import AutoModelForSequenceClassification, Trainer
+from tiny import LLAMA_SIZES, count_letters
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.config import ConfigError
-from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_scores
+from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_logprobs, response_values, reward_scores
 from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
@@ -539,6 +540,83 @@ def test_moments_find_their_weights_whatever_the_groups(
     assert [group["weight_decay"] for group in theirs.optimizer.param_groups] == (
         [0.0] * 2 if second == 0 else [0.1, 0] * 2
     )
+
+
+# Precision
+
+
+def make_llama() -> LlamaForCausalLM:
+    """Its states before the head are float32 under autocast too, on a CPU as on a GPU."""
+    torch.manual_seed(0)
+    ends = {"eos_token_id": 256, "bos_token_id": 256, "pad_token_id": 257}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=258, **ends, **LLAMA_SIZES))
+
+
+def test_a_head_in_float32_halves_the_error_of_bf16(tokenizer, prompts, make_args):
+    """Of log-probabilities by policy, reference and comparison with the engine, against the model in float64."""
+    found, norms = {}, {}
+    for kind in ("float32", "bf16", "head_float32"):
+        bf16 = {"bf16": kind != "float32", "head_float32": kind == "head_float32"}
+        args = make_args(kind, samples_per_prompt=4, num_mini_batches=1, **bf16)
+        policy = make_llama()
+        exact = copy.deepcopy(policy).double()
+        trainer = TRAINERS["online_dpo"](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        learner, errors, by_policy = trainer.learner, {}, []
+        experience, _ = learner.annotate(scored_batch(trainer))
+        loss = learner.algorithm.loss
+
+        def watched(output, rows, config, loss=loss, by_policy=by_policy):
+            by_policy.append((output.logprobs_BT.detach(), rows))
+            return loss(output, rows, config)
+
+        learner.algorithm = replace(learner.algorithm, loss=watched)
+        norms[kind] = learner.update(experience, 1)["grad_norm"]
+        by_policy = [*by_policy, (experience.reference_logprobs_BT, experience)]
+        for who, pairs in (("policy", by_policy[:-1]), ("reference", by_policy[-1:])):
+            differences = []
+            for logprobs_BT, rows in pairs:
+                mask_BT = rows.response_mask_BT
+                right = response_logprobs(exact, rows.tokens_BT, mask_BT, 0.7, with_entropies=False)
+                differences.append((logprobs_BT - right.logprobs_BT)[mask_BT > 0])
+            errors[who] = torch.cat(differences).square().mean().sqrt().item()
+        found[kind] = errors
+    for who in ("policy", "reference"):
+        assert found["float32"][who] < 1e-5
+        assert found["bf16"][who] > 1e-4
+        assert found["head_float32"][who] < found["bf16"][who] / 2
+    assert norms["head_float32"] == pytest.approx(norms["float32"], rel=0.05)
+
+
+def test_the_comparison_with_the_engine_sees_the_head_in_float32(tokenizer, prompts, make_args):
+    """The inline engine samples in float32, the learner compares itself as it trains."""
+    found = []
+    for head_float32 in (False, True):
+        args = make_args(
+            str(head_float32),
+            bf16=True,
+            head_float32=head_float32,
+            total_episodes=8,
+            generation={"mismatch_samples": 100},
+        )
+        _, metrics = train(make_llama, tokenizer, prompts, args, "online_dpo")
+        found.append(metrics[0]["engine/logprob_difference"])
+    assert found[1] < 0.65 * found[0]
+
+
+def test_a_head_in_float32_leaves_autocast_as_it_was(make_policy):
+    """Also when the head fails, and for a copy of the model."""
+    policy = make_policy()
+    head_in_float32(policy)
+    tokens_BT = torch.arange(12).view(2, 6)
+    for model in (policy, copy.deepcopy(policy)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(tokens_BT).logits.dtype == torch.float32
+            assert torch.is_autocast_enabled("cpu")
+            model.get_output_embeddings().forward = None
+            with pytest.raises(TypeError):
+                model(tokens_BT)
+            assert torch.is_autocast_enabled("cpu")
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
 # Metrics
