@@ -252,7 +252,7 @@ class GRPOConfig(GroupConfig):
             the whole "batch", or by "none" (Dr. GRPO: Liu et al., arXiv 2503.20783).
         normalization: "sequence" means over the tokens of each completion, then over completions (GRPO); "token" means
             over all tokens (DAPO); "constant" divides by response_length instead of a completion's own length
-            (Dr. GRPO).
+            (Dr. GRPO). Groups of equal rewards count in each of them.
     """
 
     samples_per_prompt: int = 8
