@@ -30,7 +30,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
-from async_rlhf.parallel import Parallel, device_of, trainable
+from async_rlhf.parallel import Parallel, decayed_groups, device_of, trainable
 from async_rlhf.rows import by_length, dealt, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
@@ -104,11 +104,11 @@ class Learner:
         trained = trainable(self.policy)
         right = "has no weight that is to be trained; load adapters with is_trainable=True"
         require(bool(trained), "model", type(self.policy).__name__, right)
-        groups = self._groups(trained, config.learning_rate)
+        groups = decayed_groups(trained, config.learning_rate, config.weight_decay)
         if self.value is not None:
             assert isinstance(config, PPOConfig)
             rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
-            groups += self._groups(trainable(self.value), rate)
+            groups += decayed_groups(trainable(self.value), rate, config.weight_decay)
         return torch.optim.AdamW(
             groups,
             lr=config.learning_rate,  # some schedules ask for the default
@@ -117,18 +117,6 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
-
-    def _groups(self, parameters: list[nn.Parameter], rate: float) -> list[dict[str, Any]]:
-        """Weight decay spares biases and the weights of normalisation, as transformers' Trainer does."""
-        if self.config.weight_decay == 0:
-            return [{"params": parameters, "lr": rate}]
-        decayed = [parameter for parameter in parameters if parameter.dim() > 1]
-        spared = [parameter for parameter in parameters if parameter.dim() <= 1]
-        groups: list[dict[str, Any]] = [
-            {"params": decayed, "lr": rate},
-            {"params": spared, "lr": rate, "weight_decay": 0},
-        ]
-        return [group for group in groups if group["params"]]  # of adapters none is spared
 
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add what reference, policy and value model say before the update, then let the algorithm assign credit.

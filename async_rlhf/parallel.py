@@ -144,6 +144,19 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def decayed_groups(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for the optimiser: biases and the weights of normalisation do not decay, as in transformers' Trainer."""
+    if weight_decay == 0:
+        return [{"params": parameters, "lr": rate}]
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    spared = [parameter for parameter in parameters if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "lr": rate},
+        {"params": spared, "lr": rate, "weight_decay": 0},
+    ]
+    return [group for group in groups if group["params"]]  # of adapters none is spared
+
+
 def require_finite(norms: Sequence[float]) -> None:
     """Raise FloatingPointError for a gradient that would ruin the weights."""
     for norm in norms:

@@ -177,11 +177,6 @@ class OnlineConfig(Checked):
         self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
         self.is_device("device")
-        right = "must be false without bf16, where everything is float32"
-        require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
-        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
-        adds = self.non_eos_penalty == "add"
-        require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
         for key in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
         require(
@@ -229,8 +224,17 @@ class OnlineConfig(Checked):
         right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
         require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
 
+        self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
+
+    def _check_precision_and_penalty(self) -> None:
+        """Nothing without effect, and no penalty that rewards."""
+        right = "must be false without bf16, where everything is float32"
+        require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
+        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
+        adds = self.non_eos_penalty == "add"
+        require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
 
     def _check_parallel(self) -> None:
         """What does not go together with a learner on several ranks."""
