@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.config import (
+    GroupConfig,
     GRPOConfig,
     KLPenaltyConfig,
     OnlineBoKConfig,
@@ -24,7 +25,7 @@ from async_rlhf.config import (
     RLOOConfig,
 )
 from async_rlhf.objectives.advantages import gae, group_normalized, leave_one_out, whiten
-from async_rlhf.objectives.kl import KL_ESTIMATORS
+from async_rlhf.objectives.kl import KL_ESTIMATORS, corrected_k3
 from async_rlhf.objectives.preference import preference_loss
 from async_rlhf.objectives.ratios import clipped_surrogate, importance_weights
 from async_rlhf.objectives.values import clipped_value_loss
@@ -70,7 +71,26 @@ def _kl_loss(output: PolicyOutput, rows: Experience, config: KLPenaltyConfig) ->
     """The KL penalty of each response token where it is a part of the loss, else 0; (B, T)."""
     if config.kl.coef == 0 or config.kl.where == "reward":
         return torch.zeros_like(output.logprobs_BT)
+    if config.kl.corrected:
+        assert rows.reference_logprobs_BT is not None
+        both = (rows.reference_logprobs_BT, rows.behaviour_logprobs_BT)
+        reference_BT, behaviour_BT = (logprobs_BT * rows.response_mask_BT for logprobs_BT in both)
+        return config.kl.coef * corrected_k3(output.logprobs_BT * rows.response_mask_BT, reference_BT, behaviour_BT)
     return config.kl.coef * _kl(output.logprobs_BT, rows, config)
+
+
+def _teaches(experience: Experience, advantages_B: Tensor, config: KLPenaltyConfig) -> Tensor:
+    """Whether a completion's loss has a gradient: by its advantage or a KL penalty in the loss, through its tokens."""
+    in_loss = config.kl.coef > 0 and config.kl.where == "loss"
+    return ((advantages_B != 0) | in_loss) & (experience.response_mask_BT.sum(dim=1) > 0)
+
+
+def _weights(experience: Experience, config: GroupConfig) -> Tensor:
+    """1 for each completion, 0 for one that is masked because it was cut off."""
+    if not config.mask_truncated:
+        return experience.weights_U
+    assert experience.truncated_B is not None
+    return experience.weights_U.masked_fill(experience.truncated_B, 0.0)
 
 
 def _old_logprobs(output: PolicyOutput, rows: Experience, config: RatioConfig) -> Tensor:
@@ -132,7 +152,8 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     assert pairs.reference_logprobs_BT is not None
     mask_BT = pairs.response_mask_BT
     logps_B = (output.logprobs_BT * mask_BT).sum(dim=1)
-    ratios_B = logps_B - (pairs.reference_logprobs_BT * mask_BT).sum(dim=1)
+    reference_B = (pairs.reference_logprobs_BT * mask_BT).sum(dim=1)
+    ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
     losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
     with torch.no_grad():
@@ -140,7 +161,7 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
             "loss/policy_avg": losses_U,
             "rewards/chosen": config.beta * chosen_U,
             "rewards/rejected": config.beta * rejected_U,
-            "rewards/accuracies": (chosen_U > rejected_U).float(),
+            "rewards/accuracies": _ranked_right(chosen_U - rejected_U, logps_B, reference_B, mask_BT),
             "rewards/margins": config.beta * (chosen_U - rejected_U),
             "logps/chosen": logps_B[0::2],
             "logps/rejected": logps_B[1::2],
@@ -148,6 +169,17 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
         }
         sums = {name: (values_U * pairs.weights_U).sum() for name, values_U in metrics.items()}
     return LossOutput(losses_U.sum(), sums)
+
+
+def _ranked_right(margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """1 for a positive margin, 0 for a negative one, 1/2 for one that may be rounding, as all are at the first step.
+
+    Rounding is the float32 step of the sums that the margin is made of, and that at 1 for each token: so much do
+    log-probabilities near 0 carry over from logits.
+    """
+    sizes_B = logps_B.abs() + reference_B.abs() + mask_BT.sum(dim=1)
+    rounding_U = torch.finfo(torch.float32).eps * (sizes_B[0::2] + sizes_B[1::2])
+    return (torch.where(margins_U.abs() <= rounding_U, 0.0, margins_U).sign() + 1) / 2
 
 
 def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:
@@ -171,8 +203,9 @@ def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConf
 def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
     """One advantage for each completion: its reward less the mean reward of the prompt's other completions."""
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
-    advantages_PK = leave_one_out(rewards_B.view(-1, config.samples_per_prompt))
-    return replace(experience, advantages_B=advantages_PK.flatten())
+    advantages_B = leave_one_out(rewards_B.view(-1, config.samples_per_prompt)).flatten()
+    teaches_U, weights_U = _teaches(experience, advantages_B, config), _weights(experience, config)
+    return replace(experience, advantages_B=advantages_B, weights_U=weights_U, teaches_U=teaches_U)
 
 
 def rloo_loss(output: PolicyOutput, rows: Experience, config: RLOOConfig) -> LossOutput:
@@ -198,12 +231,13 @@ def grpo_credit(experience: Experience, config: GRPOConfig) -> Experience:
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
     rewards_PK = rewards_B.view(-1, config.samples_per_prompt)
     advantages_B = group_normalized(rewards_PK, config.scale_rewards).flatten()
-    weights_U = experience.weights_U
+    weights_U = _weights(experience, config)
     if config.normalization == "token":
-        weights_U = experience.response_mask_BT.sum(dim=1)
+        weights_U = weights_U * experience.response_mask_BT.sum(dim=1)
     elif config.normalization == "constant":
         weights_U = weights_U * config.generation.response_length
-    return replace(experience, advantages_B=advantages_B, weights_U=weights_U)
+    teaches_U = _teaches(experience, advantages_B, config)
+    return replace(experience, advantages_B=advantages_B, weights_U=weights_U, teaches_U=teaches_U)
 
 
 def grpo_loss(output: PolicyOutput, rows: Experience, config: GRPOConfig) -> LossOutput:
@@ -214,18 +248,27 @@ def grpo_loss(output: PolicyOutput, rows: Experience, config: GRPOConfig) -> Los
     losses_B = losses_BT.sum(dim=1)
     if config.normalization == "sequence":
         losses_B = losses_B / rows.response_mask_BT.sum(dim=1).clamp(min=1)
+    losses_B = losses_B * (rows.weights_U > 0)
     sums = _weighted_sums(metrics, rows)
     return LossOutput(losses_B.sum(), {"loss/policy_avg": losses_B.detach().sum(), **sums})
 
 
 def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
-    """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn."""
+    """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn.
+
+    With ``bootstrap_truncated`` a completion that was cut off has what is expected later in place of the score.
+    """
     assert experience.values_BT is not None
     mask_BT = experience.response_mask_BT
     rewards_BT = -kl_penalties(experience, config)
     tokens_B = mask_BT.sum(dim=1)
     nonempty_B = tokens_B > 0  # a completion without tokens has no last one
-    rewards_BT[nonempty_B, experience.lengths_B[nonempty_B] - 1] += experience.scores_B[nonempty_B]
+    scores_B = experience.scores_B
+    if config.bootstrap_truncated:
+        assert experience.truncated_B is not None
+        assert experience.end_values_B is not None
+        scores_B = torch.where(experience.truncated_B, config.gamma * experience.end_values_B, scores_B)
+    rewards_BT[nonempty_B, experience.lengths_B[nonempty_B] - 1] += scores_B[nonempty_B]
     advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, mask_BT, config.gamma, config.lam)
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, mask_BT)

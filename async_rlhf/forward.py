@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,37 @@ def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]
         seen.append(inputs[0][mask_BT])
         return (seen[-1],)
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on)
+    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on, prepend=True)
     try:
         yield seen
     finally:
         handle.remove()
+
+
+class _OutOfAutocast:
+    """Hooks that have a module compute in float32, whatever is around it."""
+
+    def __init__(self) -> None:
+        self._contexts: list[torch.autocast] = []
+
+    def before(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        self._contexts.append(torch.autocast(inputs[0].device.type, enabled=False))
+        self._contexts[-1].__enter__()
+        return (inputs[0].float(),)
+
+    def after(self, *_: Any) -> None:
+        if self._contexts:  # it is called although something before it has failed
+            self._contexts.pop().__exit__(None, None, None)
+
+
+def head_in_float32(model: PreTrainedModel) -> None:
+    """From now on, have the model's head compute in float32 also where the rest is under autocast.
+
+    Whatever asks the model gets the same then: the loss, the reference, and the comparison with the engine.
+    """
+    head, hooks = model.get_output_embeddings(), _OutOfAutocast()
+    head.register_forward_pre_hook(hooks.before)
+    head.register_forward_hook(hooks.after, always_call=True)
 
 
 def _predicting(response_mask_BT: Tensor) -> Tensor:
@@ -118,6 +145,25 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT:
     values_N = _scalars(model.score, hidden_BTH[_predicting(response_mask_BT)])
     empty_BT = torch.zeros(response_mask_BT.shape, dtype=torch.float32, device=values_N.device)
     return empty_BT.masked_scatter(response_mask_BT.bool(), values_N)
+
+
+def end_values(
+    policy: PreTrainedModel, value: PreTrainedModel | nn.Linear, tokens_BT: Tensor, lengths_B: Tensor
+) -> Tensor:
+    """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
+
+    Args:
+        policy: whose states the head reads.
+        value: a value model of its own, or a head.
+        tokens_BT: rows of prompt and response, padded on the right.
+        lengths_B: real tokens of each row.
+    """
+    if not isinstance(value, nn.Linear):
+        return reward_scores(value, tokens_BT, lengths_B)
+    last_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) == lengths_B[:, None] - 1
+    with _logits_at(policy, last_BT) as seen:
+        policy(input_ids=tokens_BT, use_cache=False)
+    return _scalars(value, seen[-1])
 
 
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:

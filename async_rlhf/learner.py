@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from async_rlhf.algorithms import Algorithm, kl_penalties
 from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
 from async_rlhf.config.base import require
-from async_rlhf.forward import PolicyAndValueWrapper, response_logprobs, response_values
+from async_rlhf.forward import PolicyAndValueWrapper, end_values, head_in_float32, response_logprobs, response_values
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter
 from async_rlhf.models import (
     disable_dropout,
@@ -30,7 +30,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
-from async_rlhf.parallel import Parallel, device_of
+from async_rlhf.parallel import Parallel, decayed_groups, device_of, trainable
 from async_rlhf.rows import by_length, dealt, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
@@ -65,6 +65,8 @@ class Learner:
         self.ranks = self.parallel.ranks
         self.policy = disable_dropout(policy)
         own_reference = self._frozen_reference(reference)
+        for model in filter(None, (policy, own_reference) if config.head_float32 else ()):
+            head_in_float32(model)
         self.value = None if value is None else disable_dropout(value)
         self.model = PolicyAndValueWrapper(policy, self.value)
         self.fingerprint = self._fingerprint(own_reference)
@@ -99,14 +101,14 @@ class Learner:
 
     def _optimizer(self) -> torch.optim.AdamW:
         config = self.config
-        trained = _trainable(self.policy)
+        trained = trainable(self.policy)
         right = "has no weight that is to be trained; load adapters with is_trainable=True"
         require(bool(trained), "model", type(self.policy).__name__, right)
-        groups = [{"params": trained, "lr": config.learning_rate}]
+        groups = decayed_groups(trained, config.learning_rate, config.weight_decay)
         if self.value is not None:
             assert isinstance(config, PPOConfig)
             rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
-            groups.append({"params": _trainable(self.value), "lr": rate})
+            groups += decayed_groups(trainable(self.value), rate, config.weight_decay)
         return torch.optim.AdamW(
             groups,
             lr=config.learning_rate,  # some schedules ask for the default
@@ -138,6 +140,8 @@ class Learner:
                 experience = self._add(experience, self._by_reference)
             if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
                 experience = self._add(experience, self._before_update)
+            if isinstance(self.config, PPOConfig) and self.config.bootstrap_truncated:
+                experience = self._add(experience, self._at_the_end)
         config = self._batch_config = self._adapted_config()
         metrics = _objective_metrics(experience, config)
         if config.samples_per_prompt > 1:
@@ -175,12 +179,15 @@ class Learner:
                 part = rows.select(index)
                 values = compute(part.tokens_BT.to(device), part.response_mask_BT.to(device))
                 if counts:
-                    found.append((index, {name: values_BT.cpu() for name, values_BT in values.items()}))
+                    found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
         fields: dict[str, Any] = {}
         for index, values in (item for items in self.ranks.gather(found) for item in items):
-            for name, values_BT in values.items():
-                whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
-                whole_BT[index, : values_BT.shape[1]] = values_BT
+            for name, tensor in values.items():
+                if name.endswith("_BT"):
+                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
+                    whole_BT[index, : tensor.shape[1]] = tensor
+                else:
+                    fields.setdefault(name, torch.zeros(len(rows)))[index] = tensor
         return replace(rows, **fields)
 
     def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -206,6 +213,14 @@ class Learner:
                 found["values_BT"] = response_values(self.value, tokens_BT, mask_BT)
         return found
 
+    def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        """Values of whole texts, the end of which is the last response token."""
+        assert self.value is not None
+        positions_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
+        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
+        with self._autocast():
+            return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
+
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""
         with self.ranks.calling("update", batch, None if len(experience) else experience):
@@ -214,10 +229,10 @@ class Learner:
     def _update(self, experience: Experience, batch: int) -> dict[str, float]:
         loss_sums: defaultdict[str, float] = defaultdict(float)
         watch = _Watch()
-        total_weight, steps, norms = 0.0, 0, [0.0] * len(self.optimizer.param_groups)
+        total_weight, steps, norms = 0.0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
-            weight = float(mini_batch.weights_U.sum())
+            weight = mini_batch.weight
             if weight > 0:  # a mini-batch of ties only would move the weights by the optimiser's momentum alone
                 self._backward(mini_batch, weight, loss_sums, watch)
                 limit = self.config.max_grad_norm or float("inf")
@@ -322,10 +337,6 @@ class Learner:
             write_value_head(self.value, folder / "value_model")
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
     """Over all samples, by the log-probabilities of the weights that sampled them: unbiased for those weights."""
     mask_BT = experience.response_mask_BT
@@ -348,7 +359,7 @@ class _Watch:
     """How far the policy being trained is from the one that sampled: policy lag plus engine noise."""
 
     def __init__(self) -> None:
-        self._row_means: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._token_entropies: list[Tensor] = []
         self._token_log_ratios: list[Tensor] = []
         self._row_log_ratios: list[Tensor] = []
 
@@ -357,8 +368,7 @@ class _Watch:
         """All that several have seen."""
         whole = cls()
         for part in parts:
-            for name, means in part._row_means.items():
-                whole._row_means[name] += means
+            whole._token_entropies += part._token_entropies
             whole._token_log_ratios += part._token_log_ratios
             whole._row_log_ratios += part._row_log_ratios
         return whole
@@ -366,21 +376,17 @@ class _Watch:
     def add(self, output: PolicyOutput, rows: Experience) -> None:
         """Note the rows of one micro-batch."""
         mask_BT = rows.response_mask_BT
-        tokens_B = mask_BT.sum(dim=1).clamp(min=1)
         log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * mask_BT
-        for name, values_BT in {
-            "policy/entropy_avg": output.entropies_BT,
-            "policy/behaviour_kl": -log_ratios_BT,
-            "policy/logprob_difference": log_ratios_BT.abs(),
-            "val/ratio": log_ratios_BT.exp(),
-        }.items():
-            self._row_means[name].append(((values_BT * mask_BT).sum(dim=1) / tokens_B).cpu())
+        self._token_entropies.append(output.entropies_BT[mask_BT.bool()].cpu())
         self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()].cpu())
         self._row_log_ratios.append(log_ratios_BT.sum(dim=1).cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Means over rows of means over tokens, and statistics of the ratios of tokens and of whole completions."""
-        if not self._row_log_ratios:
+        """Means over all tokens alike, for the mean over rows of means over tokens weighs those of short rows more: its
+        ratio is not 1 where that is expected. And statistics of the ratios of tokens and of whole completions.
+        """
+        if not any(map(len, self._token_log_ratios)):
             return {}
-        means = {name: torch.cat(parts).mean().item() for name, parts in self._row_means.items()}
-        return means | ratio_statistics(torch.cat(self._token_log_ratios), torch.cat(self._row_log_ratios))
+        entropy = torch.cat(self._token_entropies).double().mean().item()
+        statistics = ratio_statistics(torch.cat(self._token_log_ratios), torch.cat(self._row_log_ratios))
+        return {"policy/entropy_avg": entropy, **statistics}

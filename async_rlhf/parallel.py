@@ -34,6 +34,7 @@ class Parallel:
         self.ranks = ranks or Ranks()
         self.optimizer: torch.optim.Optimizer
         self._model: nn.Module
+        self._parts: Sequence[nn.Module]
 
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
@@ -45,9 +46,14 @@ class Parallel:
             parts: the models in it.
             make: builds the optimiser, of the weights as they are then.
         """
-        self._model = model
+        self._model, self._parts = model, parts
         self.optimizer = make()
         return self.optimizer
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """What is trained, in an order that neither ranks nor the optimiser's groups change: its number is its name."""
+        return trainable(self._model)
 
     def frozen(self, model: Model) -> Model:
         """Get a model ready that is only asked: reference or reward model."""
@@ -70,13 +76,12 @@ class Parallel:
         """Clip the gradients to a norm, make a step, and forget them.
 
         Returns:
-            The norm of each parameter group's gradient, which were clipped apart.
+            The norm of each part's gradient, which were clipped apart.
 
         Raises:
             FloatingPointError: a norm is not finite; the weights are as they were.
         """
-        groups = self.optimizer.param_groups
-        norms = [self._clip(group["params"], limit) for group in groups]
+        norms = [self._clip(trainable(part), limit) for part in self._parts]
         require_finite(norms)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -91,8 +96,8 @@ class Parallel:
         Every rank must ask; the others get nothing.
         """
         found = {}
-        for i, values in self.optimizer.state_dict()["state"].items():
-            for name, tensor in values.items():
+        for i, parameter in enumerate(self.trained):
+            for name, tensor in self.optimizer.state.get(parameter, {}).items():
                 whole = self.whole(tensor)
                 if self.ranks.leads:
                     found[f"{i}.{name}"] = whole.cpu()
@@ -100,19 +105,21 @@ class Parallel:
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Take back what :meth:`moments` gave; the groups' rates stay as they are."""
+        groups = self.optimizer.param_groups
+        place = {id(parameter): i for i, parameter in enumerate(p for group in groups for p in group["params"])}
+        places = [place[id(parameter)] for parameter in self.trained]
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in moments.items():
             number, _, name = key.partition(".")
-            state.setdefault(int(number), {})[name] = self.share(int(number), tensor)
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            state.setdefault(places[int(number)], {})[name] = self.share(int(number), tensor)
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor of which this rank has a share. Every rank must ask."""
         return tensor
 
     def share(self, number: int, tensor: Tensor) -> Tensor:
-        """This rank's share of something that belongs to the optimiser's parameter of that number."""
+        """This rank's share of something that belongs to the trained parameter of that number."""
         return tensor
 
     def settle(self, model: nn.Module) -> None:
@@ -130,6 +137,24 @@ class Parallel:
             What undoes it.
         """
         raise NotImplementedError(f"{type(self).__name__} spreads no weights")
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The model's parameters that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def decayed_groups(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for the optimiser: biases and the weights of normalisation do not decay, as in transformers' Trainer."""
+    if weight_decay == 0:
+        return [{"params": parameters, "lr": rate}]
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    spared = [parameter for parameter in parameters if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "lr": rate},
+        {"params": spared, "lr": rate, "weight_decay": 0},
+    ]
+    return [group for group in groups if group["params"]]  # of adapters none is spared
 
 
 def require_finite(norms: Sequence[float]) -> None:

@@ -31,6 +31,7 @@ def response_tensors(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         "lengths_B": torch.tensor([len(prompt) + len(r.tokens) for prompt, r in pairs]),
         "response_mask_BT": mask_BT,
         "behaviour_logprobs_BT": pad_rows([(0.0,) * len(p) + r.logprobs for p, r in pairs], torch.float32),
+        "truncated_B": torch.tensor([r.finish_reason == "length" for _, r in pairs], dtype=torch.bool),
     }
 
 

@@ -99,6 +99,8 @@ class Experience:
     weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
     rows_per_unit: int = 1
+    truncated_B: Tensor | None = None
+    """True for completions that did not end by themselves, where the objective asks."""
 
     reference_logprobs_BT: Tensor | None = None
     """By the reference policy, where the objective needs one."""
@@ -106,15 +108,26 @@ class Experience:
     """By the policy before the update, where a pass was made for them."""
     values_BT: Tensor | None = None
     """The value model's, of the text before each response token, before the update (PPO)."""
+    end_values_B: Tensor | None = None
+    """The value model's, of the whole text, where the objective needs them (PPO)."""
     advantages_BT: Tensor | None = None
     """One for each token (PPO)."""
     returns_BT: Tensor | None = None
     """What the value model learns to predict (PPO)."""
     advantages_B: Tensor | None = None
     """One for each completion (RLOO, GRPO)."""
+    teaches_U: Tensor | None = None
+    """False for units whose loss has no gradient although they count in the normaliser; None where all have one."""
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
+
+    @property
+    def weight(self) -> float:
+        """What the loss is divided by; 0 where no unit teaches anything, so that no step may be made."""
+        if self.teaches_U is not None and not self.teaches_U.any():
+            return 0.0
+        return float(self.weights_U.sum())
 
     @property
     def units(self) -> int:

@@ -2,6 +2,7 @@
 
 from async_rlhf.config.algorithms import (
     ALGORITHM_CONFIGS,
+    GroupConfig,
     GRPOConfig,
     KLConfig,
     KLPenaltyConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "GRPOConfig",
     "GenerateConfig",
     "GenerationConfig",
+    "GroupConfig",
     "JudgeConfig",
     "KLConfig",
     "KLPenaltyConfig",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from async_rlhf.config.base import Checked, require
-from async_rlhf.config.online import OnlineConfig
+from async_rlhf.config.online import NonEosPenalty, OnlineConfig
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,9 @@ class KLConfig(Checked):
         coef: its coefficient; 0 needs no reference policy, and holds none.
         where: "reward" subtracts it from the reward, "loss" adds it to the loss.
         estimator: per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+        corrected: in the loss, weigh the k3 of each token by pi / mu, mu having sampled it, and let the gradient go
+            through that weight too: it is then the gradient of the KL, which that of k3 alone is not, least of all
+            with samples of older weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
         target: the KL of a completion that the coefficient is adapted to keep (Ziegler et al., arXiv 1909.08593,
             section 2.2); null leaves the coefficient as it is.
         horizon: completions over which an adapted coefficient changes by at most 20%.
@@ -25,6 +28,7 @@ class KLConfig(Checked):
     coef: float = 0.05
     where: Literal["reward", "loss"] = "reward"
     estimator: Literal["k1", "k2", "k3"] = "k1"
+    corrected: bool = False
     target: float | None = None
     horizon: int = 10_000
 
@@ -39,6 +43,9 @@ class KLConfig(Checked):
             'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation and would restrain '
             "nothing",
         )
+        right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
+        able = self.where == "loss" and self.estimator == "k3"
+        require(able or not self.corrected, "kl.corrected", self.corrected, right)
         require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
 
 
@@ -118,6 +125,8 @@ class OnlineBoKConfig(KLPenaltyConfig):
 
     def check(self) -> None:
         super().check()
+        right = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
+        require(not self.kl.corrected, "kl.corrected", self.kl.corrected, right)
         self.at_least(2, "samples_per_prompt")
 
 
@@ -158,7 +167,26 @@ class RatioConfig(KLPenaltyConfig):
 
 
 @dataclass(frozen=True)
-class RLOOConfig(RatioConfig):
+class GroupConfig(RatioConfig):
+    """Objectives whose baseline is the rewards of the prompt's other completions.
+
+    Args:
+        non_eos_penalty: as for every algorithm, but none by default: what verifiable rewards say of a completion that
+            did not end by itself is not to be changed unasked.
+        mask_truncated: completions that did not end by themselves are not trained on, but their rewards count in the
+            baselines of the others ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4).
+    """
+
+    non_eos_penalty: NonEosPenalty = False
+    mask_truncated: bool = False
+
+    def check(self) -> None:
+        super().check()
+        self.at_least(2, "samples_per_prompt")
+
+
+@dataclass(frozen=True)
+class RLOOConfig(GroupConfig):
     """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): one ratio and one advantage for each completion.
 
     Args:
@@ -169,7 +197,6 @@ class RLOOConfig(RatioConfig):
 
     def check(self) -> None:
         super().check()
-        self.at_least(2, "samples_per_prompt")
         right = 'must be "sequence": the ratio of RLOO is one number for each completion'
         require(self.off_policy.level == "sequence", "off_policy.level", self.off_policy.level, right)
 
@@ -188,6 +215,9 @@ class PPOConfig(RatioConfig):
         shared_trunk: false trains a value model of its own, which starts from the reward model; true puts a value head
             on the policy.
         value_learning_rate: of the value model or head; null for learning_rate.
+        bootstrap_truncated: response_length is a limit of time, not of the task: for a completion that did not end by
+            itself the value of the whole text stands in place of the score that it would have got later (Pardo et
+            al., arXiv 1712.00378). It takes non_eos_penalty: false.
     """
 
     samples_per_prompt: int = 1
@@ -198,9 +228,13 @@ class PPOConfig(RatioConfig):
     cliprange_value: float = 0.2
     shared_trunk: bool = False
     value_learning_rate: float | None = None
+    bootstrap_truncated: bool = False
 
     def check(self) -> None:
         super().check()
+        right = "must be false with bootstrap_truncated, by which a completion that is cut off has no score to change"
+        unchanged = not (self.bootstrap_truncated and self.non_eos_penalty)
+        require(unchanged, "non_eos_penalty", self.non_eos_penalty, right)
         self.at_least(0, "gamma", "lam", "vf_coef")
         self.above(0, "cliprange_value", "value_learning_rate")
         for key in ("gamma", "lam"):
@@ -208,7 +242,7 @@ class PPOConfig(RatioConfig):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(RatioConfig):
+class GRPOConfig(GroupConfig):
     """Group relative policy optimisation (Shao et al., arXiv 2402.03300) and its variants.
 
     Args:
@@ -218,17 +252,13 @@ class GRPOConfig(RatioConfig):
             the whole "batch", or by "none" (Dr. GRPO: Liu et al., arXiv 2503.20783).
         normalization: "sequence" means over the tokens of each completion, then over completions (GRPO); "token" means
             over all tokens (DAPO); "constant" divides by response_length instead of a completion's own length
-            (Dr. GRPO).
+            (Dr. GRPO). Groups of equal rewards count in each of them.
     """
 
     samples_per_prompt: int = 8
     kl: KLConfig = field(default_factory=lambda: KLConfig(coef=0.04, where="loss", estimator="k3"))
     scale_rewards: Literal["group", "batch", "none"] = "group"
     normalization: Literal["sequence", "token", "constant"] = "sequence"
-
-    def check(self) -> None:
-        super().check()
-        self.at_least(2, "samples_per_prompt")
 
 
 ALGORITHM_CONFIGS: dict[str, type[OnlineConfig]] = {

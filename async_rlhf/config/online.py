@@ -10,6 +10,7 @@ from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
+NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
 
@@ -73,17 +74,20 @@ class OnlineConfig(Checked):
         learning_rate: peak rate of AdamW.
         lr_scheduler_type: transformers' schedule of that name, stepped once after every optimiser step.
         warmup_steps: optimiser steps of linear warm-up.
-        weight_decay: of AdamW.
+        weight_decay: of AdamW; biases and the weights of normalisation, which have one dimension, are spared.
         adam_beta1: of AdamW.
         adam_beta2: of AdamW.
         adam_epsilon: of AdamW.
         max_grad_norm: gradients are clipped to this norm; 0 turns clipping off.
         bf16: forward and backward under bfloat16 autocast; the weights stay float32.
+        head_float32: with bf16, compute the logits in float32, in the reference too: much of the error of a token's
+            log-probability is the head's.
         gradient_checkpointing: trade compute for memory in what is trained.
         annotate_batch_size: rows of one pass without gradient (reference, reward and value model, old policy).
         max_prompt_length: prompts with more tokens are dropped, and counted.
-        non_eos_penalty: a completion that did not end by itself scores penalty_reward_value instead.
-        penalty_reward_value: that score.
+        non_eos_penalty: what a completion that did not end by itself scores: "replace" (or true) has it score
+            penalty_reward_value instead, "add" adds that to its score, false changes nothing.
+        penalty_reward_value: see there.
         length_penalty: subtracted from the score for each token of a completion.
         reward_weights: what each of the reward functions is multiplied by; empty for 1 each.
         reward_model_weight: what the reward model's score is multiplied by.
@@ -134,10 +138,11 @@ class OnlineConfig(Checked):
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     bf16: bool = False
+    head_float32: bool = False
     gradient_checkpointing: bool = False
     annotate_batch_size: int = 64
     max_prompt_length: int = 512
-    non_eos_penalty: bool = True
+    non_eos_penalty: NonEosPenalty = True
     penalty_reward_value: float = -1.0
     length_penalty: float = 0.0
     reward_weights: list[float] = field(default_factory=list)
@@ -219,8 +224,17 @@ class OnlineConfig(Checked):
         right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
         require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
 
+        self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
+
+    def _check_precision_and_penalty(self) -> None:
+        """Nothing without effect, and no penalty that rewards."""
+        right = "must be false without bf16, where everything is float32"
+        require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
+        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
+        adds = self.non_eos_penalty == "add"
+        require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
 
     def _check_parallel(self) -> None:
         """What does not go together with a learner on several ranks."""

@@ -35,9 +35,10 @@ from async_rlhf.evaluation.likelihood import (
 from async_rlhf.evaluation.pairwise import Pair, PairwiseJudge
 from async_rlhf.evaluation.statistics import (
     Interval,
+    clustered_mean_interval,
     length_controlled_win_rate,
-    mean_interval,
     outcomes,
+    paired_difference,
     win_rate,
 )
 from async_rlhf.evaluation.tables import format_table, side_by_side
@@ -113,15 +114,15 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         "reference": reference,
         "prompts": len(lines),
         "dropped": dropped,
-        "reference_response": None if human is None else _gold(human),
-        "models": {name: _gold(one) for name, one in answers.items()},
+        "reference_response": None if human is None else _gold(human, lines),
+        "models": {name: _gold(one, lines) for name, one in answers.items()},
     }
     for name, one in answers.items():
         for opponent in (HUMAN, reference):
             if opponent in everyone and opponent != name:
                 pair = (lines, one, everyone[opponent])
                 results["models"][name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
-    _likelihoods(config, temperature, results["models"], answers, human, reference, device)
+    _likelihoods(config, temperature, results["models"], answers, human, reference, device, _clusters(lines))
     samples = _sample_rows(lines, answers, human)
     text = f"{format_table(results)}\n\n{side_by_side(samples, config.num_samples)}"
     _plot(results, folder / "evaluation.png")
@@ -158,6 +159,8 @@ def _answers(
     lines = next(iter(found.values()))[1]
     if len(lines) < 2:
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
+    right = "rows of one prompt; must be 2 prompts at least, for intervals"
+    require(len(set(_clusters(lines))) > 1, "data", len(lines), right)
     tokenizer = _tokenizer(config, answers, lines)
     return temperature, lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
 
@@ -216,8 +219,15 @@ def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBa
     return _Answers(texts, [True] * len(texts), encoded_rows)
 
 
-def _gold(answers: _Answers) -> dict[str, Any]:
-    return {} if answers.scores is None else {"gold_mean": _plain(mean_interval(answers.scores))}
+def _clusters(lines: Sequence[Generation]) -> list[str]:
+    """What makes answers depend on each other: the same prompt, where the data repeats one."""
+    return [line.query for line in lines]
+
+
+def _gold(answers: _Answers, lines: Sequence[Generation]) -> dict[str, Any]:
+    if answers.scores is None:
+        return {}
+    return {"gold_mean": _plain(clustered_mean_interval(answers.scores, _clusters(lines)))}
 
 
 def _compared(
@@ -228,7 +238,7 @@ def _compared(
     pairwise: PairwiseJudge | None,
     label: str,
 ) -> dict[str, Any]:
-    """Win-rates against one opponent."""
+    """Win-rates and the difference of scores against one opponent."""
     found: dict[str, Any] = {}
     if pairwise is not None:
         pairs = [Pair(line.query, a, b) for line, a, b in zip(lines, ours.texts, theirs.texts, strict=True)]
@@ -238,9 +248,11 @@ def _compared(
         assert ours.scores is not None
         assert theirs.scores is not None
         won = outcomes(ours.scores, theirs.scores)
+        difference = paired_difference(ours.scores, theirs.scores, _clusters(lines))
+        found[f"gold_difference_vs_{opponent}"] = _plain(difference)
     longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
     return {
-        f"win_rate_vs_{opponent}": _plain(win_rate(won)),
+        f"win_rate_vs_{opponent}": _plain(win_rate(won, _clusters(lines))),
         f"ties_vs_{opponent}": won.count(0.5) / len(won),
         f"length_controlled_win_rate_vs_{opponent}": _plain(length_controlled_win_rate(won, longer)),
         **found,
@@ -255,6 +267,7 @@ def _likelihoods(
     human: _Answers | None,
     reference: str,
     device: torch.device,
+    clusters: Sequence[str],
 ) -> None:
     """Add what needs models: the KL to the reference, perplexities, and lengths."""
     for name, one in answers.items():
@@ -282,7 +295,7 @@ def _likelihoods(
         if model is not None:
             reference_sums = _logprobs(model, one, config, temperature, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
-            found[name]["kl_to_reference"] = _plain(mean_interval(kl))
+            found[name]["kl_to_reference"] = _plain(clustered_mean_interval(kl, clusters))
             if temperature != 1.0:
                 reference_sums = _logprobs(model, one, config, 1.0, f"perplexity of {name} under the reference")
             nats = -torch.tensor(reference_sums, dtype=torch.float64)

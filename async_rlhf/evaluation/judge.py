@@ -14,7 +14,13 @@ from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.forward import score_rows
 from async_rlhf.models import load_reward_model, load_tokenizer, positions_of
-from async_rlhf.scoring.functions import RewardError, call_reward_function, load_reward_functions
+from async_rlhf.scoring.functions import (
+    RewardError,
+    call_reward_functions,
+    function_name,
+    load_reward_functions,
+    numbers,
+)
 
 
 class Judge:
@@ -23,7 +29,7 @@ class Judge:
     Args:
         reward_model: a folder or hub name; None to use functions.
         reward_funcs: names of functions, see :func:`~async_rlhf.scoring.functions.load_reward_functions`; their
-            rewards are added.
+            rewards are added, None left out.
         batch_size: rows of one pass of the reward model.
         device: of the reward model.
         dtype: of the reward model.
@@ -67,17 +73,18 @@ class Judge:
 
         Raises:
             ConfigError: a row is longer than the reward model reads.
-            RewardError: a score is no finite number, or a reward function failed.
+            RewardError: a score is no finite number, or a reward function failed, or all returned None.
         """
-        scores = [0.0] * len(rows)
+        scores: Sequence[float | None] = [None] * len(rows)
         if self.model is not None:
             scores = self._model_scores(prompts, completions, ended)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         for function in self.functions:
-            rewards = call_reward_function(function, prompts, completions, columns)
-            scores = [a + b for a, b in zip(scores, rewards, strict=True)]
-        return scores
+            name = function_name(function)
+            rewards = call_reward_functions({name: function}, prompts, completions, columns)[name]
+            scores = [a if b is None else (a or 0.0) + b for a, b in zip(scores, rewards, strict=True)]
+        return numbers(scores, prompts, completions)
 
     def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
         assert self.model is not None

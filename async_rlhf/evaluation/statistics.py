@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,12 +51,53 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def wilson(successes: float, n: int) -> Interval:
+def clustered_mean_interval(values: Sequence[float], clusters: Sequence[Hashable]) -> Interval:
+    """The mean of values that are independent from cluster to cluster only, such as those of one prompt.
+
+    With G clusters of residual sums e_g, the variance of the mean is G / (G - 1) sum_g e_g^2 / n^2 (Liang and Zeger,
+    1986), with Student's interval of G - 1 degrees of freedom. Clusters of one value each give :func:`mean_interval`.
+
+    Args:
+        values: n of them.
+        clusters: what each value belongs to.
+
+    Raises:
+        ValueError: fewer than two clusters, or another number of values.
+    """
+    count = len(set(clusters))
+    if count == len(values):
+        return mean_interval(values)
+    if count < 2:
+        raise ValueError(f"an interval needs at least 2 clusters; got {count}")
+    mean = math.fsum(values) / len(values)
+    half = t_quantile(count - 1) * math.sqrt(count / (count - 1) * _squares(values, clusters)) / len(values)
+    return Interval(mean, mean - half, mean + half)
+
+
+def _squares(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
+    """Of the clusters' sums of residuals, summed."""
+    residuals: defaultdict[Hashable, list[float]] = defaultdict(list)
+    mean = math.fsum(values) / len(values)
+    for value, cluster in zip(values, clusters, strict=True):
+        residuals[cluster].append(value - mean)
+    return math.fsum(math.fsum(found) ** 2 for found in residuals.values())
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable]) -> Interval:
+    """Mean of our score less theirs on the same prompts: what is hard in a prompt for both does not widen it.
+
+    Raises:
+        ValueError: see :func:`clustered_mean_interval`.
+    """
+    return clustered_mean_interval([a - b for a, b in zip(ours, theirs, strict=True)], clusters)
+
+
+def wilson(successes: float, n: float) -> Interval:
     """A share, with Wilson's score interval (Wilson, 1927): honest near 0 and 1, and never of zero width.
 
     Args:
         successes: out of n; a tie may count as half.
-        n: independent trials, at least 1.
+        n: independent trials, at least 1; need not be whole.
 
     Raises:
         ValueError: no trials, or more successes than trials.
@@ -84,16 +126,27 @@ def outcomes(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [(a > b) + (a == b) / 2 for a, b in zip(ours, theirs, strict=True)]
 
 
-def win_rate(outcomes: Sequence[float]) -> Interval:
+def win_rate(outcomes: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
     """Share of prompts won; a tie (1/2) counts as half a win.
 
     The interval is Wilson's with the ties as half successes. Outcomes in {0, 1/2, 1} vary less than those of a coin
     with the same mean, so it covers at least 95%; a normal interval on them would have no width when one side wins all.
+    Outcomes that depend on each other within clusters count as fewer: as many independent ones as would vary as much.
+
+    Args:
+        outcomes: 1, 1/2 or 0.
+        clusters: what each belongs to; None where all are independent.
 
     Raises:
         ValueError: no outcomes.
     """
-    return wilson(math.fsum(outcomes), len(outcomes))
+    n = len(outcomes)
+    won = math.fsum(outcomes)
+    if clusters is None or len(set(clusters)) == n:
+        return wilson(won, n)
+    apart = _squares(outcomes, range(n))
+    share = apart / max(_squares(outcomes, clusters), apart) if apart > 0 else len(set(clusters)) / n
+    return wilson(won * share, n * share)
 
 
 def length_controlled_win_rate(outcomes: Sequence[float], longer: Sequence[float]) -> Interval:

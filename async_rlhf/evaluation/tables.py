@@ -28,6 +28,7 @@ def format_table(results: Mapping[str, Any]) -> str:
     for title, opponent in (("human responses", "reference_response"), (reference, reference)):
         columns = {
             f"wins against {title}": f"win_rate_vs_{opponent}",
+            "gold difference": f"gold_difference_vs_{opponent}",
             "at equal length": f"length_controlled_win_rate_vs_{opponent}",
             "ties": f"ties_vs_{opponent}",
             "contradictory": f"inconsistent_vs_{opponent}",

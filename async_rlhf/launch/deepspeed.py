@@ -43,8 +43,7 @@ class ZeRO(Parallel):
         if self.spreads_weights:
             for name, part in zip(("policy", "value"), parts, strict=False):
                 mark_spread(part, name, self)
-        self.optimizer = make()
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        super().prepare(model, parts, make)
         options = {"model": model, "optimizer": self.optimizer, "config": self._options(self.stage)}
         self._engine, self._zero, *_ = self._deepspeed.initialize(**options)
         return self.optimizer
@@ -68,7 +67,7 @@ class ZeRO(Parallel):
         self._engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
 
     def step(self, limit: float) -> list[float]:
-        """As any, but all parameter groups are clipped together, and the norm is known only after the step."""
+        """As any, but all parts are clipped together, and the norm is known only after the step."""
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         require_finite([norm])
@@ -78,7 +77,11 @@ class ZeRO(Parallel):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found = {}
-        for i, parameter in enumerate(self._parameters):
+        if self.stage < 3 and self.optimizer.state:
+            # Linked after the first group's first step, the other groups were found without a state.
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+        for i, parameter in enumerate(self.trained):
             for name in ("exp_avg", "exp_avg_sq"):
                 tensor = safe_get_full_optimizer_state(parameter, name)
                 if tensor is not None and self.ranks.leads:  # before the first step there is none
@@ -98,7 +101,7 @@ class ZeRO(Parallel):
             self.optimizer.state[flat] = {"step": moments["0.step"].clone().to(flat.device), **zeros}
         if self.stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
-        for i, parameter in enumerate(self._parameters):
+        for i, parameter in enumerate(self.trained):
             for name in ("exp_avg", "exp_avg_sq"):
                 self._set(parameter, name, moments[f"{i}.{name}"].to(self.device))
 

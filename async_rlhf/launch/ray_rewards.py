@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import queue
 import sysconfig
 import traceback
@@ -30,12 +29,19 @@ from transformers import PreTrainedModel
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.forward import score_batch
 from async_rlhf.launch.ray import Actor, Place, Signs, is_lost, reward_place
-from async_rlhf.scoring.functions import RewardError, RewardFunction, call_reward_functions, judge, raise_or_warn
+from async_rlhf.scoring.functions import (
+    RewardError,
+    RewardFunction,
+    call_reward_functions,
+    has_failed,
+    judge,
+    raise_or_warn,
+)
 from async_rlhf.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
-Judged = list[tuple[str, list[float], tuple[str, str] | None]]
+Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
 """Of each function: its name, the rewards, and what is wrong with them and the traceback of that."""
 
 _LOOK_SECONDS = 5.0
@@ -219,7 +225,7 @@ class RayScorer(Scorer):
 
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
-    ) -> dict[str, list[float]]:
+    ) -> dict[str, list[float | None]]:
         timeout, count = self.config.reward_timeout, len(self._pool)
         groups = len(prompts) // samples
         bounds = [number * groups // count * samples for number in range(count + 1)]
@@ -240,7 +246,7 @@ class RayScorer(Scorer):
                 if wrong is not None:
                     error = RewardError(wrong[0])
                     error.__cause__ = RemoteError(wrong[1]) if wrong[1] else None
-                    raise_or_warn(error, sum(map(math.isnan, values)), len(values), self.skip)
+                    raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
         return {name: rewards[name] for name in self.reward_funcs}
 
 

@@ -151,9 +151,8 @@ class DataParallel(Parallel):
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        self._ddp = self._model = DistributedDataParallel(model)
-        self.optimizer = make()
-        return self.optimizer
+        self._ddp = DistributedDataParallel(model)
+        return super().prepare(self._ddp, parts, make)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._ddp.no_sync()
@@ -182,9 +181,7 @@ class FullyShardedDataParallel(Parallel):
         for name, part in zip(("policy", "value"), parts, strict=False):
             mark_spread(part, name, self)
             self._shard(part)
-        self._model = model
-        self.optimizer = make()
-        return self.optimizer
+        return super().prepare(model, parts, make)
 
     def frozen(self, model: Model) -> Model:
         mark_spread(model, "frozen", self)
@@ -218,8 +215,7 @@ class FullyShardedDataParallel(Parallel):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def share(self, number: int, tensor: Tensor) -> Tensor:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        like = parameters[number]
+        like = self.trained[number]
         if not isinstance(like, DTensor) or tensor.shape != like.shape:  # such as the number of steps
             return tensor
         tensor = tensor.to(like.device)

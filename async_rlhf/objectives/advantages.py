@@ -18,10 +18,17 @@ def leave_one_out(rewards_PK: Tensor) -> Tensor:
         rewards_PK: K >= 2.
 
     Returns:
-        (P, K) advantages.
+        (P, K) advantages, exactly 0 where all rewards of a prompt are equal.
     """
     others = rewards_PK.shape[1] - 1
-    return rewards_PK - (rewards_PK.sum(dim=1, keepdim=True) - rewards_PK) / others
+    advantages_PK = rewards_PK - (rewards_PK.sum(dim=1, keepdim=True) - rewards_PK) / others
+    return _without_ties(advantages_PK, rewards_PK)
+
+
+def _without_ties(advantages_PK: Tensor, rewards_PK: Tensor) -> Tensor:
+    """0 for groups of equal rewards: the mean of eight 0.1 is not 0.1, and Adam makes a full step of any remainder."""
+    tied_P1 = (rewards_PK == rewards_PK[:, :1]).all(dim=1, keepdim=True)
+    return advantages_PK.masked_fill(tied_P1, 0.0)
 
 
 def group_normalized(rewards_PK: Tensor, scale: Literal["group", "batch", "none"]) -> Tensor:
@@ -33,9 +40,9 @@ def group_normalized(rewards_PK: Tensor, scale: Literal["group", "batch", "none"
             "none" divides by nothing (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
-        (P, K) advantages.
+        (P, K) advantages, exactly 0 where all rewards of a prompt are equal.
     """
-    centred_PK = rewards_PK - rewards_PK.mean(dim=1, keepdim=True)
+    centred_PK = _without_ties(rewards_PK - rewards_PK.mean(dim=1, keepdim=True), rewards_PK)
     if scale == "none":
         return centred_PK
     deviation = rewards_PK.std(dim=1, keepdim=True) if scale == "group" else rewards_PK.std()

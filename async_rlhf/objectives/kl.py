@@ -22,6 +22,15 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return torch.expm1(-d) + d
 
 
+def corrected_k3(logprobs: Tensor, reference_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """pi / mu times k3 for samples of mu: the mean over them is KL(pi || ref), and so is that of its gradient.
+
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1. The gradient of k3 alone, 1 - exp(-d) by the log-probability, is on
+    samples of pi that of KL(ref || pi), and on others of neither.
+    """
+    return (logprobs - behaviour_logprobs).exp() * k3(logprobs, reference_logprobs)
+
+
 def adapted_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
     """The penalty's coefficient after a batch: Ziegler et al., arXiv 1909.08593, section 2.2.
 

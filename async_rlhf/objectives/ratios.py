@@ -66,8 +66,8 @@ def ratio_statistics(token_log_ratios_N: Tensor, row_log_ratios_B: Tensor) -> di
         row_log_ratios_B: the same of each completion, summed over its tokens.
 
     Returns:
-        Metrics by name: the k3 estimate of KL(mu || pi) and quantiles of pi / mu over tokens, and effective sample
-        shares of both.
+        Metrics by name: over tokens, the k1 and k3 estimates of KL(mu || pi), the mean absolute difference, and mean,
+        variance and quantiles of pi / mu; and effective sample shares of both.
     """
     if len(token_log_ratios_N) == 0:
         return {}
@@ -75,6 +75,9 @@ def ratio_statistics(token_log_ratios_N: Tensor, row_log_ratios_B: Tensor) -> di
     last = len(ordered_N) - 1
     quantiles = {f"val/ratio_p{q:02d}": ordered_N[round(last * q / 100)] for q in (1, 50, 99)}
     metrics = {
+        "policy/behaviour_kl": -token_log_ratios_N.double().mean(),
+        "policy/logprob_difference": token_log_ratios_N.abs().double().mean(),
+        "val/ratio": ordered_N.double().mean(),
         "policy/behaviour_kl_k3": (torch.expm1(token_log_ratios_N) - token_log_ratios_N).mean(),
         "val/ratio_var": ordered_N.var(correction=0),
         **quantiles,

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """Called as f(prompts=[...], completions=[...], **columns); returns one number per completion. `def` or `async def`.
 
+None instead of a number says that the function does not apply to that completion, and leaves its reward to the others.
+
 Every call is made in a new thread, and an async function gets a new event loop with it: what belongs to one thread or
 one loop (a database connection, an HTTP session) has to be opened within the call. Functions of one batch run at the
 same time, so one that draws random numbers needs a generator of its own if the run is to be repeatable.
@@ -93,9 +95,29 @@ def function_name(function: RewardFunction) -> str:
 def call_reward_function(
     function: RewardFunction, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> list[float]:
-    """The rewards of one function, one finite number for each completion; see :func:`call_reward_functions`."""
+    """The rewards of one function, one finite number for each completion; see :func:`call_reward_functions`.
+
+    Raises:
+        RewardError: also for None, as no other function is there to judge that completion.
+    """
     name = function_name(function)
-    return call_reward_functions({name: function}, prompts, completions, columns)[name]
+    rewards = call_reward_functions({name: function}, prompts, completions, columns)[name]
+    return numbers(rewards, prompts, completions)
+
+
+def numbers(rewards: Sequence[float | None], prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """The rewards, once it is sure that every completion has one.
+
+    Raises:
+        RewardError: one is None.
+    """
+    for reward, prompt, completion in zip(rewards, prompts, completions, strict=True):
+        if reward is None:
+            raise RewardError(
+                "every reward function returned None; at least one must return a number. "
+                f"Prompt: {prompt[-200:]!r}. Completion: {completion[:200]!r}"
+            )
+    return [reward for reward in rewards if reward is not None]
 
 
 def call_reward_functions(
@@ -105,7 +127,7 @@ def call_reward_functions(
     columns: Mapping[str, Sequence[Any]],
     timeout: float | None = None,
     skip: bool = False,
-) -> dict[str, list[float]]:
+) -> dict[str, list[float | None]]:
     """The rewards of every function; all functions run at the same time, each in a thread of its own.
 
     At the time limit an async function is cancelled. A plain one cannot be stopped: it is abandoned and goes on in its
@@ -120,7 +142,8 @@ def call_reward_functions(
         skip: log a failure as a warning and give NaN to the completions that it concerns.
 
     Returns:
-        The rewards by the function's name, one for each completion.
+        The rewards by the function's name, one for each completion; None where the function says that it does not
+        apply.
 
     Raises:
         RewardError: not with ``skip``: a function raised, was too slow, or returned another count, or something that
@@ -129,7 +152,7 @@ def call_reward_functions(
     rewards = {}
     for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout):
         if error is not None:
-            raise_or_warn(error, sum(map(math.isnan, rewards[name])), len(completions), skip)
+            raise_or_warn(error, sum(map(has_failed, rewards[name])), len(completions), skip)
     return {name: rewards[name] for name in functions}
 
 
@@ -139,11 +162,11 @@ def judge(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     timeout: float | None = None,
-) -> Iterator[tuple[str, list[float], RewardError | None]]:
+) -> Iterator[tuple[str, list[float | None], RewardError | None]]:
     """What :func:`call_reward_functions` goes by: each function as soon as it is done.
 
     Yields:
-        The function's name; its rewards, NaN where there is none; and what is wrong with those.
+        The function's name; its rewards, None where it does not apply and NaN where it failed; and what is wrong.
     """
     names = list(functions)
     calls = [partial(_call, function, prompts, completions, columns) for function in functions.values()]
@@ -152,14 +175,19 @@ def judge(
         if isinstance(outcome, BaseException) or len(outcome) != len(completions):
             yield name, [math.nan] * len(completions), _failure(name, outcome, len(completions), timeout)
             continue
-        rewards, error = [_number(value) for value in outcome], None
-        bad = next((i for i, reward in enumerate(rewards) if math.isnan(reward)), None)
+        rewards, error = [None if value is None else _number(value) for value in outcome], None
+        bad = next((i for i, reward in enumerate(rewards) if has_failed(reward)), None)
         if bad is not None:
             error = RewardError(
-                f"reward function {name} returned {repr(outcome[bad])[:200]}; must be a finite number. "
+                f"reward function {name} returned {repr(outcome[bad])[:200]}; must be a finite number, or None. "
                 f"Prompt: {prompts[bad][-200:]!r}. Completion: {completions[bad][:200]!r}"
             )
         yield name, rewards, error
+
+
+def has_failed(reward: float | None) -> bool:
+    """Whether a function should have given a reward and did not."""
+    return reward is not None and math.isnan(reward)
 
 
 def raise_or_warn(error: RewardError, missing: int, completions: int, skip: bool) -> None:

@@ -23,6 +23,7 @@ from async_rlhf.scoring.functions import (
     RewardFunction,
     call_reward_functions,
     function_name,
+    has_failed,
     raise_or_warn,
 )
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
@@ -31,7 +32,8 @@ from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
 class Scorer:
     """The weighted sum of a reward model and of reward functions, less ``length_penalty`` for each token.
 
-    With ``non_eos_penalty``, a completion that did not end by itself scores ``penalty_reward_value`` instead.
+    By ``non_eos_penalty``, a completion that did not end by itself scores ``penalty_reward_value`` instead, or that is
+    added.
 
     Args:
         tokenizer: of the policy.
@@ -84,17 +86,22 @@ class Scorer:
         """
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         rewards: dict[str, Tensor] = {}
+        failed_R = torch.zeros(len(rollouts), dtype=torch.bool)
         metrics: dict[str, float] = {}
         if self.reward_model is not None:
             rewards["model"] = self._model_scores(batch.groups)
+            failed_R = rewards["model"].isnan()
         if self.reward_funcs:
             started = time.monotonic()
-            rewards |= self._function_scores(batch.groups)
+            for name, values in self._function_scores(batch.groups).items():
+                rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
+                failed_R |= torch.tensor([has_failed(value) for value in values])
             metrics["time/reward_funcs"] = time.monotonic() - started
-        scores_R = self._sum(rewards, rollouts)
+        scores_R = self._sum(rewards, failed_R, rollouts)
         ended_R = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
         if self.config.non_eos_penalty:
-            scores_R = torch.where(ended_R, scores_R, torch.tensor(float(self.config.penalty_reward_value)))
+            base_R = scores_R if self.config.non_eos_penalty == "add" else torch.zeros_like(scores_R)
+            scores_R = torch.where(ended_R, scores_R, base_R + self.config.penalty_reward_value)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
         metrics |= _metrics(scores_R, rewards, ended_R, rollouts)
@@ -142,34 +149,35 @@ class Scorer:
 
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
-    ) -> dict[str, list[float]]:
+    ) -> dict[str, list[float | None]]:
         """The rewards of every function; each prompt comes with so many samples in a row."""
         timeout = self.config.reward_timeout
         return call_reward_functions(self.reward_funcs, prompts, completions, columns, timeout, self.skip)
 
-    def _function_scores(self, groups: Sequence[RolloutGroup]) -> dict[str, Tensor]:
-        """float64, NaN where a function gave no finite number."""
+    def _function_scores(self, groups: Sequence[RolloutGroup]) -> dict[str, list[float | None]]:
+        """None where a function does not apply, NaN where it failed."""
         samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         names = {name: None for prompt, _ in samples for name in prompt.columns if name != self.prompt_field}
-        rewards = self._call_functions(
+        return self._call_functions(
             prompts=[str(prompt.columns[self.prompt_field]) for prompt, _ in samples],
             completions=decode_responses(self.tokenizer, [rollout for _, rollout in samples]),
             columns={name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
             samples=len(groups[0].rollouts),
         )
-        return {name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()}
 
-    def _sum(self, rewards: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Tensor:
-        """float32, NaN where a reward is missing or the sum is too large."""
+    def _sum(self, rewards: Mapping[str, Tensor], failed_R: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
+        """float32, NaN where a part failed, where no part applies, or where the sum is too large."""
         lengths_R = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.float64)
         sums_R = -self.config.length_penalty * lengths_R
-        missing_R = torch.zeros(len(rollouts), dtype=torch.bool)
+        nobody_R = torch.ones(len(rollouts), dtype=torch.bool)
         for name, rewards_R in rewards.items():
-            sums_R += self._weights[name] * rewards_R
-            missing_R |= rewards_R.isnan()
-        scores_R = sums_R.float()
+            sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
+            nobody_R &= rewards_R.isnan()
+        scores_R = sums_R.float().masked_fill(failed_R, torch.nan)
+        message = "every reward function returned None for completion {text!r}; at least one must return a number"
+        scores_R = self._finite(scores_R, nobody_R & ~failed_R, rollouts, message)
         message = "the reward of completion {text!r} is {score}; must be a finite float32"
-        return self._finite(scores_R, ~scores_R.isfinite() & ~missing_R, rollouts, message)
+        return self._finite(scores_R, ~scores_R.isfinite() & ~failed_R & ~nobody_R, rollouts, message)
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, rollouts: Sequence[Rollout], message: str) -> Tensor:
         """NaN in place of what is broken, where that does not stop the run."""

@@ -16,7 +16,7 @@ from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFa
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.checkpoint import check_output_dir
-from async_rlhf.config import ConfigError, DataConfig, GRPOConfig, PPOConfig, RLOOConfig, RunConfig
+from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, DataConfig, GRPOConfig, PPOConfig, RLOOConfig, RunConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.generation import placement
@@ -112,6 +112,22 @@ NETWORK = ["--train.generation.weights_road", "network"]
         (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
         (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
         (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got nan; must be a finite number"),
+        (["--algorithm=ppo", "--train.kl.corrected", "true"], "kl.corrected: got True; must be false unless kl.where"),
+        (
+            ["--algorithm=best_of_k", "--train.kl", "{corrected: true, where: loss, estimator: k3, coef: 1}"],
+            "kl.corrected: got True; must be false: the best of K",
+        ),
+        (["--train.head_float32", "true"], "head_float32: got True; must be false without bf16"),
+        (["--train.non_eos_penalty", "subtract"], "train.non_eos_penalty.*subtract"),
+        (
+            ["--train.non_eos_penalty", "add", "--train.penalty_reward_value", "1"],
+            'penalty_reward_value: got 1.0; must be at most 0 with non_eos_penalty "add"',
+        ),
+        (
+            ["--algorithm", "ppo", "--train.bootstrap_truncated", "true"],
+            "non_eos_penalty: got True; must be false with bootstrap_truncated",
+        ),
+        (["--algorithm", "ppo", "--train.mask_truncated", "true"], "mask_truncated"),
         (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
         (["--train.generation.engine", "vlm"], "train.generation.engine.*vlm"),
         (["--train.generation.placement", "server"], "engine: got 'transformers'; must be \"vllm\" with placement"),
@@ -149,6 +165,21 @@ def test_the_algorithm_decides_the_keys(files, monkeypatch):
     assert (type(config.train), config.train.off_policy.level) == (RLOOConfig, "sequence")
     config, _ = parse(RunConfig, "train", [*words, "--algorithm", "grpo"])
     assert (type(config.train), config.train.kl.where) == (GRPOConfig, "loss")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("true", True), ("false", False), ("replace", "replace"), ("add", "add")]
+)
+def test_what_becomes_of_a_completion_that_is_cut_off(files, given, expected):
+    """True and false keep their meaning; without a word there is no penalty where rewards can be verified."""
+    words = ["--config", str(files["config.yml"])]
+    for algorithm in ALGORITHM_CONFIGS:
+        chosen = [*words, "--algorithm", algorithm]
+        penalty = parse(RunConfig, "train", chosen)[0].train.non_eos_penalty
+        assert penalty is (algorithm not in ("rloo", "grpo"))
+        assert (
+            parse(RunConfig, "train", [*chosen, "--train.non_eos_penalty", given])[0].train.non_eos_penalty == expected
+        )
 
 
 def test_a_run_needs_the_configuration_of_its_algorithm():

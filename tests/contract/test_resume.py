@@ -30,6 +30,7 @@ RUNS = {
     "rloo": {"samples_per_prompt": 2, "kl": KLConfig(coef=0.1, target=0.5, horizon=60)},
     "ppo": {"samples_per_prompt": 1, "num_epochs": 2, "value_learning_rate": 3e-3},
     "ppo_shared_trunk": {"shared_trunk": True},
+    "ppo_decay": {"value_learning_rate": 3e-3, "weight_decay": 3.0},
     "grpo": {"samples_per_prompt": 3},
     "online_dpo_lora": {"lora": LoRAConfig(rank=3)},
     "ppo_lora": {"lora": LoRAConfig(rank=3)},

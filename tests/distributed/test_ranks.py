@@ -25,10 +25,16 @@ ASYNC = {"staleness": 1, "reward_model": True, "annotate_batch_size": 8}
 """So small that every rank has passes without gradient to make, and some of the reward model's."""
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     # What it changes, and under what it is tried.
-    "dpo": ({**ASYNC, "total_episodes": 96, "save_steps": 3, "lr_scheduler_type": "constant"}, STRATEGIES),
+    "dpo": (
+        {**ASYNC, "total_episodes": 96, "save_steps": 3, "lr_scheduler_type": "constant", "weight_decay": 1.0},
+        STRATEGIES,
+    ),
     "inline": ({"staleness": 0, "evaluate": True, "eval_steps": 2}, ["ddp", "fsdp", "zero3"]),
     # DeepSpeed clips policy and value model together: without clipping it must be the same.
-    "ppo": ({**ASYNC, "algorithm": "ppo", "max_grad_norm": 0.0, "num_epochs": 2}, ["ddp", "fsdp", "zero2", "zero3"]),
+    "ppo": (
+        {**ASYNC, "algorithm": "ppo", "max_grad_norm": 0.0, "num_epochs": 2, "weight_decay": 1.0},
+        ["ddp", "fsdp", "zero2", "zero3"],
+    ),
     "grpo": (
         {"algorithm": "grpo", "staleness": 1, "normalization": "token", "num_mini_batches": 2, "samples_per_prompt": 4},
         ["ddp", "zero3"],

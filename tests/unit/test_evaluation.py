@@ -16,7 +16,15 @@ from async_rlhf.evaluation.evaluate import format_table, run_evaluate, side_by_s
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
 from async_rlhf.evaluation.sampling import first_prompts, sample
-from async_rlhf.evaluation.statistics import mean_interval, outcomes, t_quantile, wilson, win_rate
+from async_rlhf.evaluation.statistics import (
+    clustered_mean_interval,
+    mean_interval,
+    outcomes,
+    paired_difference,
+    t_quantile,
+    wilson,
+    win_rate,
+)
 from async_rlhf.models import write_model
 from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
@@ -50,6 +58,55 @@ def test_mean_interval_by_hand():
     assert mean_interval([0.0, 0.0]) == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="at least 2 values; got 1"):
         mean_interval([1.0])
+
+
+def test_clustered_interval_is_its_formula():
+    """Against a loop over clusters of every size; with one value a cluster it is Student's."""
+    random = np.random.default_rng(0)
+    for clusters in ([0, 0, 1], list("aabbbc"), [*range(20), 3, 3, 7]):
+        values = list(random.normal(1.0, 2.0, size=len(clusters)))
+        n, mean = len(values), math.fsum(values) / len(values)
+        squares = 0.0
+        for cluster in set(clusters):
+            squares += math.fsum(v - mean for v, c in zip(values, clusters, strict=True) if c == cluster) ** 2
+        count = len(set(clusters))
+        half = t_quantile(count - 1) * math.sqrt(count / (count - 1) * squares) / n
+        assert clustered_mean_interval(values, clusters) == pytest.approx((mean, mean - half, mean + half))
+    assert clustered_mean_interval([1.0, 2.0, 4.0], "abc") == mean_interval([1.0, 2.0, 4.0])
+    twice = clustered_mean_interval([1.0, 2.0, 4.0] * 2, "abcabc")
+    assert twice == pytest.approx(
+        tuple(mean_interval([1.0, 2.0, 4.0]))
+    )  # the same once or thrice over says nothing new
+    assert win_rate([1, 0, 0.5, 1] * 3, list("abcd") * 3) == pytest.approx(tuple(win_rate([1, 0, 0.5, 1])))
+    assert win_rate([1, 0, 0.5, 1], list("abcd")) == win_rate([1, 0, 0.5, 1])
+    assert win_rate([1.0] * 6, list("aabbcc")) == wilson(3, 3)
+    with pytest.raises(ValueError, match="at least 2 clusters; got 1"):
+        clustered_mean_interval([1.0, 2.0], "aa")
+
+
+def test_a_paired_difference_does_not_see_what_is_hard_for_both():
+    hard = np.random.default_rng(1).normal(0, 10, size=50)
+    ours, theirs = list(hard + 1.0), list(hard + 0.01 * np.arange(50))
+    difference = paired_difference(ours, theirs, range(50))
+    assert difference == pytest.approx(tuple(mean_interval([a - b for a, b in zip(ours, theirs, strict=True)])))
+    assert difference.high - difference.low < 0.2 < 4 < mean_interval(ours).high - mean_interval(ours).low
+    assert difference.low > 0
+
+
+def test_clustered_intervals_cover_what_they_promise():
+    """Eight prompts, three answers each, most of the variance between prompts; independence would be a false claim."""
+    random = np.random.default_rng(2)
+    clusters = [p for p in range(8) for _ in range(3)]
+    found, naive = [], []
+    for _ in range(1000):
+        values = list(np.repeat(random.normal(3.0, 2.0, size=8), 3) + random.normal(0, 0.5, size=24))
+        for intervals, interval in (
+            (found, clustered_mean_interval(values, clusters)),
+            (naive, mean_interval(values)),
+        ):
+            intervals.append(interval.low <= 3.0 <= interval.high)
+    assert 0.92 < np.mean(found) < 0.98
+    assert np.mean(naive) < 0.85
 
 
 def test_wilson_against_published_numbers():
@@ -203,6 +260,10 @@ def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
     assert policy["win_rate_vs_reference_response"]["estimate"] == pytest.approx(wins)
     assert policy["win_rate_vs_sft"] == win_rate(outcomes(scores["policy"], scores["sft"]))._asdict()
     assert "win_rate_vs_sft" not in sft
+    difference = [a - b for a, b in zip(scores["policy"], scores["sft"], strict=True)]
+    assert policy["gold_difference_vs_sft"] == mean_interval(difference)._asdict()
+    assert copy["gold_difference_vs_sft"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
+    assert "gold difference" in (tmp_path / "evaluation" / "evaluation.txt").read_text()
     assert results["reference_response"]["gold_mean"] == mean_interval(human)._asdict()
 
     # The same weights see the same random numbers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -9,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import count_letters
-from transformers import AutoModelForSequenceClassification
+from tiny import LLAMA_SIZES, count_letters
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
-from async_rlhf import KLConfig, OffPolicyConfig, PPOTrainer
+from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.config import ConfigError
-from async_rlhf.forward import PolicyAndValueWrapper, response_values, reward_scores
+from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_logprobs, response_values, reward_scores
+from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
-from async_rlhf.types import RolloutBatch, RolloutGroup
+from async_rlhf.types import Experience, PolicyOutput, Rollout, RolloutBatch, RolloutGroup
 
 
 def train(make_policy, tokenizer, prompts, args, algorithm, **options):
@@ -154,6 +156,95 @@ def test_only_ppo_takes_a_value_model(make_policy, make_reward_model, tokenizer,
             value_model=make_reward_model(),
             processing_class=tokenizer,
         )
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_what_is_cut_off_is_worth_what_the_value_model_expects(
+    make_policy, make_reward_model, tokenizer, prompts, make_args, shared_trunk
+):
+    """Returns against a loop in float64, with values of each whole text alone, unpadded."""
+    changes = {"shared_trunk": shared_trunk, "gamma": 0.9, "lam": 1.0, "kl": KLConfig(coef=0.0)}
+    args = make_args(algorithm="ppo", samples_per_prompt=2, bootstrap_truncated=True, **changes)
+    options = {"reward_model": make_reward_model()} if not shared_trunk else {"reward_funcs": count_letters}
+    trainer = PPOTrainer(make_policy(), args, prompts, processing_class=tokenizer, **options)
+    if shared_trunk:
+        torch.nn.init.normal_(trainer.learner.value.weight)
+    scored = scored_batch(trainer)
+    reasons = ["stop", "length", "stop", "length", "length"]
+    rollouts = [r for group in scored.batch.groups for r in group.rollouts]
+    parts = [(r.tokens[:n], r.logprobs[:n], r.versions[:n]) for n, r in enumerate(rollouts, start=1)]  # of every length
+    marked = [Rollout(*part, reasons[i % 5]) for i, part in enumerate(parts)]
+    groups = tuple(
+        replace(group, rollouts=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
+    )
+    experience, _ = trainer.learner.annotate(replace(scored, batch=replace(scored.batch, groups=groups)))
+    policy, value = trainer.learner.policy, trainer.learner.value
+    for row, rollout in enumerate(marked):
+        tokens_BT = experience.tokens_BT[row : row + 1, : experience.lengths_B[row]]
+        with torch.no_grad():
+            if shared_trunk:
+                at_the_end = value(policy.base_model(tokens_BT).last_hidden_state[0, -1])
+            else:
+                at_the_end = value(tokens_BT).logits
+        reward = experience.scores_B[row].item()
+        if rollout.finish_reason == "length":
+            reward = 0.9 * at_the_end.item()
+        n = len(rollout.tokens)
+        expected = [0.9 ** (n - 1 - t) * reward for t in range(n)]
+        found = experience.returns_BT[row][experience.response_mask_BT[row] > 0].tolist()
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert trainer.learner.update(experience, 1)["optimizer_steps"] == 2
+
+
+# What is cut off
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+def test_completions_that_are_masked_are_in_baselines_and_nowhere_else(
+    make_policy, tokenizer, prompts, make_args, algorithm
+):
+    """The gradient is that of the others alone, which know the rewards of what is masked."""
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    norms = []
+    for masked in (True, False):
+        args = make_args(
+            "masked" if masked else "plain",
+            algorithm=algorithm,
+            samples_per_prompt=4,
+            mask_truncated=masked,
+            num_mini_batches=1,
+            max_grad_norm=0.0,
+        )
+        trainer = TRAINERS[algorithm](make_policy(), args, prompts, **options)
+        scored = scored_batch(trainer)
+        groups = tuple(
+            replace(
+                group,
+                rollouts=tuple(
+                    replace(r, finish_reason="length" if k < 1 + p % 3 else "stop")
+                    for k, r in enumerate(group.rollouts)
+                ),
+            )
+            for p, group in enumerate(scored.batch.groups)
+        )
+        experience, _ = trainer.learner.annotate(replace(scored, batch=replace(scored.batch, groups=groups)))
+        kept_U = ~experience.truncated_B
+        assert 0 < kept_U.sum() < len(kept_U)
+        if not masked:  # what is left when the same is done by hand
+            experience = experience.select(kept_U.nonzero().flatten())
+        norms.append(trainer.learner.update(experience, 1)["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0
+
+
+def test_a_batch_of_completions_that_are_all_masked_makes_no_step(make_policy, tokenizer, prompts, make_args):
+    generation = {"response_length": 2}  # seldom enough to end by itself
+    args = make_args(
+        algorithm="grpo", samples_per_prompt=2, mask_truncated=True, total_episodes=16, generation=generation
+    )
+    _, metrics = train(make_policy, tokenizer, prompts, args, "grpo")
+    assert [line["val/ended_share"] for line in metrics] == [0, 0]
+    assert [line["optimizer_steps"] for line in metrics] == [0, 0]
 
 
 # Off-policy corrections
@@ -309,3 +400,262 @@ def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prom
     assert [m["reward/skipped"] for m in metrics] == [0, 16, 0]
     assert [m["lr"] for m in metrics] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3, 0])
     assert all(math.isfinite(value) for line in metrics for value in line.values())
+
+
+# Ties
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+@pytest.mark.parametrize("where", ["none", "loss", "reward"])
+def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prompts, make_args, algorithm, where):
+    """Neither by rounding nor by momentum; but a KL penalty in the loss or in the reward still acts."""
+    calls, weights = [], {}
+
+    def same_at_last(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        calls.append(len(completions))
+        return count_letters(prompts, completions) if len(calls) < 2 else [0.1] * len(completions)
+
+    kl = KLConfig(coef=0.0 if where == "none" else 0.1, where="loss" if where == "loss" else "reward", estimator="k3")
+    args = make_args(algorithm=algorithm, samples_per_prompt=8, total_episodes=16, num_mini_batches=2, kl=kl)
+    trainer = TRAINERS[algorithm](make_policy(), args, prompts, reward_funcs=same_at_last, processing_class=tokenizer)
+    update = trainer.learner._update
+
+    def watched(experience, batch):
+        weights[batch] = {name: p.clone() for name, p in trainer.model.named_parameters()}
+        return update(experience, batch)
+
+    trainer.learner._update = watched
+    trainer.train()
+    metrics = metrics_of(args)
+    assert [line["optimizer_steps"] for line in metrics] == ([2, 0] if where == "none" else [2, 2])
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(after[name], p) for name, p in weights[2].items()) == (where == "none")
+    assert any(not torch.equal(weights[1][name], p) for name, p in weights[2].items())
+
+
+def test_at_the_first_step_no_pair_is_ranked(make_policy, tokenizer, prompts, make_args):
+    """Policy and reference are one; that passes of other sizes round otherwise is no preference."""
+    args = make_args(num_mini_batches=1, total_episodes=8)
+    _, metrics = train(make_policy, tokenizer, prompts, args, "online_dpo")
+    assert [line["rewards/accuracies"] for line in metrics] == [0.5, metrics[1]["rewards/accuracies"]]
+    assert metrics[1]["rewards/accuracies"] != 0.5
+
+
+@pytest.mark.parametrize("normalization", ["sequence", "token", "constant"])
+def test_tied_groups_count_in_the_normaliser_of_a_mini_batch(make_policy, tokenizer, prompts, make_args, normalization):
+    """The gradient of half of the groups, among ties, is that of these alone times their part of the weight."""
+    args = make_args(
+        algorithm="grpo",
+        samples_per_prompt=2,
+        num_mini_batches=1,
+        per_device_train_batch_size=8,
+        kl=KLConfig(coef=0.0),
+        normalization=normalization,
+        max_grad_norm=0.0,
+    )
+    norms, weights = [], []
+    for groups in (slice(0, 8), slice(0, 4)):
+        trainer = TRAINERS["grpo"](make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        scored = scored_batch(trainer, torch.tensor([[1.0, 3.0]] * 4 + [[0.1, 0.1]] * 4))
+        part = replace(scored.batch, groups=scored.batch.groups[groups])
+        experience, _ = trainer.learner.annotate(replace(scored, batch=part, scores_PK=scored.scores_PK[groups]))
+        norms.append(trainer.learner.update(experience, 1)["grad_norm"])
+        weights.append(experience.weight)
+    assert norms[0] == pytest.approx(norms[1] * weights[1] / weights[0], rel=1e-4)
+    assert weights[1] < 0.8 * weights[0]
+
+
+# Weight decay
+
+
+def spares(model) -> set[str]:
+    """What transformers' Trainer spares."""
+    return {name for name, _ in model.named_parameters()} - set(Trainer.get_decay_parameter_names(None, model))
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_weight_decay_spares_biases_and_norms(make_policy, tokenizer, prompts, make_args, shared_trunk):
+    """One step of AdamW (arXiv 1711.05101, algorithm 2) against a loop in float64, of policy and value model."""
+    args = make_args(
+        algorithm="ppo",
+        shared_trunk=shared_trunk,
+        weight_decay=0.5,
+        value_learning_rate=3e-3,
+        num_mini_batches=1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.01,
+    )
+    trainer = PPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    learner = trainer.learner
+    before = {name: p.detach().double() for name, p in learner.model.named_parameters()}
+    clipped = {}
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: clipped.update({name: p.grad.double() for name, p in learner.model.named_parameters()})
+    )
+    experience, _ = learner.annotate(scored_batch(trainer))
+    metrics = learner.update(experience, 1)
+    assert metrics["grad_norm"] != metrics["value_grad_norm"]
+    for part in ("policy.", "value."):  # clipped apart, decayed or not
+        norm = math.sqrt(sum(g.square().sum().item() for name, g in clipped.items() if name.startswith(part)))
+        assert norm == pytest.approx(0.01, rel=1e-3)
+    spared = spares(learner.model)
+    assert {name for name, p in before.items() if p.dim() == 1} == spared
+    assert len({name.split(".")[0] for name in spared}) == 2  # of both
+    for name, parameter in learner.model.named_parameters():
+        rate, gradient = (3e-3 if name.startswith("value.") else 1e-3), clipped[name]
+        kept = 1.0 if name in spared else 1 - rate * 0.5
+        expected = before[name] * kept - rate * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_without_weight_decay_the_optimiser_is_as_it_was(make_policy, tokenizer, prompts, make_args):
+    """One group for each model, so that not a bit of a run moves; of adapters nothing is spared."""
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    for changes, groups in (
+        ({}, 1),
+        ({"weight_decay": 0.1}, 2),
+        ({"weight_decay": 0.1, "lora": LoRAConfig(rank=2)}, 1),
+    ):
+        trainer = TRAINERS["rloo"](make_policy(), make_args(algorithm="rloo", **changes), prompts, **options)
+        assert len(trainer.learner.optimizer.param_groups) == groups
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.1), (0.1, 0.0), (0.1, 0.1)])
+def test_moments_find_their_weights_whatever_the_groups(
+    make_policy, make_reward_model, tokenizer, prompts, make_args, first, second
+):
+    """A checkpoint names a moment by the number of its weight, which weight decay must not change."""
+    options = {"reward_model": make_reward_model(), "processing_class": tokenizer}
+    learners = [
+        PPOTrainer(make_policy(), make_args(f"{i}", algorithm="ppo", weight_decay=decay), prompts, **options)
+        for i, decay in enumerate((first, second))
+    ]
+    learners[0].train()
+    ours, theirs = (trainer.learner for trainer in learners)
+    theirs.restore(*ours.state())
+    for (name, a), (_, b) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(ours.optimizer.state[a][key], theirs.optimizer.state[b][key]), (name, key)
+        assert ours.optimizer.state[a]["exp_avg"].abs().max() > 0 or "rotary" in name
+    assert [group["weight_decay"] for group in theirs.optimizer.param_groups] == (
+        [0.0] * 2 if second == 0 else [0.1, 0] * 2
+    )
+
+
+# Precision
+
+
+def make_llama() -> LlamaForCausalLM:
+    """Its states before the head are float32 under autocast too, on a CPU as on a GPU."""
+    torch.manual_seed(0)
+    ends = {"eos_token_id": 256, "bos_token_id": 256, "pad_token_id": 257}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=258, **ends, **LLAMA_SIZES))
+
+
+def test_a_head_in_float32_halves_the_error_of_bf16(tokenizer, prompts, make_args):
+    """Of log-probabilities by policy, reference and comparison with the engine, against the model in float64."""
+    found, norms = {}, {}
+    for kind in ("float32", "bf16", "head_float32"):
+        bf16 = {"bf16": kind != "float32", "head_float32": kind == "head_float32"}
+        args = make_args(kind, samples_per_prompt=4, num_mini_batches=1, **bf16)
+        policy = make_llama()
+        exact = copy.deepcopy(policy).double()
+        trainer = TRAINERS["online_dpo"](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        learner, errors, by_policy = trainer.learner, {}, []
+        experience, _ = learner.annotate(scored_batch(trainer))
+        loss = learner.algorithm.loss
+
+        def watched(output, rows, config, loss=loss, by_policy=by_policy):
+            by_policy.append((output.logprobs_BT.detach(), rows))
+            return loss(output, rows, config)
+
+        learner.algorithm = replace(learner.algorithm, loss=watched)
+        norms[kind] = learner.update(experience, 1)["grad_norm"]
+        by_policy = [*by_policy, (experience.reference_logprobs_BT, experience)]
+        for who, pairs in (("policy", by_policy[:-1]), ("reference", by_policy[-1:])):
+            differences = []
+            for logprobs_BT, rows in pairs:
+                mask_BT = rows.response_mask_BT
+                right = response_logprobs(exact, rows.tokens_BT, mask_BT, 0.7, with_entropies=False)
+                differences.append((logprobs_BT - right.logprobs_BT)[mask_BT > 0])
+            errors[who] = torch.cat(differences).square().mean().sqrt().item()
+        found[kind] = errors
+    for who in ("policy", "reference"):
+        assert found["float32"][who] < 1e-5
+        assert found["bf16"][who] > 1e-4
+        assert found["head_float32"][who] < found["bf16"][who] / 2
+    assert norms["head_float32"] == pytest.approx(norms["float32"], rel=0.05)
+
+
+def test_the_comparison_with_the_engine_sees_the_head_in_float32(tokenizer, prompts, make_args):
+    """The inline engine samples in float32, the learner compares itself as it trains."""
+    found = []
+    for head_float32 in (False, True):
+        args = make_args(
+            str(head_float32),
+            bf16=True,
+            head_float32=head_float32,
+            total_episodes=8,
+            generation={"mismatch_samples": 100},
+        )
+        _, metrics = train(make_llama, tokenizer, prompts, args, "online_dpo")
+        found.append(metrics[0]["engine/logprob_difference"])
+    assert found[1] < 0.65 * found[0]
+
+
+def test_a_head_in_float32_leaves_autocast_as_it_was(make_policy):
+    """Also when the head fails, and for a copy of the model."""
+    policy = make_policy()
+    head_in_float32(policy)
+    tokens_BT = torch.arange(12).view(2, 6)
+    for model in (policy, copy.deepcopy(policy)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(tokens_BT).logits.dtype == torch.float32
+            assert torch.is_autocast_enabled("cpu")
+            model.get_output_embeddings().forward = None
+            with pytest.raises(TypeError):
+                model(tokens_BT)
+            assert torch.is_autocast_enabled("cpu")
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_metrics_of_tokens_are_means_over_tokens(size):
+    """However rows of unequal length are spread over micro-batches; the oracle is a loop over Python's floats.
+
+    Short rows have ratios above 1 and long ones below, so that a mean of the rows' means is far from the mean.
+    """
+    lengths, logs, entropies = [1, 2, 9, 0, 5, 1, 9], [], []
+    watches = [_Watch(), _Watch()]
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.zeros(7, 10, dtype=torch.long)
+    mask_BT = torch.tensor([[float(0 < t <= length) for t in range(10)] for length in lengths])
+    pi_BT, mu_BT, entropies_BT = (torch.randn(7, 10, generator=generator) for _ in range(3))
+    pi_BT += 1 / torch.tensor(lengths).clamp(min=1)[:, None]
+    for number, rows_B in enumerate(torch.arange(7).split(size)):
+        nothing_B = torch.zeros(len(rows_B))
+        rows = Experience(tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_B, nothing_B)
+        watches[number % 2].add(PolicyOutput(pi_BT[rows_B], entropies_BT[rows_B]), rows)
+    for row, length in enumerate(lengths):
+        for t in range(1, length + 1):
+            logs.append(pi_BT[row, t].item() - mu_BT[row, t].item())
+            entropies.append(entropies_BT[row, t].item())
+    expected = {
+        "val/ratio": math.fsum(map(math.exp, logs)) / len(logs),
+        "policy/behaviour_kl": -math.fsum(logs) / len(logs),
+        "policy/logprob_difference": math.fsum(map(abs, logs)) / len(logs),
+        "policy/entropy_avg": math.fsum(entropies) / len(logs),
+    }
+    found = _Watch.of(watches).metrics()
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_is_said_of_rows_without_tokens():
+    nothing_BT = torch.zeros(2, 3)
+    rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
+    watch = _Watch()
+    watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
+    assert watch.metrics() == _Watch().metrics() == {}

@@ -355,6 +355,21 @@ def test_online_dpo_loss_and_metrics_are_their_formulas(K, beta, loss_type):
             assert not ours.metrics[name].requires_grad
 
 
+@pytest.mark.parametrize(("nats", "expected"), [(0.0, 0.5), (1e-6, 0.5), (-1e-6, 0.5), (1e-3, 1.0), (-1e-3, 0.0)])
+def test_a_margin_within_rounding_counts_one_half(nats, expected):
+    """The policy differs from the reference by rounding alone, or by as much as a first step moves it, in float32."""
+    experience, _ = ragged_experience(5, 40, 2)
+    reference_BT = experience.reference_logprobs_BT.float()
+    experience = replace(experience, reference_logprobs_BT=reference_BT, scores_B=torch.arange(80.0))
+    chosen_BT = torch.tensor([0.0, 1.0]).repeat(40)[:, None]  # of each pair the second
+    first_BT = (experience.response_mask_BT.cumsum(dim=1) == 1) & experience.response_mask_BT.bool()
+    ours = dpo_loss(reference_BT + nats * chosen_BT * first_BT, experience, dpo_config(2))
+    moved = [bool(first_BT[row].any()) for row in range(1, 80, 2)]
+    assert sum(moved) > 20
+    slow = math.fsum(expected if any_tokens else 0.5 for any_tokens in moved)
+    assert ours.metrics["rewards/accuracies"].item() == slow
+
+
 @pytest.mark.parametrize("garbage", [1e30, -1e30, 777.0])
 def test_nothing_outside_the_response_matters(garbage):
     config = dpo_config(3)

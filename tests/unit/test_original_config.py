@@ -306,6 +306,9 @@ def test_what_keys_of_ppo_become(given, expected):
 
 def test_what_keys_of_rloo_and_best_of_k_become():
     rloo = in_turn("rloo") | {"train.gradient_accumulation_steps": 1, "train.total_episodes": 256}
+    rloo["train.non_eos_penalty"] = None  # no penalty is our default too, for this algorithm
+    assert resolved("train", DPO, "--algorithm", "rloo").train.non_eos_penalty is False
+    assert resolved("train", DPO | {"non_eos_penalty": True}, "--algorithm", "rloo").train.non_eos_penalty is True
     check("train", {}, {}, rloo, "--algorithm", "rloo")
     check("train", {}, {"kl_coef": 0, "cliprange": 0.1}, rloo | {"train.kl.coef": 0.0, "train.cliprange": 0.1},
           "--algorithm", "rloo")  # fmt: skip

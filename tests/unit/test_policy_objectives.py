@@ -37,6 +37,7 @@ KLS = {
     "loss-k2": KLConfig(coef=0.3, where="loss", estimator="k2"),
     "loss-k3": KLConfig(coef=0.3, where="loss", estimator="k3"),
 }
+CORRECTED = KLConfig(coef=0.3, where="loss", estimator="k3", corrected=True)
 OFF_POLICY = {
     "behaviour": OffPolicyConfig(old_logprobs="behaviour", importance="truncated"),
     "proximal": OffPolicyConfig(old_logprobs="proximal", importance="none"),
@@ -54,6 +55,11 @@ OBJECTIVES = {
         "ppo",
         {"gamma": 0.9, "lam": 0.6, "whiten_advantages": False, "vf_coef": 0.7, "cliprange_value": 0.5},
     ),
+    "ppo-bootstrap": ("ppo", {"gamma": 0.9, "bootstrap_truncated": True, "non_eos_penalty": False}),
+    "rloo-masked": ("rloo", {"mask_truncated": True}),
+    "grpo-masked": ("grpo", {"mask_truncated": True}),
+    "grpo-masked-token": ("grpo", {"mask_truncated": True, "normalization": "token"}),
+    "grpo-masked-constant": ("grpo", {"mask_truncated": True, "normalization": "constant", "scale_rewards": "none"}),
     "ppo-asymmetric": ("ppo", {"cliprange": 0.3, "cliprange_high": 0.1, "whiten_advantages": False, "lam": 1.0}),
     "grpo-asymmetric": ("grpo", {"cliprange": 0.1, "cliprange_high": 0.4}),
 } | {
@@ -138,6 +144,8 @@ def make_case(
         reference_logprobs_BT=ref_BT,
         old_logprobs_BT=old_BT if old else None,
         values_BT=old_values_BT,
+        truncated_B=torch.tensor([rng.random() < 0.4 for _ in range(B)]),
+        end_values_B=torch.randn(B, dtype=torch.float64),
     )
     return Case(experience, logprobs_BT, outside(values_BT))
 
@@ -178,12 +186,15 @@ def responses(values_BT: Tensor, experience: Experience) -> list[list[float]]:
     ]
 
 
-def slow_kl(kl: KLConfig, where: str, x: list[float], reference: list[float]) -> list[float]:
+def slow_kl(
+    kl: KLConfig, where: str, x: list[float], reference: list[float], mu: list[float] | None = None
+) -> list[float]:
     """The penalty at each token if it belongs there ("reward" or "loss"), zeros otherwise."""
     estimator = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[kl.estimator]
     if kl.where != where:
         return [0.0] * len(x)
-    return [kl.coef * estimator(a - b) for a, b in zip(x, reference, strict=True)]
+    weights = [math.exp(a - b) for a, b in zip(x, mu, strict=True)] if kl.corrected else [1.0] * len(x)
+    return [kl.coef * w * estimator(a - b) for w, a, b in zip(weights, x, reference, strict=True)]
 
 
 def slow_reward_kl(experience: Experience, config: OnlineConfig) -> list[list[float]]:
@@ -249,6 +260,9 @@ def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credi
         weights = [float(n) for n in lengths]
     else:
         weights = [float(config.generation.response_length)] * len(rewards)
+    if config.mask_truncated:
+        cut_off = experience.truncated_B.tolist()
+        weights = [0.0 if cut else weight for cut, weight in zip(cut_off, weights, strict=True)]
     return Credit(weights, of_rows=advantages)
 
 
@@ -257,10 +271,13 @@ def slow_ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[list
     advantages, returns = [], []
     for row, score in enumerate(experience.scores_B.tolist()):
         n = len(penalties[row])
+        value_at_the_end = 0.0
+        if config.bootstrap_truncated and experience.truncated_B[row]:
+            score, value_at_the_end = 0.0, experience.end_values_B[row].item()
         deltas = []
         for t in range(n):
             reward = -penalties[row][t] + (score if t == n - 1 else 0.0)
-            value_after = values[row][t + 1] if t + 1 < n else 0.0
+            value_after = values[row][t + 1] if t + 1 < n else value_at_the_end
             deltas.append(reward + config.gamma * value_after - values[row][t])
         decay = config.gamma * config.lam
         advantages.append([math.fsum(decay**i * d for i, d in enumerate(deltas[t:])) for t in range(n)])
@@ -323,7 +340,7 @@ class SlowLoss:
         return self.of_tokens()
 
     def loss_kl(self, row: int) -> list[float]:
-        return slow_kl(self.config.kl, "loss", self.pi[row], self.ref[row])
+        return slow_kl(self.config.kl, "loss", self.pi[row], self.ref[row], self.mu[row])
 
     def best_of_k(self) -> tuple[float, dict[str, float]]:
         loss = logps = 0.0
@@ -336,6 +353,8 @@ class SlowLoss:
         metrics = dict.fromkeys(SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(self.config) else set()), 0.0)
         loss = 0.0
         for row, advantage in enumerate(self.credit.of_rows):
+            if self.credit.weights[row] == 0:
+                continue
             log_ratio = math.fsum(differences(self.pi[row], self.old[row]))
             weight = 1.0
             if uses_weights(self.config):
@@ -356,7 +375,7 @@ class SlowLoss:
         names = SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(config) else set())
         metrics = dict.fromkeys(names | ({"val/clipfrac_avg", "val/value_avg"} if ppo else set()), 0.0)
         for row, pi in enumerate(self.pi):
-            if not pi:
+            if not pi or self.credit.weights[row] == 0:
                 continue
             collected = {name: [] for name in metrics}
             losses = []
@@ -422,7 +441,7 @@ def test_credit_adds_to_the_experience_and_changes_nothing_else(key):
     case = make_case(0, 4, 3)
     before = case.experience.map(lambda name, tensor: tensor.clone())
     ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, configure(key, 3, KLS["reward-k3"]))
-    added = {"advantages_B", "advantages_BT", "returns_BT", "weights_U"}
+    added = {"advantages_B", "advantages_BT", "returns_BT", "weights_U", "teaches_U"}
     for item in fields(Experience):
         old, new = getattr(before, item.name), getattr(ours, item.name)
         given = getattr(case.experience, item.name)
@@ -433,6 +452,22 @@ def test_credit_adds_to_the_experience_and_changes_nothing_else(key):
             assert responses(new, ours) == responses(old, before), item.name
         else:
             assert torch.equal(new, old) if isinstance(old, Tensor) else new == old, item.name
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("key", ["rloo", "grpo-group-sequence", "grpo-none-constant"])
+def test_a_completion_teaches_where_its_loss_has_a_gradient(key, kl):
+    """Ties of the score are none where a KL penalty is in the reward, and do not matter where it is in the loss."""
+    for seed in range(4):
+        case, config = make_case(seed, 6, 3), configure(key, 3, KLS[kl])
+        rows = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, config)
+        lengths = [len(row) for row in responses(case.logprobs_BT, rows)]
+        advantages = slow_credit(key, case.experience, config).of_rows
+        expected = [
+            n > 0 and (kl.startswith("loss") or abs(a) > 1e-9) for n, a in zip(lengths, advantages, strict=True)
+        ]
+        assert rows.teaches_U.tolist() == expected
+        assert seed % 2 == 1 or kl != "no-kl" or any(n > 0 and not e for n, e in zip(lengths, expected, strict=True))
 
 
 @pytest.mark.parametrize("kl", KLS)
@@ -557,6 +592,75 @@ def test_gradient_is_the_difference_quotient_of_the_slow_loss(key, off_policy):
                 assert gradient == pytest.approx(difference_quotients(slow, numbers[row]), rel=1e-5, abs=1e-6), kl
 
 
+@pytest.mark.parametrize("key", WITH_RATIOS)
+def test_a_corrected_penalty_is_its_formula(key):
+    """The loss, its metrics and its gradient."""
+    for seed, old in ((0, True), (1, False)):
+        case, config = make_case(seed, 2, 3, spread=0.4, old=old), configure(key, 3, CORRECTED)
+        ours, by_logprobs_BT, _ = loss_and_gradients(key, case, config)
+        slow = SlowLoss(key, case, config)
+        assert_equal(ours, slow(), key)
+        for row, gradient in enumerate(responses(by_logprobs_BT, case.experience)):
+            assert gradient == pytest.approx(difference_quotients(slow, slow.pi[row]), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("old", ["pi", "mu", "neither"])
+@pytest.mark.parametrize("key", ["grpo-group-sequence", "rloo"])
+def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old):
+    """Over all texts of two words of a vocabulary of four, in float64; nothing is sampled.
+
+    The expectation is by mu; the KL at the second word is that after each first word, as mu draws it.
+    """
+    generator = torch.Generator().manual_seed(1)
+    V = 4
+    pi_logits, mu_logits, ref_logits = (
+        torch.randn(1 + V, V, generator=generator, dtype=torch.float64) for _ in range(3)
+    )  # row 0 of the first word, row 1 + v of the second after v
+    pi_logits.requires_grad_()
+    pairs = list(itertools.product(range(V), range(V)))
+
+    def logprobs(logits: Tensor) -> Tensor:
+        """(texts, 2)"""
+        log = logits.log_softmax(dim=1)
+        return torch.stack([torch.stack([log[0, a], log[1 + a, b]]) for a, b in pairs])
+
+    def at_responses(values_R2: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(len(pairs), 1, dtype=torch.float64), values_R2], dim=1)
+
+    def expected_gradient(mu: Tensor, corrected: bool) -> Tensor:
+        pi_R2, mu_R2 = logprobs(pi_logits), logprobs(mu).detach()
+        total = torch.zeros((), dtype=torch.float64)
+        config = configure(key, 2, replace(CORRECTED, corrected=corrected))
+        for text, chance in enumerate(mu_R2.sum(dim=1).exp().tolist()):
+            part = [text, text]  # of two equal samples no advantage remains
+            mask_BT = torch.tensor([[0.0, 1.0, 1.0]] * 2, dtype=torch.float64)
+            rows = Experience(
+                tokens_BT=torch.zeros(2, 3, dtype=torch.long),
+                lengths_B=torch.tensor([3, 3]),
+                response_mask_BT=mask_BT,
+                behaviour_logprobs_BT=at_responses(mu_R2)[part],
+                scores_B=torch.zeros(2, dtype=torch.float64),
+                weights_U=torch.ones(2, dtype=torch.float64),
+                reference_logprobs_BT=at_responses(logprobs(ref_logits))[part],
+            )
+            algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+            output = PolicyOutput(at_responses(pi_R2)[part], torch.zeros(2, 3, dtype=torch.float64))
+            total = total + chance * algorithm.loss(output, algorithm.credit(rows, config), config).loss_sum
+        return torch.autograd.grad(total, pi_logits)[0]
+
+    def kl_gradient(mu: Tensor) -> Tensor:
+        pi_log, ref_log = pi_logits.log_softmax(dim=1), ref_logits.log_softmax(dim=1)
+        kl_N = (pi_log.exp() * (pi_log - ref_log)).sum(dim=1)
+        total = kl_N[0] + (mu[0].softmax(dim=0) * kl_N[1:]).sum()
+        tokens = 2 if key.startswith("grpo") else 1  # whose loss is a mean over them
+        return torch.autograd.grad(total, pi_logits)[0] * 2 * CORRECTED.coef / tokens
+
+    mu = {"pi": pi_logits.detach(), "mu": mu_logits, "neither": mu_logits * 3}[old]
+    torch.testing.assert_close(expected_gradient(mu, True), kl_gradient(mu), rtol=1e-9, atol=1e-12)
+    biased = expected_gradient(mu, False)
+    assert (biased - kl_gradient(mu)).norm() > 0.2 * kl_gradient(mu).norm()
+
+
 def difference_quotients(slow: SlowLoss, numbers: list[float], step: float = 1e-6) -> list[float]:
     quotients = []
     for t, number in enumerate(numbers):
@@ -583,6 +687,7 @@ def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(ke
         expected = [-a for a in (credit.of_tokens[row] if credit.of_tokens else [credit.of_rows[row]] * n)]
         if OBJECTIVES[key][0] == "grpo" and config.normalization == "sequence":
             expected = [g / n for g in expected]
+        expected = [g * (credit.weights[row] > 0) for g in expected]  # completions that are masked teach nothing
         assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -761,7 +866,8 @@ def test_a_batch_of_empty_responses_gives_finite_zeros(key):
         output, *gradients = loss_and_gradients(key, case, config)
         if OBJECTIVES[key][0] != "rloo":  # whose ratio of an empty completion is 1, and whose advantages sum to 0
             assert output.loss_sum.item() == 0
-        assert output.loss_sum.item() == pytest.approx(0, abs=1e-9)
+        if key != "rloo-masked":
+            assert output.loss_sum.item() == pytest.approx(0, abs=1e-9)
         for value in output.metrics.values():
             assert math.isfinite(value.item())
         for gradient_BT in gradients:

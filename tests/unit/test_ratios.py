@@ -26,6 +26,9 @@ from async_rlhf.objectives.values import clipped_value_loss
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 CLIPRANGES = [(0.2, 0.2), (0.2, 0.28), (0.5, 0.1), (0.05, 2.0)]
 STATISTICS = {
+    "policy/behaviour_kl",
+    "policy/logprob_difference",
+    "val/ratio",
     "policy/behaviour_kl_k3",
     "val/ratio_var",
     "val/ratio_p01",
@@ -246,6 +249,9 @@ def slow_statistics(tokens: list[float], rows: list[float]) -> dict[str, float]:
     ratios = sorted(math.exp(x) for x in tokens)
     mean = math.fsum(ratios) / n
     return {
+        "policy/behaviour_kl": -math.fsum(tokens) / n,
+        "policy/logprob_difference": math.fsum(map(abs, tokens)) / n,
+        "val/ratio": mean,
         "policy/behaviour_kl_k3": math.fsum(math.exp(x) - 1 - x for x in tokens) / n,
         "val/ratio_var": math.fsum((r - mean) ** 2 for r in ratios) / n,
         "val/ratio_p01": ratios[round((n - 1) * 1 / 100)],
@@ -272,7 +278,7 @@ def test_ratio_statistics_are_their_formulas(width):
 def test_ratio_statistics_of_equal_policies():
     ours = ratio_statistics(torch.zeros(40), torch.zeros(5))
     for name, value in ours.items():
-        assert value == (0.0 if name in ("policy/behaviour_kl_k3", "val/ratio_var") else 1.0), name
+        assert value == (0.0 if name.startswith("policy/") or name == "val/ratio_var" else 1.0), name
 
 
 def test_ratio_statistics_do_not_depend_on_the_order_and_leave_the_input_alone():

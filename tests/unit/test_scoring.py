@@ -204,6 +204,11 @@ def test_the_penalty_replaces_the_score_of_what_did_not_end(tokenizer, make_rewa
     ):
         expected = [score if ended else penalty for score, ended in zip(full, ENDED, strict=True)]
         assert scores(tokenizer, batch, reward_model, functions, **options) == pytest.approx(expected, abs=1e-4)
+        replaces = options | {"non_eos_penalty": "replace"}
+        assert scores(tokenizer, batch, reward_model, functions, **replaces) == pytest.approx(expected, abs=1e-4)
+        lowers = {"non_eos_penalty": "add", "penalty_reward_value": -abs(penalty)}
+        expected = [score if ended else score - abs(penalty) for score, ended in zip(full, ENDED, strict=True)]
+        assert scores(tokenizer, batch, reward_model, functions, **lowers) == pytest.approx(expected, abs=1e-4)
         assert scores(tokenizer, batch, reward_model, functions) == pytest.approx(full, abs=1e-4)
 
 
@@ -339,7 +344,7 @@ async def yields(prompts, completions, **columns):
 
 
 FAILS_AS_A_WHOLE = (raises, raises_later, is_cancelled, yields, gives_none, gives_too_few, gives_too_many)
-BROKEN = (*FAILS_AS_A_WHOLE, gives_nan, gives_infinity, gives_none_for_one)
+BROKEN = (*FAILS_AS_A_WHOLE, gives_nan, gives_infinity)
 
 
 @pytest.mark.parametrize("function", BROKEN)
@@ -374,7 +379,7 @@ def no_float() -> object:
 
 
 BAD_VALUES = (
-    *(math.nan, -math.inf, None, "1.0", b"1", bytearray(b"1"), np.str_("1.0"), [1.0], 1j, 10**400, {}, no_float()),
+    *(math.nan, -math.inf, "1.0", b"1", bytearray(b"1"), np.str_("1.0"), [1.0], 1j, 10**400, {}, no_float()),
     *(torch.tensor([1.0, 2.0]), torch.tensor(math.nan), np.float32("inf")),
 )
 
@@ -405,6 +410,64 @@ def test_a_bad_value_is_an_error_or_leaves_out_its_completion(tokenizer, caplog,
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == f"2 of 6 completions have no reward: {error.value}"
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("reward_errors", ["error", "skip"])
+def test_none_leaves_the_reward_to_the_others(tokenizer, make_reward_model, caplog, with_model, reward_errors):
+    """Against a loop that adds up what applies to each completion, times its weight; NaN stays a failure."""
+    batch, model = make_batch(tokenizer), make_reward_model() if with_model else None
+    by_model = slow_scores(model, whole_rows(batch)) if with_model else [0.0] * 6
+    tables = {"code": [1.0, None, 2.0, None, None, 3.0], "text": [None, 5.0, 7.0, 11.0, None, math.nan]}
+    if not with_model:
+        tables["code"][4] = 4.0  # else nothing applies to it
+    if reward_errors == "error":
+        tables["text"][5] = 0.5
+
+    def table(name):
+        def function(prompts, completions, **columns):
+            return list(tables[name])
+
+        function.__name__ = name
+        return function
+
+    weights = {"code": 0.5, "text": -2.0}
+    expected = []
+    for row in range(6):
+        parts = [by_model[row] * 3.0] if with_model else []
+        parts += [weights[name] * tables[name][row] for name in tables if tables[name][row] is not None]
+        expected.append(math.fsum(parts))
+    changes = {"reward_errors": reward_errors, "reward_weights": [0.5, -2.0], "reward_model_weight": 3.0}
+    scored = Scorer(tokenizer, config(**changes), model, [table("code"), table("text")])(batch)
+    assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, abs=1e-4, nan_ok=True)
+    assert scored.metrics["reward/code"] == pytest.approx(2.0 if with_model else 2.5)  # of what it applies to
+    assert [record.getMessage()[:37] for record in caplog.records] == ["1 of 6 completions have no reward: re"] * (
+        reward_errors == "skip"
+    )
+
+
+def test_none_of_every_function_is_an_error_or_leaves_out_the_prompt(tokenizer, caplog):
+    batch, functions = make_batch(tokenizer), [gives_none_for_one, gives_none_for_one]
+    message = "every reward function returned None for completion 'abc'; at least one must return a number"
+    with pytest.raises(RewardError) as error:
+        Scorer(tokenizer, config(length_penalty=1.0), None, functions)(batch)
+    assert str(error.value) == message
+    scored = Scorer(tokenizer, config(reward_errors="skip"), None, functions)(batch)
+    assert scored.scores_PK.flatten().tolist() == pytest.approx([2.0, math.nan, 2.0, 2.0, 2.0, 2.0], nan_ok=True)
+    assert scored.metrics["reward/skipped"] == 1
+    assert [record.getMessage() for record in caplog.records] == [f"1 of 6 completions have no reward: {message}"]
+    for alone in (lambda: call_reward_function(gives_none_for_one, ["p"], ["abc"], {}), lambda: judged([None])):
+        with pytest.raises(RewardError, match=r"every reward function returned None; .* Completion: 'abc'"):
+            alone()
+    assert judged([None, 0.5]) == judged([0.5, None]) == [0.5]
+    assert judged([0.25, 0.5]) == [0.75]
+
+
+def judged(rewards: list[float | None]) -> list[float]:
+    """By evaluation's judge, of functions that return these for the completion "abc"."""
+    judge = Judge(None, [], 4, "cpu")
+    judge.functions = [lambda reward=reward, **columns: [reward] for reward in rewards]
+    return judge(["p"], [{}], ["abc"], [True])
 
 
 @pytest.mark.parametrize("value", [True, 3, np.float32(0.5), np.int64(2), torch.tensor(1.5), torch.tensor([2.5])])
@@ -451,6 +514,9 @@ def test_the_penalty_is_a_valid_score_whatever_the_function_returned(tokenizer, 
     assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, nan_ok=True)
     assert scored.metrics["reward/skipped"] == (0 if function is gives_nan else 4)
     assert scored.metrics["objective/scores"] == pytest.approx(-10 / 6 if function is gives_nan else -7.0)
+    scored = Scorer(tokenizer, config(**changes | {"non_eos_penalty": "add"}), None, [function])(make_batch(tokenizer))
+    expected = [ended, math.nan, ended, ended, ended - 7.0, ended]  # what is added to nothing is no score
+    assert scored.scores_PK.flatten().tolist() == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_reward_model_without_a_number_follows_the_same_policy(tokenizer, make_reward_model, caplog):
