@@ -23,7 +23,8 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], bool]]:
-    """Within, the first SIGTERM or SIGHUP is noted, and the next does what it did before.
+    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing: a
+    shell whose terminal is closed sends one, and the kernel another when the shell has ended.
 
     Yields:
         Whether one has come. Outside the main thread, where Python allows no handlers, never.
@@ -41,6 +42,8 @@ def ending_on_signals() -> Iterator[Callable[[], bool]]:
     def note(number: int, _frame: object) -> None:
         asked.set()
         restore()
+        if signal.SIGHUP in before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         name = signal.Signals(number).name
         logger.warning("%s: a checkpoint follows after this batch, then the run ends; resume goes on from there", name)
 

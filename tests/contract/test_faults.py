@@ -319,22 +319,28 @@ def test_a_generator_is_restarted_although_the_fork_server_is_gone(
     assert generator_pids() == set()
 
 
-def test_a_generator_outlives_the_fork_server_no_longer_than_it_is_needed(make_policy, tokenizer, prompts, make_args):
-    """Nothing waits for such a process, nor tells that it has ended; it goes on, and ends with the run."""
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                self.generators = generator_pids()
-                lose_process(vars(forkserver)["_forkserver"])
-
-    killer = Kill()
-    trainer_for(make_policy, tokenizer, prompts, make_args(staleness=1), callbacks=[killer]).train()
-    assert killer.generators
+def test_a_busy_generator_does_not_outlive_its_run_although_the_fork_server_is_dead(make_policy, tokenizer, prompts):
+    """Then nothing tells whether it lives: multiprocessing believes it dead, and kills it no more."""
+    config, policy = GenerationConfig(num_threads=1), make_policy()
+    generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), config, 0, Trace())
+    with closing(generator):
+        generator.publish(policy, 0)
+        generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2000))  # minutes of work
+        worker = generator.workers[0]
+        deadline = time.monotonic() + 120
+        while not worker.has_begun:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        pid = worker.process.pid
+        lose_process(vars(forkserver)["_forkserver"])
+        while worker.process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert _alive(pid)
     deadline = time.monotonic() + 30
-    while any(_alive(pid) for pid in killer.generators) and time.monotonic() < deadline:
+    while _alive(pid):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert [pid for pid in killer.generators if _alive(pid)] == []
 
 
 def test_an_error_leaves_the_last_checkpoint_whole(make_policy, tokenizer, prompts, make_args):
@@ -612,6 +618,7 @@ def test_a_closed_terminal_is_as_sigterm(command, tmp_path):
     """With all that the processes of a terminal suffer then: every one gets SIGHUP, and none can write any more."""
     ours, theirs = pty.openpty()
     words = [word for word in command if "progress" not in word]  # a bar, which is drawn into the void
+    words.append("--train.generation.max_restarts=0")
     learner = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lambda: _own(theirs))
     os.close(theirs)
     thread = threading.Thread(target=_drain, args=(ours,), daemon=True)
@@ -620,12 +627,16 @@ def test_a_closed_terminal_is_as_sigterm(command, tmp_path):
         _wait_for_batches(learner, tmp_path / "out")
         processes = descendants(learner.pid)
         os.close(ours)
+        for _ in range(3):  # a shell hands it on, and when that has ended the kernel sends it as well
+            with suppress(ProcessLookupError):
+                os.killpg(learner.pid, signal.SIGHUP)
+            time.sleep(0.05)
         assert learner.wait(timeout=60) == 0
     finally:
         learner.kill()
     (checkpoint,) = Checkpoints(tmp_path / "out").all()
     verify(checkpoint)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in processes if _alive(pid)] == []
