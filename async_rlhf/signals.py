@@ -23,8 +23,8 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], bool]]:
-    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing: a
-    shell whose terminal is closed sends one, and the kernel another when the shell has ended.
+    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing:
+    a shell whose terminal is closed sends one, and the kernel another when the shell has ended.
 
     Yields:
         Whether one has come. Outside the main thread, where Python allows no handlers, never.

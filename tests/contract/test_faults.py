@@ -131,18 +131,25 @@ def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, to
             generator.collect(2)
 
 
-def test_sigterm_to_the_whole_job_leaves_the_generators_to_the_learner(make_policy, tokenizer, prompts, make_args):
-    """A scheduler sends it to every process; the learner still needs their answers for its checkpoint."""
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
+    make_policy, tokenizer, prompts, make_args, sent
+):
+    """A scheduler or a terminal sends it to every process; the learner still needs answers for its checkpoint."""
 
     class TerminateAll(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 for pid in {*descendants(os.getpid()), *generator_pids(), os.getpid()}:
-                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, sent)
 
     args = make_args(staleness=2, generation={"max_restarts": 0})
-    with pytest.raises(SystemExit, match=r"^0$"):
-        trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
+    finally:
+        signal.signal(signal.SIGHUP, before)
     verify(Path(args.output_dir) / "checkpoint-2")
     assert generator_pids() == set()
 
