@@ -327,10 +327,11 @@ def refuse_in_use(path: Path, key: str, folder: Path) -> None:
     """
     for pause in (0.1, 0.0):  # between being killed and leaving there is a moment in which nothing says so
         seen = _look(path)
-        if seen is None or seen.holder is None or not seen.holder.is_alive():
+        holder = None if seen is None else seen.holder
+        if holder is None or not holder.is_alive():
             return
         time.sleep(pause)
-    raise _in_use(path, key, folder, seen.holder)
+    raise _in_use(path, key, folder, holder)
 
 
 def _in_use(path: Path, key: str, folder: Path, holder: Holder | None) -> InUseError:
