@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,34 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.files import naming
 from async_rlhf.learner import Learner
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+KEPT_LOGS = 200
+"""Lines of ``log_history``. All are in metrics.jsonl; every checkpoint would hold them once more."""
 
 
 @dataclass
 class OnlineTrainerState(TrainerState):
-    """transformers' state, and the number of prompts trained on. ``global_step`` counts batches."""
+    """transformers' state, and the number of prompts trained on. ``global_step`` counts batches, and ``log_history``
+    holds the newest :data:`KEPT_LOGS` lines.
+    """
 
     episode: int = 0
     """Prompts trained on so far."""
     completions: int = 0
     """Completions sampled for them."""
+    newest: dict[str, float] = field(default_factory=dict)
+    """Of every metric that was ever logged, the last value."""
+
+    def note(self, logs: Mapping[str, float]) -> None:
+        """Take in what was logged at this step."""
+        self.newest |= logs
+        self.log_history.append({**logs, "step": self.global_step})
+        del self.log_history[:-KEPT_LOGS]
 
 
 class OnlineTrainingArguments(TrainingArguments):
@@ -132,7 +146,8 @@ class ProgressCallback(TrainerCallback):
 
     def stop(self) -> None:
         """Give the terminal back; safe to call twice."""
-        self._progress.stop()
+        with suppress(OSError):  # it may have been closed
+            self._progress.stop()
 
 
 class Callbacks:
@@ -171,13 +186,17 @@ class Callbacks:
     def save_state(self, folder: Path) -> None:
         """Write ``trainer_state.json``, with the states of callbacks that have one."""
         self.state.stateful_callbacks |= {name: callback.state() for name, callback in self._stateful().items()}
-        self.state.save_to_json(str(folder / TRAINER_STATE))
+        path = folder / TRAINER_STATE
+        with naming(path):
+            self.state.save_to_json(str(path))
 
     def restore_state(self, folder: Path) -> None:
         """Go on from a state that :meth:`save_state` wrote; what the configuration says now stays."""
         saved = OnlineTrainerState.load_from_json(str(folder / TRAINER_STATE))
         for name in ("max_steps", "logging_steps", "save_steps", "eval_steps"):
             setattr(saved, name, getattr(self.state, name))
+        if not saved.newest:  # an older version's, which kept every line
+            saved.newest = {name: value for logs in saved.log_history for name, value in logs.items()}
         self.state = saved
         for name, callback in self._stateful().items():
             vars(callback).update(saved.stateful_callbacks.get(name, {}).get("attributes", {}))
@@ -206,7 +225,7 @@ class Callbacks:
 
     def log(self, logs: dict[str, float]) -> None:
         """Metrics have been logged."""
-        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.state.note(logs)
         self.control = self._handler.on_log(self.arguments, self.state, self.control, logs)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
@@ -219,13 +238,13 @@ class Callbacks:
         name = config.metric_for_best_model
         if name is None:
             return
-        found = [logs[name] for logs in self.state.log_history if name in logs]
-        if not found:  # not evaluated yet, or no such metric: in either case the checkpoint itself is good
+        found = self.state.newest.get(name)
+        if found is None:  # not evaluated yet, or no such metric: in either case the checkpoint itself is good
             logger.warning("metric_for_best_model: %r has not been logged so far", name)
             return
         best = self.state.best_metric
-        if best is None or (found[-1] > best if config.greater_is_better else found[-1] < best):
-            self.state.best_metric, self.state.best_model_checkpoint = found[-1], str(checkpoint)
+        if best is None or (found > best if config.greater_is_better else found < best):
+            self.state.best_metric, self.state.best_model_checkpoint = found, str(checkpoint)
 
     def saved(self) -> None:
         """A checkpoint is whole."""

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,18 @@ from torch import Tensor
 from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, require
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.files import whole_folder
+from async_rlhf.files import naming, whole_folder
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 FINAL = "final"
 """The folder of the policy after the last batch."""
+FORMAT = 2
+"""Of what is written for resuming. It changes with every change that an older or newer version could not read."""
 _MANIFEST = "manifest.json"
+_DELETED = ".deleted.json"
+"""The name of the manifest while its checkpoint is being deleted."""
 _MAY_CHANGE = {
     "output_dir",
     "overwrite_output_dir",
@@ -62,6 +68,7 @@ _MAY_CHANGE = {
     "generation.max_restarts",
     "generation.timeout",
     "generation.heartbeat_timeout",
+    "generation.start_timeout",
     "generation.probe_steps",
     "generation.mismatch_samples",
     "generation.urls",
@@ -102,11 +109,14 @@ class ResumeState:
         folder = folder / "resume"
         folder.mkdir()
         _save(self.tensors, folder / "tensors.safetensors")
-        with (folder / "rollouts.jsonl").open("w", encoding="utf-8") as file:
+        path = folder / "rollouts.jsonl"
+        with naming(path), path.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(self.ahead))
         names = ("batch", "config", "inputs", "values", "logs")
-        text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
-        (folder / "state.json").write_text(text, encoding="utf-8")
+        text = json.dumps({"format": FORMAT, **{name: getattr(self, name) for name in names}}, indent=1)
+        path = folder / "state.json"
+        with naming(path):
+            path.write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> ResumeState:
@@ -114,14 +124,22 @@ class ResumeState:
 
         Raises:
             CheckpointError: it cannot be read.
+            ConfigError: another version of this package has written it, in another format.
         """
         folder = folder / "resume"
         try:
-            state = cls(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
-            state.tensors = load_file(folder / "tensors.safetensors")
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            written = values.pop("format", 1)
+            if written == FORMAT:
+                state = cls(**values)
+                state.tensors = load_file(folder / "tensors.safetensors")
+                return state
+        except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(f"{str(folder)!r} cannot be read: {type(error).__name__}: {error}") from error
-        return state
+        raise ConfigError(
+            f"resume: {str(folder.parent)!r} is a checkpoint of format {written}; must be of format {FORMAT}: go on "
+            "with the version of async_rlhf that has written it, or start a new run from its policy (model)"
+        )
 
     def read_ahead(self, folder: Path, stream: PromptStream) -> None:
         """Read the batches that are sampled already; the stream gives their prompts."""
@@ -207,72 +225,20 @@ def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> RolloutBatch:
     return RolloutBatch(**{**row, "groups": groups, "shares": tuple(row["shares"])})
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of a run, as folders ``checkpoint-<batches>``.
-
-    Args:
-        folder: the run's.
-    """
-
-    folder: Path
-
-    def path(self, batch: int) -> Path:
-        """Where the checkpoint after so many batches lies."""
-        return self.folder / f"checkpoint-{batch}"
-
-    def all(self) -> list[Path]:
-        """The oldest first."""
-        found = [path for path in self.folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-        return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-    def newest_whole(self) -> Path | None:
-        """The newest that is undamaged; what is wrong with newer ones is said as a warning."""
-        for path in reversed(self.all()):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                logger.warning("WARNING: %s is damaged and is passed over: %s", path.name, error)
-            else:
-                return path
-        return None
-
-    def delete_old(self, limit: int | None, best: str | None) -> None:
-        """Keep the newest ``limit``, of which the best is one, however old it is."""
-        if limit is None:
-            return
-        paths = self.all()
-        kept = [path for path in paths if best is not None and path.name == Path(best).name]
-        room = limit - len(kept)
-        kept += [path for path in reversed(paths) if path not in kept][: max(room, 1)]
-        for path in paths:
-            if path not in kept:
-                _delete(path)
-
-    def delete_newer(self, batch: int) -> None:
-        """Delete the checkpoints of a future that a run has gone back from, and what killed runs left half-written."""
-        for path in self.all():
-            if int(path.name.rpartition("-")[2]) > batch:
-                logger.warning("deleting %s: the run goes on from batch %d", path.name, batch)
-                _delete(path)
-        for pattern in (".checkpoint-*.tmp", ".checkpoint-*.old", f".{FINAL}.tmp", f".{FINAL}.old"):
-            for path in self.folder.glob(pattern):
-                shutil.rmtree(path)
-
-
-def _delete(checkpoint: Path) -> None:
-    # Without its manifest it is no checkpoint any more, whatever is left when deleting is interrupted.
-    (checkpoint / _MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
-
-
 def write_whole(folder: Path, write: Iterable[Any]) -> None:
     """Write a folder, with its manifest, that appears under its name only when all of it is on the disk.
+
+    It takes the place of one that was written in the same way. Anything else is set aside under another name.
 
     Args:
         folder: its place.
         write: functions that each write into the folder they are given.
     """
+    if (stranger := stranger_in(folder)) is not None:
+        numbers = (f"{folder.name}.kept-{number}" for number in count(1))
+        aside = next(path for name in numbers if not os.path.lexists(path := folder.with_name(name)))
+        logger.warning("WARNING: %s was not written by a run; %s is kept, as %s", stranger, folder, aside.name)
+        folder.rename(aside)
     with whole_folder(folder) as temporary:
         for part in write:
             part(temporary)
@@ -299,6 +265,42 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{str(path)!r} is not what was written: its checksum differs")
 
 
+def stranger_in(folder: Path) -> Path | None:
+    """What nobody may delete with a folder that :func:`write_whole` would write: the folder itself, where it is a link
+    or was not written so, or the first thing in it that its manifest does not list. None where there is no such thing.
+    """
+    if not os.path.lexists(folder):
+        return None
+    if folder.is_symlink() or not folder.is_dir():
+        return folder
+    inside = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    lists = [folder / _DELETED, folder / _MANIFEST]
+    listing = next((path for path in lists if path.is_file()), None)
+    if listing is None:
+        return folder if inside else None  # nothing is left where deleting was interrupted at its end
+    try:
+        listed = {folder / name for name in dict(json.loads(listing.read_text(encoding="utf-8")))}
+    except (ValueError, TypeError):  # damaged: what it said can no longer be told
+        return None
+    return next((path for path in inside if path not in {*listed, *lists}), None)
+
+
+def delete_whole(folder: Path) -> None:
+    """Delete a folder in which there is no stranger. When that is interrupted it is no checkpoint any more, whatever is
+    left, but still says what was in it.
+    """
+    listing = folder / _DELETED
+    with suppress(FileNotFoundError):
+        (folder / _MANIFEST).replace(listing)
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != listing:
+            path.unlink()
+    listing.unlink(missing_ok=True)
+    folder.rmdir()
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -309,69 +311,3 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return f"{path.stat().st_size} bytes, xxh3 {digest.hexdigest()}"
-
-
-def checkpoint_to_resume(config: OnlineConfig) -> Path | None:
-    """The checkpoint that a run goes on from; None where it starts at the beginning.
-
-    With ``resume`` and ``resume_from`` a run that was started from elsewhere goes on from its own newest checkpoint.
-
-    Raises:
-        ConfigError: there is something to go on from, but no whole checkpoint.
-    """
-    if not config.resuming:
-        return None
-    output_dir = Path(config.output_dir)
-    own = Checkpoints(output_dir)
-    if config.resume and (config.resume_from is None or own.all()):
-        found = own.newest_whole()
-        if found is None and (own.all() or (output_dir / FINAL).exists()):
-            raise ConfigError(
-                f"resume: {str(output_dir)!r} holds a run but no whole checkpoint to go on from; set "
-                "overwrite_output_dir instead to delete it and start at the beginning"
-            )
-        if found is None:
-            logger.warning("resume: there is no checkpoint in %s; starting at the beginning", output_dir)
-        return found
-    folder = Path(str(config.resume_from)).expanduser()
-    try:
-        verify(folder)
-        if not (folder / "resume").is_dir():
-            raise CheckpointError("it holds a policy, but not the state of a run")
-    except CheckpointError as error:
-        raise ConfigError(f"resume_from: got {str(folder)!r}; must be a whole checkpoint: {error}") from error
-    return folder
-
-
-def check_output_dir(folder: Path, overwrite: bool) -> None:
-    """Make the folder of a run, and refuse one that holds an earlier run, unless that may be overwritten."""
-    earlier = _earlier_run(folder)
-    if earlier and not overwrite:
-        raise ConfigError(
-            f"output_dir: {str(folder)!r} holds an earlier run ({earlier[0].name}); choose another folder, set resume "
-            "to go on with it, or set overwrite_output_dir to delete it"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: {str(folder)!r} cannot be made: {error}") from error
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"output_dir: {str(folder)!r} cannot be written to: {error}") from error
-
-
-def delete_earlier_run(folder: Path) -> None:
-    """Delete what an earlier run left."""
-    for path in _earlier_run(folder):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _earlier_run(folder: Path) -> list[Path]:
-    names = ("metrics.jsonl", "samples.jsonl", "schedule.jsonl", FINAL)
-    return [
-        path
-        # Checkpoints first: were deleting interrupted, one without its logs could be resumed from.
-        for path in (*folder.glob("checkpoint-*"), *(folder / name for name in names), *folder.glob("trace*.json"))
-        if path.exists()
-    ]

@@ -16,7 +16,7 @@ import async_rlhf
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
-from async_rlhf.signals import RankError
+from async_rlhf.signals import RankError, ending_signals
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def _run(name: str, words: list[str]) -> int:
     logging.basicConfig(level=logging.INFO if lead else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in ending_signals():
+        signal.signal(number, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -204,9 +205,9 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _terminate(_signal: int, _frame: object) -> NoReturn:
-    """SIGTERM unwinds like an error, so that processes are ended and files closed."""
-    sys.exit(143)
+def _terminate(number: int, _frame: object) -> NoReturn:
+    """SIGTERM and SIGHUP unwind like an error, so that processes are ended and files closed."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

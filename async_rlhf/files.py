@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def cache_folder() -> Path:
@@ -17,12 +20,23 @@ def cache_folder() -> Path:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What a disk refuses within is said with the file: when an open one is written to, the system names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_DISKS:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name only when the body has ended well; else nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -45,34 +59,44 @@ def whole_lines(path: Path) -> list[str]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder that takes the place of an older one only when the body has ended well."""
+    """A folder that takes the place of an older one only when the body has ended well. A link in its place is replaced
+    itself; what it leads to stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         for file in temporary.rglob("*"):
             _flush_to_disk(file)  # of a folder, the names in it
         _flush_to_disk(temporary)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if path.exists() or path.is_symlink():
+            _delete(old)
             path.rename(old)
         try:
             temporary.rename(path)
         except OSError:
-            if old.exists():
+            if old.exists() or old.is_symlink():
                 old.rename(path)
             raise
         _flush_to_disk(path.parent)  # the names themselves
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What comes from outside to end a run: SIGTERM, which asks it to save first, and the failure of another rank."""
+"""What comes from outside to end a run: SIGTERM and SIGHUP, which ask it to save first, and another rank's failure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ class RankError(RuntimeError):
     """Another rank of the learner has failed. The message says which, and why."""
 
 
+def ending_signals() -> list[signal.Signals]:
+    """SIGTERM, and SIGHUP of a terminal that was closed, unless nohup has it ignored."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
 @contextmanager
-def ending_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Within, the first SIGTERM is noted and the second does what it did before.
+def ending_on_signals() -> Iterator[Callable[[], bool]]:
+    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing:
+    a shell whose terminal is closed sends one, and the kernel another when the shell has ended.
 
     Yields:
         Whether one has come. Outside the main thread, where Python allows no handlers, never.
@@ -26,15 +33,23 @@ def ending_on_sigterm() -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     asked = threading.Event()
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in ending_signals()}
 
-    def note(_signal: int, _frame: object) -> None:
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _frame: object) -> None:
         asked.set()
-        signal.signal(signal.SIGTERM, before)
-        logger.warning("SIGTERM: a checkpoint follows after this batch, then the run ends; resume goes on from there")
+        restore()
+        if signal.SIGHUP in before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        name = signal.Signals(number).name
+        logger.warning("%s: a checkpoint follows after this batch, then the run ends; resume goes on from there", name)
 
-    signal.signal(signal.SIGTERM, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield asked.is_set
     finally:
-        signal.signal(signal.SIGTERM, before)
+        restore()

@@ -20,6 +20,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.files import whole_file, whole_folder
+from async_rlhf.lock import hold
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Stage:
         outputs: else the files it writes. They are never replaced without a marker or ``overwrite``.
         overwrite_option: what errors tell the user to pass.
         marker_name: of the marker where ``name`` would not tell two outputs in one folder apart.
+        locked: refuse a second process that does this stage, from :meth:`done` to the end of publishing.
     """
 
     folder: Path
@@ -73,6 +75,7 @@ class Stage:
     outputs: tuple[Path, ...] = ()
     marker_name: str = ""
     overwrite_option: str = "--overwrite"
+    locked: bool = True
 
     @property
     def marker(self) -> Path:
@@ -91,8 +94,32 @@ class Stage:
         """The results, if the stage was done with this configuration and these inputs; None if it is to be done.
 
         Raises:
-            ConfigError: it was done with others, or the folder holds something else.
+            ConfigError: it was done with others, or the folder holds something else, or another process is doing it.
         """
+        results = self._done()
+        if results is None and self.locked:
+            self.hold()
+            results = self._done()  # another process may have done it meanwhile
+            if results is not None:
+                self._release()
+        return results
+
+    def hold(self) -> None:
+        """Be the only process that does this stage, until it is published or nobody refers to it any more.
+
+        Raises:
+            InUseError: another one does it.
+        """
+        folder = self.folder.resolve()
+        # A folder that will be replaced as a whole has its lock beside it.
+        path = folder.with_name(f".{folder.name}.lock") if self.owns_folder else folder / f".{self.marker.name}.lock"
+        self.__dict__["_hold"] = hold(path, self.name, self.folder)
+
+    def _release(self) -> None:
+        if (held := self.__dict__.pop("_hold", None)) is not None:
+            held.release()
+
+    def _done(self) -> dict[str, Any] | None:
         identity = self.identity
         found = self._read_marker()
         if found is None:
@@ -133,6 +160,7 @@ class Stage:
         with whole_folder(self.folder) as temporary:
             yield temporary
             (temporary / self.marker.name).write_text(self._marker_text(results), encoding="utf-8")
+        self._release()
 
     def publish_files(self, files: Mapping[Path, str], results: Mapping[str, Any]) -> None:
         """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files."""
@@ -140,6 +168,7 @@ class Stage:
         for path, text in [*files.items(), (self.marker, self._marker_text(results))]:
             with whole_file(path) as file:
                 file.write(text)
+        self._release()
 
     def _marker_text(self, results: Mapping[str, Any]) -> str:
         content = {"stage": self.name, **self.identity, "results": dict(results)}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf import random_state
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState
-from async_rlhf.checkpoint import FINAL, Checkpoints, ResumeState, as_saved, write_whole
+from async_rlhf.checkpoint import FINAL, ResumeState, as_saved, write_whole
 from async_rlhf.config import OnlineConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import decode_responses
@@ -22,6 +22,7 @@ from async_rlhf.learner import Learner
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts
+from async_rlhf.run_folder import METRICS, SAMPLES, SCHEDULE, Checkpoints, log_names
 from async_rlhf.scoring import Scorer
 from async_rlhf.types import RolloutBatch, RolloutGroup, ScoredBatch
 
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
 """Spans of the learner whose seconds are logged."""
-METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 
 
 class TrainingLoop:
@@ -46,6 +46,7 @@ class TrainingLoop:
         eval_prompts: held-out prompts, if there are any, with the engine that samples for them.
         inputs: fingerprints of what came from outside, for checkpoints.
         stop_asked: True once the run shall save and end.
+        require_folder: raises OSError where the folder is gone, or another process has taken it over.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class TrainingLoop:
         eval_prompts: tuple[PromptStream, Sampler] | None = None,
         inputs: Mapping[str, str] | None = None,
         stop_asked: Callable[[], bool] = lambda: False,
+        require_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.rollouts = rollouts
@@ -71,6 +73,7 @@ class TrainingLoop:
         self.eval_prompts = eval_prompts
         self.inputs = dict(inputs or {})
         self.stop_asked = stop_asked
+        self.require_folder = require_folder
         self.folder = Path(config.output_dir)
         self.checkpoints = Checkpoints(self.folder)
 
@@ -100,17 +103,18 @@ class TrainingLoop:
                 started = time.monotonic()
                 if self._after_batch(scored, metrics):
                     break
+            self.require_folder()
             write_whole(self.folder / FINAL, [self._write_policy])
             self.callbacks.end()
         return self.callbacks.state
 
     @contextmanager
     def _open_logs(self, keep: Mapping[str, int]) -> Iterator[None]:
-        names = [METRICS, SAMPLES, *([SCHEDULE] if self.config.staleness_mode == "bounded" else [])]
         with ExitStack() as stack:
             stack.enter_context(closing(self.callbacks))
             self._logs = {
-                name: stack.enter_context(closing(JsonLines(self.folder / name, keep.get(name, 0)))) for name in names
+                name: stack.enter_context(closing(JsonLines(self.folder / name, keep.get(name, 0))))
+                for name in log_names(self.config)
             }
             yield
 
@@ -124,6 +128,7 @@ class TrainingLoop:
         batch, path = state.global_step, self.checkpoints.path(state.global_step)
         tensors, values = self.learner.state()
         random_tensors, random_values = random_state.capture()
+        self.require_folder()
         with self.trace.span("save", batch=batch):
             ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
             resume = ResumeState(
@@ -150,6 +155,7 @@ class TrainingLoop:
         groups = scored.batch.groups
         control = self.callbacks.step_end(len(groups), sum(len(group.rollouts) for group in groups))
         state = self.callbacks.state
+        self.require_folder()
         if SCHEDULE in self._logs:
             self._logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
         counters = {"batch": float(state.global_step), "episode": float(state.episode)}

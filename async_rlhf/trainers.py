@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from async_rlhf.algorithms import ALGORITHMS
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState, check_integrations
-from async_rlhf.checkpoint import Checkpoints, ResumeState, check_output_dir, checkpoint_to_resume, delete_earlier_run
+from async_rlhf.checkpoint import ResumeState
 from async_rlhf.config import (
     ConfigError,
     GRPOConfig,
@@ -53,8 +53,9 @@ from async_rlhf.models import (
 )
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts, read_schedule
+from async_rlhf.run_folder import RunFolder, checkpoint_to_resume, hold_folder
 from async_rlhf.scoring.functions import RewardFunction
-from async_rlhf.signals import ending_on_sigterm
+from async_rlhf.signals import ending_on_signals
 from async_rlhf.trainer import TrainingLoop
 from async_rlhf.weights import checksum, iterate_weights, named_weights
 
@@ -112,9 +113,9 @@ class OnlineTrainer:
         self._started = False
         self.ranks = start_ranks(args)
         self._watch = Watch(self.ranks)
-        with self._watch.watching():
+        with self._watch.watching(), ExitStack() as stack:
             check_launch(args, self.ranks)
-            self._find_checkpoint()
+            self._find_checkpoint(stack)
             self.processing_class = tokenizer_for(model, processing_class)
             # Data before models: its mistakes are found within seconds.
             self._read_data(train_dataset, eval_dataset, prompt_field)
@@ -124,6 +125,7 @@ class OnlineTrainer:
                 self._inputs = self._fingerprints()
                 if self._resumed is not None:
                     self._resumed.check_inputs(self._inputs, args.resume_anyway)
+            self._until_trained = stack.pop_all()
 
     def _read_data(self, train_dataset: Rows, eval_dataset: Rows | None, prompt_field: str) -> None:
         """Prompts, and a record to repeat. Rank 0 hands them out; the others need none."""
@@ -174,23 +176,25 @@ class OnlineTrainer:
         self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value, parallel, checkpoint)
         self._scorer = make_scorer(args, self.processing_class, scoring_model, reward_funcs, prompt_field, parallel)
 
-    def _find_checkpoint(self) -> None:
-        """What the run goes on from, if anything, and whether its folder may be written to."""
-        args, output_dir = self.args, Path(self.args.output_dir)
-        self._checkpoint = self.ranks.from_lead(checkpoint_to_resume(args) if self.ranks.leads else None)
+    def _find_checkpoint(self, stack: ExitStack) -> None:
+        """Hold the folder, find what the run goes on from, if anything, and require that nothing else is in the way."""
+        args, found = self.args, None
+        if self.ranks.leads:
+            self._hold = stack.enter_context(hold_folder(Path(args.output_dir)))
+            found = checkpoint_to_resume(args)
+        self._checkpoint = self.ranks.from_lead(found)
         self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
         if self._resumed is not None:
             self._resumed.check(args)
-        self._here = self._checkpoint is not None and self._checkpoint.parent.resolve() == output_dir.resolve()
-        afresh = args.overwrite_output_dir or (args.resume and self._checkpoint is None)
+        self._folder = RunFolder(args, self._checkpoint, self._resumed.batch if self._resumed else 0)
         if self.ranks.leads:
-            check_output_dir(output_dir, afresh or self._here)
+            self._folder.check()
 
     def train(self) -> OnlineTrainerState:
         """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
 
-        On SIGTERM it writes a checkpoint after the batch at hand and exits with code 0, to be resumed. Of several ranks
-        all must call it.
+        On SIGTERM or SIGHUP it writes a checkpoint after the batch at hand and exits with code 0, to be resumed. Of
+        several ranks all must call it.
 
         Returns:
             The final state.
@@ -198,7 +202,7 @@ class OnlineTrainer:
         if self._started:
             raise RuntimeError("this trainer has trained already; make a new one to train again")
         self._started = True
-        with self._watch.watching(), ending_on_sigterm() as stop_asked:
+        with self._until_trained, self._watch.watching(), ending_on_signals() as stop_asked:
             with shared_cores(self.args, self.device, self.ranks.local_count) as threads:
                 if self._resumed is not None:
                     self.learner.restore(self._resumed.tensors, self._resumed.values["learner"])
@@ -216,23 +220,18 @@ class OnlineTrainer:
 
     def _lead(self, engine: SharedEngine, threads: int | None, stop_asked: Callable[[], bool]) -> OnlineTrainerState:
         """Run the loop."""
-        folder, resumed = Path(self.args.output_dir), self._resumed
-        with ExitStack() as stack:
+        folder, resumed = self._folder, self._resumed
+        with self._hold.alone(), ExitStack() as stack:
             trace = stack.enter_context(closing(Trace()))
             generator = make_generator(self.args, self.model, self._params, trace, threads, engine)
             stack.enter_context(closing(generator))
             if resumed is not None:
                 self._restore(resumed, generator)
             stack.enter_context(self._scorer.started())
-            if resumed is not None and self._here:
-                Checkpoints(folder).delete_newer(resumed.batch)
-                # A kill may have come between the last checkpoint and the deletion of old ones.
-                best = self.callbacks.state.best_model_checkpoint
-                Checkpoints(folder).delete_old(self.args.save_total_limit, best)
-            else:
-                delete_earlier_run(folder)
+            self._hold.require()
+            folder.clear(self.callbacks.state.best_model_checkpoint)
             if self.args.trace:
-                trace.write_to(folder / (f"trace-from-{resumed.batch}.json" if resumed else "trace.json"))
+                trace.write_to(folder.path / folder.trace)
             loop = TrainingLoop(
                 self.args,
                 self._rollouts(generator, trace),
@@ -244,9 +243,10 @@ class OnlineTrainer:
                 None if self._eval_stream is None else (self._eval_stream, self._eval_engine()),
                 self._inputs,
                 stop_asked,
+                self._hold.require,
             )
             try:
-                state = loop.run(resumed, resumed.logs if resumed and self._here else None)
+                state = loop.run(resumed, resumed.logs if resumed and folder.goes_on else None)
             except SystemExit as error:
                 if not error.code:  # a signal has asked for it, and the state is saved
                     self.ranks.end(None)

@@ -96,6 +96,8 @@ class GenerationConfig(Checked):
         timeout: seconds without an answer from a generator process after which the run stops with an error.
         heartbeat_timeout: seconds without a sign of life (a layer of the model computed) after which a generator
             process that has begun to sample is held to hang, and is killed and started again.
+        start_timeout: the same for one that has not begun: within so many seconds of its first request it has to
+            import its libraries, build the model (and, with vLLM, compile it) and load the weights.
         probe_steps: batches between two probes, which compare log-probabilities of fixed sequences by generator and
             learner; 0 for none. The checksum of every tensor is compared always.
         mismatch_samples: completions of each batch whose log-probabilities the learner computes too, with the weights
@@ -120,6 +122,7 @@ class GenerationConfig(Checked):
     max_restarts: int = 3
     timeout: float = 1800.0
     heartbeat_timeout: float = 120.0
+    start_timeout: float = 900.0
     probe_steps: int = 10
     mismatch_samples: int = 8
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
@@ -127,7 +130,7 @@ class GenerationConfig(Checked):
     def check(self) -> None:
         self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
         self.at_least(0, "max_restarts", "probe_steps", "mismatch_samples")
-        self.above(0, "temperature", "timeout", "heartbeat_timeout")
+        self.above(0, "temperature", "timeout", "heartbeat_timeout", "start_timeout")
         self.is_device("device")
         served = self.placement == "server"
         right = 'must be "vllm" with placement "server"'

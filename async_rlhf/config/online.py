@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, require
@@ -54,8 +55,9 @@ class OnlineConfig(Checked):
     ``num_mini_batches`` optimiser steps. An *episode* is a prompt.
 
     Args:
-        output_dir: where checkpoints, metrics.jsonl, samples.jsonl and trace.json go.
-        overwrite_output_dir: delete what an earlier run left there; else that is an error.
+        output_dir: where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. One process at a time writes
+            there; a second one is refused.
+        overwrite_output_dir: delete what an earlier run left there, and nothing else; without it, that is an error.
         resume: go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning.
         resume_from: go on from this checkpoint instead.
         resume_anyway: go on although a key differs that makes the run another one.
@@ -177,6 +179,9 @@ class OnlineConfig(Checked):
         self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
         self.is_device("device")
+        place = Path(self.output_dir).resolve()
+        right = "must name a folder of the run's own"
+        require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
         for key in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
         require(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.checkpoint import FINAL, Checkpoints
+from async_rlhf.checkpoint import FINAL
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import load_rows
@@ -24,8 +24,10 @@ from async_rlhf.files import whole_lines
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.lock import InUseError
 from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
+from async_rlhf.run_folder import Checkpoints, batch_of
 from async_rlhf.stage import Source, Stage
 from async_rlhf.types import FinishReason, Prompt
 from async_rlhf.weights import named_weights
@@ -183,9 +185,8 @@ def generation_files(folder: Path) -> list[Path]:
 
 def _in_order(path: Path) -> tuple[int, int, str]:
     """Models by name, then checkpoints by number, then the final model."""
-    number = path.stem.rpartition("-")[2]
-    if path.stem.startswith("checkpoint-") and number.isdigit():
-        return (1, int(number), "")
+    if (batch := batch_of(path.stem)) is not None:
+        return (1, batch, "")
     return (2, 0, "") if path.stem == FINAL else (0, 0, path.stem)
 
 
@@ -230,9 +231,12 @@ def _generated(
 def _done(stage: Stage, anew: bool) -> bool:
     try:
         return stage.done() is not None
+    except InUseError:
+        raise
     except ConfigError:
         if not anew:
             raise
+        stage.hold()
         return False
 
 

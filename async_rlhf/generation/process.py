@@ -7,10 +7,12 @@ gets its open requests again, whose weights are still in the ring.
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import queue
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,8 +20,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ from async_rlhf.lora import only_adapter, write_base
 from async_rlhf.parallel import architecture_of, device_of
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import DeviceRing, SnapshotRing
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessGenerator(RestartingGenerator):
@@ -146,18 +151,29 @@ class _Worker:
         self.beat = context.RawValue("d", 0.0)
         self.since = time.monotonic()
         self.starts += 1
-        self.process = context.Process(
+        process = context.Process(
             target=run_worker,
             args=(theirs, *self._arguments, self.beat),
             name=f"generator-{self.number}",
             daemon=True,
         )
-        with _main_left_alone(), _sigterm_blocked(), _environment_changed(self._environment):
-            self.process.start()
+        with _main_left_alone(), _endings_blocked(), _environment_changed(self._environment):
+            self._begin(process)
+        self.process, self._pipe = process, pipe
         theirs.close()  # only the worker holds it now, so that its death ends our reading
         self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(pipe, self.starts), daemon=True).start()
         threading.Thread(target=_write, args=(pipe, self._outbox), daemon=True).start()
+
+    def _begin(self, process: BaseProcess) -> None:
+        try:
+            process.start()
+        except (OSError, EOFError, AttributeError) as error:  # the fork server is dead, or its socket is gone
+            if self._method != "forkserver":
+                raise
+            logger.warning("%s: the fork server does not answer (%r); starting another", self.label, error)
+            _leave_fork_server()
+            process.start()
 
     def _read(self, pipe: Connection, start: int) -> None:
         with suppress(EOFError, OSError):
@@ -165,15 +181,21 @@ class _Worker:
                 self._arrived.put((self, start, pipe.recv()))
         self._arrived.put((self, start, None))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has given a sign of life since it was started."""
+        return bool(self.beat.value)
+
     def silent_for(self) -> float:
-        """Seconds since its last sign of life while it had something to do; 0 before the first."""
-        return time.monotonic() - max(self.beat.value, self.since) if self.beat.value else 0.0
+        """Seconds since its last sign of life, or its start, while it had something to do."""
+        return time.monotonic() - max(self.beat.value, self.since)
 
     def kill(self) -> None:
         self.process.kill()
 
     def end(self) -> str:
         """Wait for its end, and say how it ended."""
+        _hang_up(self._pipe)  # where the fork server is dead, nothing else tells whether it has ended
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
 
@@ -197,6 +219,7 @@ class _Worker:
         if self.open:  # nobody waits for these any more
             self.process.kill()
         self.process.join(timeout=5)
+        _hang_up(self._pipe)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -212,12 +235,32 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:
                 return
 
 
+def _hang_up(pipe: Connection) -> None:
+    """End the conversation: the process at the other end leaves when it is idle or has not been told to end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _leave_fork_server() -> None:
+    """Have multiprocessing start another fork server, in its folder, which a cleaner of /tmp may have deleted.
+
+    The old one is not ended, if it lives: the processes that it has forked go on, and are waited for through it. It
+    ends with this process.
+    """
+    Path(util.get_temp_dir()).mkdir(mode=0o700, parents=True, exist_ok=True)
+    # There is no public way: left alone, it believes in a server that lives behind a socket that is gone.
+    vars(forkserver)["_forkserver"]._forkserver_pid = None
+
+
 @contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Processes started within ignore SIGTERM: a scheduler sends it to all of a job, and the learner needs them yet."""
-    resource_tracker.ensure_running()  # starting it would let the signal through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _endings_blocked() -> Iterator[None]:
+    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends the one to all of a job, a terminal that is
+    closed the other, and the learner needs them yet.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
+        resource_tracker.ensure_running()  # starting it would let SIGTERM through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -183,8 +183,11 @@ class MortalWorker(Worker, Protocol):
     since: float
     """When its silence may have begun."""
 
+    has_begun: bool
+    """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
+
     def silent_for(self) -> float:
-        """Seconds since its last sign of life while it had something to do; 0 where that is not known."""
+        """Seconds since its last sign of life, or its start, while it had something to do; 0 where it is not known."""
 
     def end(self) -> str:
         """Make sure that it has ended, and say how it did."""
@@ -217,7 +220,7 @@ class RestartingGenerator(RemoteGenerator):
 
     def _wait(self, seconds: float) -> bool:
         """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
-        quarter = self.config.heartbeat_timeout / 4
+        quarter = min(self.config.heartbeat_timeout, self.config.start_timeout) / 4
         pause, asked = min(max(seconds, 0.0), quarter, _LOOK_SECONDS), time.monotonic()
         try:
             worker, start, answer = self._arrived.get(timeout=pause)
@@ -238,10 +241,11 @@ class RestartingGenerator(RemoteGenerator):
                 f"for {self.config.timeout:g} s (generation.timeout)"
             )
         for worker in busy:
-            limit = self.config.heartbeat_timeout
+            key = "heartbeat_timeout" if worker.has_begun else "start_timeout"
+            limit = self.config.heartbeat_timeout if worker.has_begun else self.config.start_timeout
             if worker.silent_for() > limit:
                 worker.kill()
-                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
+                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.{key})")
 
     def _receive(self, worker: MortalWorker, reply: Reply | Failure | None) -> bool:
         if reply is None:  # it died, perhaps in the middle of a message

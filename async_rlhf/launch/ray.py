@@ -155,12 +155,14 @@ class Signs:
     def __init__(self) -> None:
         self.last_sign: float | None = None
         """Monotonic clock; None where nothing is being done, or it is not known how long that may take."""
+        self.has_begun = True
+        """False as long as what is being done is to get ready for work."""
 
     @ray.method(concurrency_group="signs")
-    def silence(self) -> float:
-        """Seconds since the last sign of life."""
+    def silence(self) -> tuple[float, bool]:
+        """Seconds since the last sign of life, and whether it has begun to work."""
         last = self.last_sign
-        return 0.0 if last is None else time.monotonic() - last
+        return 0.0 if last is None else time.monotonic() - last, self.has_begun
 
 
 class Actor:
@@ -199,6 +201,7 @@ class Actor:
         self.since = self._started = time.monotonic()
         self._placed = self._told = False
         self._silence = 0.0
+        self.has_begun = False
         self._died = "died"
         self._handle = self._remote.remote(*self._arguments)
         self._ask_for_a_sign()
@@ -244,9 +247,10 @@ class Actor:
         self._asked: float | None = time.monotonic()
         self.call(self._heard, "silence")
 
-    def _heard(self, start: int, answer: float | RayError) -> None:
+    def _heard(self, start: int, answer: tuple[float, bool] | RayError) -> None:
         if start == self.starts and not isinstance(answer, RayError):
-            self._placed, self._silence, self._asked = True, answer, None
+            self._placed, self._asked = True, None
+            self._silence, self.has_begun = answer
 
     def _wait_for_room(self, seconds: float) -> None:
         needs = f"it needs {self.place}; the cluster has {describe_nodes()}"

@@ -119,15 +119,15 @@ class GeneratorActor(Signs):
         self._spec, self._params = spec, params
         self._weights = FetchedWeights(specs)
         self._handler: RequestHandler | None = None
-        self._has_begun = False
+        self.has_begun = False
 
     @ray.method(concurrency_group="work")
     def sample(self, request: Request, version: int, reference: list[ray.ObjectRef]) -> Reply | Failure:
         """Answer a request. ``version`` is the one that it names, or the newest when it was asked."""
         try:
+            self.last_sign = time.monotonic()
             if self._handler is None:
                 self._handler = RequestHandler(self._spec, self._params, self._weights, self._beat)
-            self.last_sign = time.monotonic() if self._has_begun else None
             self._weights.fetch(version, reference)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)
@@ -144,7 +144,7 @@ class GeneratorActor(Signs):
         self._weights.fetch(version, reference)
 
     def _beat(self) -> None:
-        self._has_begun, self.last_sign = True, time.monotonic()
+        self.has_begun, self.last_sign = True, time.monotonic()
 
 
 class RayGenerator(RestartingGenerator):

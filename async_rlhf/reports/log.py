@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from async_rlhf.files import naming
 
 
 class JsonLines:
@@ -18,6 +21,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, keep: int = 0) -> None:
+        self._path = path
         self._file: BinaryIO = path.open("ab" if keep else "wb")
         if self._file.tell() < keep:
             raise OSError(f"{str(path)!r} has {self._file.tell()} bytes, but {keep} when the checkpoint was written")
@@ -25,17 +29,35 @@ class JsonLines:
         self._file.seek(0, os.SEEK_END)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line, whole, and hand it to the operating system."""
+        """Append one line, whole, and hand it to the operating system.
+
+        Raises:
+            OSError: it cannot be written, or the file is no longer where it was: nobody would find the line.
+        """
+        self._require_place()
         text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
         # Half a character, from a prompt that is no Unicode text, becomes an escape that JSON knows.
-        self._file.write(text.encode(errors="backslashreplace"))
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(text.encode(errors="backslashreplace"))
+            self._file.flush()
 
     def position(self) -> int:
         """Bytes written so far, which are on the disk when this returns."""
-        os.fsync(self._file.fileno())
+        self._require_place()
+        with naming(self._path):
+            os.fsync(self._file.fileno())
         return self._file.tell()
+
+    def _require_place(self) -> None:
+        try:
+            there = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            why = "gone while the run writes it: was it deleted, moved or replaced?"
+            raise FileNotFoundError(errno.ENOENT, why, str(self._path))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from async_rlhf.files import naming
+
 LEARNER = "learner"
 
 
@@ -22,12 +24,13 @@ class Trace:
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
+        self._path = Path()
         self._tracks: dict[str, int] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def write_to(self, path: Path) -> None:
         """Write every span from now on to a new file."""
-        self._file = path.open("w", encoding="utf-8")
+        self._path, self._file = path, path.open("w", encoding="utf-8")
         self._file.write("[\n")
 
     @contextmanager
@@ -59,15 +62,17 @@ class Trace:
     def flush(self) -> None:
         """Hand what is buffered to the operating system. The format allows the closing bracket to be missing."""
         if self._file is not None:
-            self._file.flush()
+            with naming(self._path):
+                self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""
         if self._file is not None:
-            self._file.write('{"name": "end", "ph": "i", "ts": 0, "pid": 1, "tid": 0}\n]\n')
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with naming(self._path), file:
+                file.write('{"name": "end", "ph": "i", "ts": 0, "pid": 1, "tid": 0}\n]\n')
 
     def _write(self, event: dict[str, object]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps({"pid": 1, **event}) + ",\n")
+        with naming(self._path):
+            self._file.write(json.dumps({"pid": 1, **event}) + ",\n")

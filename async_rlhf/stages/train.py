@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from async_rlhf.launch.torchrun import start_ranks
 from async_rlhf.launch.watch import Watch
 from async_rlhf.models import load_tokenizer
 from async_rlhf.ranks import Ranks
+from async_rlhf.run_folder import hold_folder, refuse_second
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 from async_rlhf.stage import Stage
 from async_rlhf.trainers import TRAINERS
@@ -33,10 +35,15 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     """
     ranks = start_ranks(config.train)
     watch = Watch(ranks)
-    with watch.watching():
+    folder = Path(config.train.output_dir)
+    with watch.watching(), ExitStack() as stack:
+        if ranks.leads:
+            refuse_second(folder)  # at once: fingerprints of large models take their time
         stage = train_stage(config)
         results = ranks.from_lead(_done(stage, config) if ranks.leads else None)
         if results is None:
+            if ranks.leads:  # until the run is marked as finished, which its trainer does not know of
+                stack.enter_context(hold_folder(folder))
             results = _train(config, stage, ranks)
     watch.close()
     return results
@@ -97,4 +104,6 @@ def train_stage(config: RunConfig) -> Stage:
         "data.eval": config.data.eval,
     }
     option = "--train.overwrite_output_dir"
-    return Stage(Path(config.train.output_dir), MARKER, config, inputs, overwrite_option=option)
+    folder = Path(config.train.output_dir)
+    # The run locks its folder itself.
+    return Stage(folder, MARKER, config, inputs, overwrite_option=option, locked=False)

@@ -53,6 +53,13 @@ def run_hanging_worker(flag, *arguments) -> None:
     run_worker(*arguments)
 
 
+def run_stillborn_worker(flag, *arguments) -> None:
+    """As run_worker, but the first process hangs before it has built anything, as in an import that waits for ever."""
+    if _first(flag):
+        time.sleep(3600)
+    run_worker(*arguments)
+
+
 def run_hungry_worker(flag, *arguments) -> None:
     """As run_worker, but the first process to sample version AT has no memory for it."""
     generate = TransformersEngine.generate

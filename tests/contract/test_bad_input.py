@@ -15,12 +15,12 @@ from tiny import byte_tokenizer, count_letters
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.checkpoint import check_output_dir
 from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, DataConfig, GRPOConfig, PPOConfig, RLOOConfig, RunConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.generation import placement
 from async_rlhf.models import load_policy, load_reward_model, write_model
+from async_rlhf.run_folder import hold_folder
 from async_rlhf.scoring import RewardError
 from async_rlhf.stages.data import run_data
 
@@ -466,7 +466,7 @@ def test_an_unwritable_output_dir_is_named(make_policy, tokenizer, prompts, tmp_
         generation=GenerationConfig(response_length=8),
     )
     with pytest.raises(ConfigError, match="output_dir: '/proc' cannot be written to"):
-        check_output_dir(Path("/proc"), overwrite=False)  # where even root can make no file
+        hold_folder(Path("/proc"))  # where even root can make no file
     with pytest.raises(ConfigError, match=r"output_dir: .*file/run' cannot be made"):
         OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     assert os.listdir(tmp_path) == ["file"]

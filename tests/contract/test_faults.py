@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import resource
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver, util
 from pathlib import Path
 
 import pytest
 import torch
-from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker
+from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker, run_stillborn_worker
 from tiny import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOTrainer
-from async_rlhf.checkpoint import Checkpoints, verify
+from async_rlhf.checkpoint import verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
@@ -31,6 +38,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import StaleWeightsError
+from async_rlhf.run_folder import Checkpoints
 from async_rlhf.scoring import RewardError
 
 
@@ -123,18 +131,25 @@ def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, to
             generator.collect(2)
 
 
-def test_sigterm_to_the_whole_job_leaves_the_generators_to_the_learner(make_policy, tokenizer, prompts, make_args):
-    """A scheduler sends it to every process; the learner still needs their answers for its checkpoint."""
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
+    make_policy, tokenizer, prompts, make_args, sent
+):
+    """A scheduler or a terminal sends it to every process; the learner still needs answers for its checkpoint."""
 
     class TerminateAll(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 for pid in {*descendants(os.getpid()), *generator_pids(), os.getpid()}:
-                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, sent)
 
     args = make_args(staleness=2, generation={"max_restarts": 0})
-    with pytest.raises(SystemExit, match=r"^0$"):
-        trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
+    finally:
+        signal.signal(signal.SIGHUP, before)
     verify(Path(args.output_dir) / "checkpoint-2")
     assert generator_pids() == set()
 
@@ -253,6 +268,88 @@ def test_a_generator_that_hangs_or_runs_out_of_memory_is_replaced(
     assert generator_pids() == set()
 
 
+def test_a_generator_that_hangs_before_its_first_sign_of_life_is_replaced(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(process, "run_worker", partial(run_stillborn_worker, str(tmp_path / "flag")))
+    args = make_args(staleness=1, generation={"start_timeout": 10.0, "heartbeat_timeout": 60.0})
+    trainer_for(make_policy, tokenizer, prompts, args).train()
+    assert "generator process 0 gave no sign of life for 10 s (generation.start_timeout)" in caplog.text
+    assert generator_pids() == set()
+
+
+class LoseForkServer(TrainerCallback):
+    """Kills the generator and takes from the learner what it would start another with."""
+
+    def __init__(self, lose) -> None:
+        self.lose = lose
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            generators, server = generator_pids(), vars(forkserver)["_forkserver"]
+            self.lose(server)
+            for pid in generators:
+                os.kill(pid, signal.SIGKILL)
+
+
+def lose_process(server) -> None:
+    os.kill(server._forkserver_pid, signal.SIGKILL)
+
+
+def lose_socket(server) -> None:
+    os.unlink(server._forkserver_address)
+
+
+def lose_folder(server) -> None:
+    shutil.rmtree(util.get_temp_dir())
+
+
+def lose_both(server) -> None:
+    lose_folder(server)
+    lose_process(server)
+
+
+@pytest.mark.parametrize("lose", [lose_process, lose_socket, lose_folder, lose_both])
+def test_a_generator_is_restarted_although_the_fork_server_is_gone(
+    make_policy, tokenizer, prompts, make_args, lose, caplog
+):
+    """Killed, or its socket deleted by what cleans the folder for temporary files."""
+    undisturbed = trainer_for(make_policy, tokenizer, prompts, make_args("undisturbed", staleness=1))
+    undisturbed.train()
+    survivor = trainer_for(
+        make_policy, tokenizer, prompts, make_args("lost", staleness=1), callbacks=[LoseForkServer(lose)]
+    )
+    survivor.train()
+    assert "starting it again" in caplog.text
+    for name, tensor in undisturbed.model.state_dict().items():
+        assert torch.equal(tensor, survivor.model.state_dict()[name]), name
+    assert generator_pids() == set()
+
+
+def test_a_busy_generator_does_not_outlive_its_run_although_the_fork_server_is_dead(make_policy, tokenizer, prompts):
+    """Then nothing tells whether it lives: multiprocessing believes it dead, and kills it no more."""
+    config, policy = GenerationConfig(num_threads=1), make_policy()
+    generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), config, 0, Trace())
+    with closing(generator):
+        generator.publish(policy, 0)
+        generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2000))  # minutes of work
+        worker = generator.workers[0]
+        deadline = time.monotonic() + 120
+        while not worker.has_begun:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        pid = worker.process.pid
+        lose_process(vars(forkserver)["_forkserver"])
+        while worker.process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert _alive(pid)
+    deadline = time.monotonic() + 30
+    while _alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_an_error_leaves_the_last_checkpoint_whole(make_policy, tokenizer, prompts, make_args):
     """Here in a callback; the run then goes on from it."""
 
@@ -283,7 +380,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_policy, tokenizer, pr
                 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 
     try:
-        with pytest.raises(OSError, match=r"could not be written|File too large"):
+        with pytest.raises(OSError, match=r"(could not be written|File too large).*checkpoint-4"):
             trainer_for(make_policy, tokenizer, prompts, args, callbacks=[Fill()]).train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -409,6 +506,7 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
 
 UNCLOSED = """
 import sys
+import termios
 sys.path.insert(0, {tests!r})
 import tiny
 from async_rlhf.config import GenerationConfig
@@ -434,8 +532,8 @@ def test_a_program_that_fails_without_closing_its_generator_ends(tmp_path):
 
 
 @pytest.fixture
-def started(tmp_path, make_policy, tokenizer, prompts):
-    """The command on a long run, after its first batches; its output folder; and its options."""
+def command(tmp_path, make_policy, tokenizer, prompts):
+    """The words that start a long run, with the output in the folder "out"."""
     write_model(make_policy(), tokenizer, tmp_path / "model")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (tmp_path / "reward.py").write_text(
@@ -454,7 +552,20 @@ def started(tmp_path, make_policy, tokenizer, prompts):
         "train.progress": "false",
         "train.generation.response_length": 12,
     }
-    command = [sys.executable, "-m", "async_rlhf.cli", "train", *(f"--{key}={value}" for key, value in values.items())]
+    return [sys.executable, "-m", "async_rlhf.cli", "train", *(f"--{key}={value}" for key, value in values.items())]
+
+
+def _wait_for_batches(learner, out) -> None:
+    deadline = time.monotonic() + 180
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
+        assert learner.poll() is None, learner.stderr and learner.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def started(tmp_path, command):
+    """The command on a long run, after its first batches; its output folder; and its options."""
     learner = subprocess.Popen(
         command,
         start_new_session=True,
@@ -463,12 +574,8 @@ def started(tmp_path, make_policy, tokenizer, prompts):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        deadline = time.monotonic() + 180
-        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
-            assert learner.poll() is None, learner.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield learner, out, command
+        _wait_for_batches(learner, tmp_path / "out")
+        yield learner, tmp_path / "out", command
     finally:
         with suppress(ProcessLookupError):
             os.killpg(learner.pid, signal.SIGKILL)
@@ -488,6 +595,96 @@ def test_sigterm_saves_and_the_run_can_be_resumed(started):
     assert f"resuming after batch {trained}" in done.stderr
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in rows] == list(range(1, trained + 3))
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(started):
+    """A job that a scheduler has started twice. The first one, killed, is followed at once."""
+    learner, out, command = started
+    again = [*command, "--resume"]
+    before = {path.name for path in out.iterdir()}
+    second = subprocess.run(again, capture_output=True, text=True, timeout=180)
+    assert second.returncode == 2
+    assert f"process {learner.pid} on host {socket.gethostname()!r} is writing there" in second.stderr
+    assert {path.name for path in out.iterdir()} == before
+    assert learner.poll() is None
+    trained = (out / "metrics.jsonl").read_text().count("\n")
+    learner.kill()
+    third = subprocess.Popen([*again, "--train.save_steps=1"], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 180
+    while not Checkpoints(out).all():
+        assert third.poll() is None, third.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    third.send_signal(signal.SIGTERM)
+    errors = third.communicate(timeout=60)[1]
+    assert third.returncode == 0, errors
+    assert trained > 2
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows] == list(range(1, len(rows) + 1))
+    assert not (out / ".run.lock").exists()
+
+
+def test_a_closed_terminal_is_as_sigterm(command, tmp_path):
+    """With all that the processes of a terminal suffer then: every one gets SIGHUP, and none can write any more."""
+    ours, theirs = pty.openpty()
+    words = [word for word in command if "progress" not in word]  # a bar, which is drawn into the void
+    words.append("--train.generation.max_restarts=0")
+    learner = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lambda: _own(theirs))
+    os.close(theirs)
+    thread = threading.Thread(target=_drain, args=(ours,), daemon=True)
+    thread.start()
+    try:
+        _wait_for_batches(learner, tmp_path / "out")
+        processes = descendants(learner.pid)
+        os.close(ours)
+        for _ in range(3):  # a shell hands it on, and when that has ended the kernel sends it as well
+            with suppress(ProcessLookupError):
+                os.killpg(learner.pid, signal.SIGHUP)
+            time.sleep(0.05)
+        assert learner.wait(timeout=60) == 0
+    finally:
+        learner.kill()
+    (checkpoint,) = Checkpoints(tmp_path / "out").all()
+    verify(checkpoint)
+    deadline = time.monotonic() + 30
+    while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in processes if _alive(pid)] == []
+
+
+def _own(terminal: int) -> None:
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
+def _drain(terminal: int) -> None:
+    with suppress(OSError):
+        while select.select([terminal], [], [], 0.1)[0] is not None:
+            if select.select([terminal], [], [], 0)[0]:
+                os.read(terminal, 4096)
+
+
+def test_under_nohup_a_run_goes_on(command, tmp_path):
+    learner = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    try:
+        _wait_for_batches(learner, tmp_path / "out")
+        os.killpg(learner.pid, signal.SIGHUP)
+        lines = (tmp_path / "out" / "metrics.jsonl").read_text().count("\n")
+        deadline = time.monotonic() + 60
+        while (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") < lines + 5:
+            assert learner.poll() is None, learner.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        learner.send_signal(signal.SIGTERM)
+        assert learner.wait(timeout=60) == 0
+    finally:
+        learner.kill()
 
 
 def test_ctrl_c_twice_ends_at_once(started):

@@ -22,7 +22,8 @@ import pytest
 from killed_run import PHASES, PROMPTS, Kill
 from killed_run import main as run_here
 
-from async_rlhf.checkpoint import Checkpoints, verify, write_whole
+from async_rlhf.checkpoint import verify, write_whole
+from async_rlhf.run_folder import Checkpoints
 
 PROGRAM = Path(__file__).with_name("killed_run.py")
 MARK = "KILLED_RUN_TEST"
@@ -210,7 +211,10 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
 
 def _state(final: Path) -> dict[str, Any]:
     state = json.loads((final / "trainer_state.json").read_text())
-    return state | {"log_history": [_timeless(row) for row in state["log_history"]]}
+    return state | {
+        "log_history": [_timeless(row) for row in state["log_history"]],
+        "newest": _timeless(state["newest"]),
+    }
 
 
 def _timeless(row: dict[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
-from async_rlhf.checkpoint import ResumeState, as_saved
+from async_rlhf.checkpoint import FORMAT, ResumeState, as_saved, write_whole
 from async_rlhf.config import ConfigError
 from async_rlhf.trainers import TRAINERS
 
@@ -281,6 +281,20 @@ def test_resuming_from_elsewhere_deletes_no_other_run(make_policy, tokenizer, pr
     trainer, metrics, _ = run(make_policy, tokenizer, prompts, branch)
     assert trainer._checkpoint.name == "checkpoint-5"
     assert [row["batch"] for row in metrics] == [3, 4, 5, 6]
+
+
+def test_a_checkpoint_of_another_format_is_refused(make_policy, tokenizer, prompts, make_args):
+    """As an earlier version of the package has written it: without the number."""
+    args = make_args(save_steps=2)
+    run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
+    checkpoint, copy = Path(args.output_dir) / "checkpoint-2", Path(args.output_dir).parent / "earlier"
+    state = json.loads((checkpoint / "resume" / "state.json").read_text())
+    assert state.pop("format") == FORMAT
+    (checkpoint / "resume" / "state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
+    with pytest.raises(ConfigError, match=r"earlier' is a checkpoint of format 1; must be of format 2: go on with"):
+        run(make_policy, tokenizer, prompts, make_args("anew", resume_from=str(copy)))
 
 
 def test_a_run_is_not_made_shorter_than_its_checkpoint(make_policy, tokenizer, prompts, make_args):
