@@ -241,7 +241,7 @@ class Actor:
 
     def at_rest(self) -> None:
         """It has answered: what it said of its silence was about that."""
-        self._silence = 0.0
+        self._silence, self.has_begun = 0.0, True
 
     def _ask_for_a_sign(self) -> None:
         self._asked: float | None = time.monotonic()
