@@ -201,7 +201,7 @@ class OnlineConfig(Checked):
             'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
             'use placement "process"',
         )
-        right = "must be false with resume: what is to be gone on from cannot be deleted"
+        right = "must be false with resume: a run that is resumed cannot also be deleted"
         require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", True, right)
         require(
             self.replay_from is None or self.staleness_mode == "bounded",
@@ -215,6 +215,13 @@ class OnlineConfig(Checked):
             self.generation.shares,
             f"must be at most the batch of {self.batch_size} prompts",
         )
+        self._check_generation()
+        self._check_precision_and_penalty()
+        self._check_parallel()
+        self._check_launch()
+
+    def _check_generation(self) -> None:
+        """What an engine needs for adapters alone, and for weights that change in flight."""
         able = self.generation.engine == "vllm" and self.placement != "server"
         right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
         require(self.lora.publish == "merged" or able, "lora.publish", self.lora.publish, right)
@@ -228,10 +235,6 @@ class OnlineConfig(Checked):
         require(not in_flight or self.replay_from is None, "replay_from", self.replay_from, right)
         right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
         require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
-
-        self._check_precision_and_penalty()
-        self._check_parallel()
-        self._check_launch()
 
     def _check_precision_and_penalty(self) -> None:
         """Nothing without effect, and no penalty that rewards."""
