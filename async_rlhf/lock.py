@@ -199,11 +199,13 @@ class _Lock:
         return True
 
     def _tidy(self) -> None:
-        """Delete drafts of processes that were killed over them."""
+        """Delete drafts of processes that were killed over them; where that cannot be told, when they are old."""
         now = self.path.stat().st_mtime
         for draft in self.path.parent.glob(f"{self.path.name}.*"):
             with suppress(OSError):
-                if now - draft.stat().st_mtime > STALE_SECONDS:
+                seen = _look(draft)
+                dead = seen is not None and seen.holder is not None and seen.holder.is_alive() is False
+                if seen is not None and (now - seen.changed > STALE_SECONDS or (dead and seen.holder != self._me)):
                     draft.unlink()
 
     def _beat(self) -> None:

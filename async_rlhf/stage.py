@@ -138,6 +138,7 @@ class Stage:
         if not all(path.is_file() for path in self.outputs):
             return None
         logger.info("%s: done already, in %s", self.name, self.folder)
+        self._list_of_begun.unlink(missing_ok=True)
         return found["results"]
 
     def _check_place(self) -> None:
@@ -147,8 +148,9 @@ class Stage:
                 f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
                 f"earlier result of {self.name}"
             )
+        begun = self._begun()
         for path in self.outputs:
-            if path.exists() and not self.config.overwrite:
+            if path.exists() and not self.config.overwrite and path.name not in begun:
                 raise ConfigError(
                     f"{self.name}: {str(path)!r} is there, but nothing says that this stage finished it; pass "
                     f"{self.overwrite_option} true to replace it, or choose another output"
@@ -163,12 +165,28 @@ class Stage:
         self._release()
 
     def publish_files(self, files: Mapping[Path, str], results: Mapping[str, Any]) -> None:
-        """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files."""
+        """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files.
+
+        A list of the files goes before all: a stage that was killed among them may be started again.
+        """
+        with whole_file(self._list_of_begun) as file:
+            json.dump([path.name for path in files], file)
         self.marker.unlink(missing_ok=True)
         for path, text in [*files.items(), (self.marker, self._marker_text(results))]:
             with whole_file(path) as file:
                 file.write(text)
+        self._list_of_begun.unlink()
         self._release()
+
+    @property
+    def _list_of_begun(self) -> Path:
+        return self.folder / f".{self.marker.name}.begun"
+
+    def _begun(self) -> list[str]:
+        """Files that a stage which was killed has begun to write."""
+        if not self._list_of_begun.is_file():
+            return []
+        return json.loads(self._list_of_begun.read_text(encoding="utf-8"))
 
     def _marker_text(self, results: Mapping[str, Any]) -> str:
         content = {"stage": self.name, **self.identity, "results": dict(results)}

@@ -73,7 +73,7 @@ class Chain:
         started = time.monotonic()
         folder.mkdir()
         try:
-            with Program(folder, forked) as program:
+            with Program(folder, forked, patience=60) as program:
                 self.outcome = self._compare(program, folder, count, seed) or "identical"
         except (BrokenPromise, CheckpointError, ValueError) as error:  # the last are logs with half a line
             self.outcome = f"{type(error).__name__}: {error}"
@@ -176,7 +176,7 @@ def kill_commands(folder: Path, count: int, seed: int) -> list[Command]:
     commands = [Command(name) for name in COMMANDS]
     folder.mkdir()
     make_inputs(folder)
-    with Program(folder, forked=True) as program:
+    with Program(folder, forked=True, patience=60) as program:
         for command in commands:
             try:
                 command.run(program, folder, count, seed)

@@ -215,7 +215,8 @@ def _generated(
     stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
     if not _done(stage, anew):
         partial = folder / f".{name}.jsonl.part"
-        lines = list(_begun(partial, json.dumps(stage.identity)))
+        chunk = _CHUNK * config.batch_size
+        lines = list(_begun(partial, json.dumps(stage.identity), chunk, len(prompts)))
         if len(lines) < len(prompts):
             engine, params = engines.of(name, config.models[name], tokenizer)
             _sample(name, engine, params, prompts[len(lines) :], tokenizer, config, partial)
@@ -245,14 +246,20 @@ def _read(path: Path) -> list[Generation]:
         return [Generation.read(line) for line in file]
 
 
-def _begun(partial: Path, identity: str) -> Iterator[str]:
-    """The whole lines of an unfinished file, if it is of this very work; else it is begun anew."""
+def _begun(partial: Path, identity: str, chunk: int, prompts: int) -> Iterator[str]:
+    """The whole chunks of an unfinished file, if it is of this very work; else it is begun anew.
+
+    What is left of a chunk is sampled again with the rest of it, for the last digits of log-probabilities depend on
+    which completions share a batch.
+    """
     partial.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(partial)
-    if not lines or lines[0] != identity:
-        lines = [identity]
-        partial.write_text(f"{identity}\n", encoding="utf-8")
-    yield from lines[1:]
+    mine = bool(lines) and lines[0] == identity
+    done = len(lines) - 1
+    kept = lines[: 1 + (done if done == prompts else done // chunk * chunk)] if mine else [identity]
+    if kept != lines:
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    yield from kept[1:]
 
 
 def _sample(

@@ -41,9 +41,12 @@ class Program:
         folder: for its log.
         forked: every run in a fork of one interpreter that has imported everything, which is faster; else each in a
             new one.
+        patience: seconds after which no process may be left. A server of generators that was just started again
+            imports its libraries before it looks whether anybody still needs it.
     """
 
-    def __init__(self, folder: Path, forked: bool) -> None:
+    def __init__(self, folder: Path, forked: bool, patience: float = 5) -> None:
+        self.patience = patience
         # A killed fork server leaves its socket in the folder for temporary files.
         self._scratch = tempfile.TemporaryDirectory()
         self.log = folder / "program.log"
@@ -87,12 +90,12 @@ class Program:
         arguments += ["--measured", measured] if kill or disturb else []
         try:
             code = self._exit_code(arguments, 300)
-            left = self._survivors(5)
+            left = self._survivors(self.patience)
         finally:
             self._kill_survivors()
         tail = self.log.read_text(errors="replace")[-2000:]
         _require(code == (-signal.SIGKILL if kill else 0), f"{algorithm} ended with code {code}:\n{tail}")
-        _require(not left, f"still alive 5 s after the kill: {list(left.values())}")
+        _require(not left, f"still alive {self.patience:g} s after the kill: {list(left.values())}")
         memory = [path.name for path in Path("/dev/shm").glob("*async_rlhf*")]
         _require(not memory, f"left in /dev/shm: {memory}")
         note = json.loads(place.read_text()) if kill else {"saved": 0}
@@ -109,12 +112,12 @@ class Program:
         """
         try:
             code = self._exit_code(["--command", str(seconds), str(folder), *words], 300)
-            left = self._survivors(5)
+            left = self._survivors(self.patience)
         finally:
             self._kill_survivors()
         tail = self.log.read_text(errors="replace")[-2000:]
         _require(code == 0 or (code == -signal.SIGKILL and seconds > 0), f"{words[0]} ended with code {code}:\n{tail}")
-        _require(not left, f"still alive 5 s after the kill: {list(left.values())}")
+        _require(not left, f"still alive {self.patience:g} s after the kill: {list(left.values())}")
         return code != 0
 
     def _exit_code(self, arguments: list[str], timeout: float) -> int:

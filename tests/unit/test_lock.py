@@ -56,6 +56,15 @@ def take(path):
     return hold(path, "output_dir", path.parent)
 
 
+def test_drafts_of_dead_processes_are_deleted_at_once(path):
+    dead, elsewhere = (path.with_name(f"{path.name}.{name}") for name in ("dead", "elsewhere"))
+    for draft, changes in ((dead, {"started": "1"}), (elsewhere, {"host": "another", "place": "another"})):
+        held_by(draft, **changes)
+    with take(path):
+        assert not dead.exists()
+        assert elsewhere.exists()  # which may be about to use it
+
+
 def test_a_second_process_is_refused_and_changes_nothing(path, start):
     process, said = start()
     assert said == "held"

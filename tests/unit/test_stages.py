@@ -115,6 +115,39 @@ def test_a_folder_of_others_is_never_replaced(make_stage, tmp_path):
         make_stage("files", outputs=["rows"]).done()
 
 
+@pytest.mark.parametrize("killed_at", ["rows", "table", "done.json"])
+def test_a_stage_that_was_killed_among_its_files_can_be_started_again(make_stage, tmp_path, monkeypatch, killed_at):
+    """Without --overwrite; a file that it had not begun is still somebody else's."""
+    names, replace_file = ("rows", "table"), Path.replace
+    files = {tmp_path / "files" / name: name for name in names}
+
+    class Killed(BaseException):
+        """Nothing is cleaned up after a kill; what `finally` deletes here is a temporary file of no account."""
+
+    def kill(path, target):
+        if Path(target).name == killed_at:
+            raise Killed
+        return replace_file(path, target)
+
+    stage = make_stage("files", outputs=names)
+    assert stage.done() is None
+    with monkeypatch.context() as patched:
+        killed_at = stage.marker.name if killed_at == "done.json" else killed_at
+        patched.setattr(Path, "replace", kill)
+        with pytest.raises(Killed):
+            stage.publish_files(files, {"rows": 2})
+    del stage
+    again = make_stage("files", outputs=names)
+    assert again.done() is None
+    again.publish_files(files, {"rows": 2})
+    assert make_stage("files", outputs=names).done() == {"rows": 2}
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {*names, again.marker.name}
+    (tmp_path / "files" / "other").write_text("years of work")
+    with pytest.raises(ConfigError, match="nothing says that this stage finished it"):
+        again.marker.unlink()
+        make_stage("files", outputs=("other",)).done()
+
+
 def test_a_failure_midway_leaves_the_older_result_whole(make_stage, tmp_path):
     def burn():
         with make_stage(rate=2.0, overwrite=True).publish_folder({"loss": 0.1}) as folder:
@@ -155,11 +188,11 @@ stage.publish_files({stage.folder / "dish": "meal"}, {})
 """
 
 
-@pytest.mark.parametrize(("script", "left"), [(IN_THE_BODY, []), (BEFORE_THE_MARKER, ["dish"])])
+@pytest.mark.parametrize(("script", "left"), [(IN_THE_BODY, []), (BEFORE_THE_MARKER, [".cook.json.begun", "dish"])])
 def test_killed_midway_it_is_not_done(make_stage, tmp_path, script, left):
     ended = subprocess.run([sys.executable, "-c", DIE + script, str(tmp_path / "out")], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert [path.name for path in (tmp_path / "out").glob("*")] == left
+    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == left
     if not left:  # what is left over beside it is in nobody's way
         assert make_stage().done() is None
         finish(make_stage())
