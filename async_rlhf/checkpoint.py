@@ -56,6 +56,7 @@ _MAY_CHANGE = {
     "run_name",
     "progress",
     "trace",
+    "trust_remote_code",
     "reward_timeout",
     "parallel.ranks",
     "parallel.timeout",

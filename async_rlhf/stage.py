@@ -28,7 +28,7 @@ Source = str | Sequence[str] | Mapping[str, str] | None
 
 # Fields that change no result. A field of a group counts by its own name.
 _ELSEWHERE = {"overwrite", "overwrite_output_dir", "device", "num_threads", "report_to", "run_name", "logging_steps"}
-_ELSEWHERE |= {"num_samples_logged", "progress", "trace", "resume", "resume_from", "resume_anyway"}
+_ELSEWHERE |= {"num_samples_logged", "progress", "trace", "resume", "resume_from", "resume_anyway", "trust_remote_code"}
 _PLACES = ("output_dir", "output", "out")  # the marker lies there: a folder that was moved is still done
 _MODEL_FILES = [
     "config.json",

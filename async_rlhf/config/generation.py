@@ -11,6 +11,7 @@ from async_rlhf.config.base import Checked, require
 DECIDED = (
     "model",
     "load_format",
+    "trust_remote_code",
     "dtype",
     "logprobs_mode",
     "seed",

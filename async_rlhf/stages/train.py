@@ -8,6 +8,7 @@ from typing import Any
 
 import transformers
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, RunConfig
 from async_rlhf.data.loading import Rows, load_rows
@@ -70,7 +71,7 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         ref_model=config.ref_model,
         value_model=config.value_model,
         eval_dataset=eval_rows,
-        processing_class=None if config.tokenizer is None else load_tokenizer(config.tokenizer, "tokenizer"),
+        processing_class=_tokenizer(config),
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
         prompt_field=data.prompt_field,
     )
@@ -83,6 +84,12 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     if ranks.leads:
         stage.publish_files({}, results)
     return results
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    if config.tokenizer is None:
+        return None
+    return load_tokenizer(config.tokenizer, "tokenizer", trust=config.train.trust_remote_code)
 
 
 def train_stage(config: RunConfig) -> Stage:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -83,9 +84,10 @@ def rubbish(there: Admitting) -> None:
 
 
 def an_endless_length(there: Admitting) -> None:
-    with there.stranger() as one, pytest.raises(OSError, match="."):
-        while True:
+    with there.stranger() as one, suppress(ConnectionResetError, BrokenPipeError):
+        for _ in range(10_000):
             one.sendall(b"\xff" * 65536)
+        raise AssertionError("650 MB were taken")
 
 
 def gone_at_once(there: Admitting) -> None:
@@ -219,7 +221,7 @@ def test_ranks_of_one_host_watch_each_other_on_its_loopback_address_past_strange
     port, _ = said["value"]
     strangers = [socket.create_connection((HERE, port), timeout=20) for _ in range(3)]
     strangers[0].sendall(b'{"key": "", "rank": 1}\n' + b"x" * 200)
-    with pytest.raises(OSError, match="."):
+    with pytest.raises(ConnectionRefusedError):
         socket.create_connection((other_address(), port), timeout=20).close()
     watches[1] = Watch(TwoRanks(1, said, ready))
     threads[0].join(timeout=60)

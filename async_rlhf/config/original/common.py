@@ -130,9 +130,13 @@ def model_options(t: Translation, read: tuple[str, ...] = ()) -> None:
             f"model_revision: got {t['model_revision']!r}; must be 'main': give a folder with that revision as "
             "the model"
         )
+    if "trust_remote_code" in read and t["trust_remote_code"]:
+        t.same({"trust_remote_code": "trust_remote_code"})
+    t.idle(
+        MAPPED if "trust_remote_code" in read else f"{IDLE_THERE}: this program does not read it", "trust_remote_code"
+    )
     reasons = {
         "model_revision": "the main revision is what is loaded",
-        "trust_remote_code": "code of a model repository is never run",
         "attn_implementation": "transformers' default attention",
     }
     reasons |= dict.fromkeys(
