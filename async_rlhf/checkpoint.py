@@ -29,6 +29,7 @@ from torch import Tensor
 
 from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, require
+from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.files import whole_folder
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup
@@ -107,7 +108,9 @@ class ResumeState:
             file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(self.ahead))
         names = ("batch", "config", "inputs", "values", "logs")
         text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
-        (folder / "state.json").write_text(text, encoding="utf-8")
+        state = folder / "state.json"
+        state.touch(mode=0o600)  # options of vLLM may be secrets that we do not know
+        state.write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> ResumeState:
@@ -142,7 +145,7 @@ class ResumeState:
         seen = self.batch * config.batch_size
         right = f"must be at least the {seen} that the checkpoint has seen"
         require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
-        _require_same(self.config, as_saved(config), config.resume_anyway)
+        _require_same(without_secrets(self.config), as_saved(config), config.resume_anyway)
 
     def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
         """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
@@ -158,7 +161,7 @@ def as_saved(config: OnlineConfig) -> dict[str, Any]:
         "number of ranks": config.parallel.count,
         "prompts per batch": config.batch_size,
     }
-    return json.loads(json.dumps({**derived, **dotted(asdict(config))}))
+    return json.loads(json.dumps({**derived, **without_secrets(dotted(asdict(config)))}))
 
 
 def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:

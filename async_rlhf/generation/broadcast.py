@@ -147,7 +147,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     """Of a tensor in the host's memory; those of the tensor itself where it is contiguous."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _nccl_group(store: dist.Store, rank: int, world: int) -> Any:
@@ -195,7 +195,7 @@ def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
             with channel.makefile("rb") as lines:
                 while line := lines.readline(_LONGEST_LINE):
                     key, value = json.loads(line)
-                    store.set(key, bytes.fromhex(value))
+                    store.set(key, bytes.fromhex(value))  # type: ignore[arg-type]  # it takes both
         except (OSError, ValueError):  # the learner is gone: NCCL's own timeout says so
             return
 

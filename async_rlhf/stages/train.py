@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, RunConfig
+from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.files import whole_file
 from async_rlhf.launch.torchrun import start_ranks
@@ -77,7 +79,10 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     )
     if ranks.leads:
         with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
-            yaml.safe_dump(asdict(config), file, sort_keys=False)
+            os.fchmod(
+                file.fileno(), 0o600
+            )  # options of vLLM and arguments of rewards may be secrets that we do not know
+            yaml.safe_dump(without_secrets(asdict(config)), file, sort_keys=False)
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
