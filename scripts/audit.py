@@ -1,7 +1,7 @@
 """Ask pip-audit whether the pins of constraints.txt have known vulnerabilities: `make audit`.
 
-Ends with 0 where none has, with 1 and a list where some have, and with 2 where the database could not be asked of all of
-them: then nothing is known of the others.
+Ends with 0 where none has, with 1 and a list where some have, and with 2 where the database could not be asked of all
+of them: then nothing is known of the others.
 """
 
 from __future__ import annotations

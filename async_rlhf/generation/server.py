@@ -257,6 +257,8 @@ class _Server:
         probe = (
             (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
         )
+        if probe is not None and await client.weight_version() != f"{self._prefix}{probe[0]}":
+            raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
         asked = fingerprint(request.prompts)
         return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe)
 
