@@ -4,7 +4,8 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed bench faults faults-long clean
+.PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
+.PHONY: bench faults faults-long lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -65,5 +66,19 @@ $(VENV)/.distributed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,ray]'
 	@touch $@
 
+lock: setup         ## write constraints-hashes.txt anew: the pins of make setup, with the hashes of their files
+	$(BIN)/python scripts/lock.py
+
+setup-locked:       ## as make setup, with every file but torch's checked against constraints-hashes.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps torch==2.13.0
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement constraints-hashes.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $(VENV)/.installed
+
+audit:              ## whether the pinned versions have known vulnerabilities; with a tool in an environment of its own
+	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/python -m pip install --quiet pip-audit; }
+	@.audit/bin/python scripts/audit.py
+
 clean:              ## remove what make setup made; results in runs/ stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .audit build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, require
+from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.files import naming, whole_folder
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup
@@ -62,6 +63,7 @@ _MAY_CHANGE = {
     "run_name",
     "progress",
     "trace",
+    "trust_remote_code",
     "reward_timeout",
     "parallel.ranks",
     "parallel.timeout",
@@ -116,6 +118,7 @@ class ResumeState:
         text = json.dumps({"format": FORMAT, **{name: getattr(self, name) for name in names}}, indent=1)
         path = folder / "state.json"
         with naming(path):
+            path.touch(mode=0o600)  # options of vLLM may be secrets that we do not know
             path.write_text(text, encoding="utf-8")
 
     @classmethod
@@ -159,7 +162,7 @@ class ResumeState:
         seen = self.batch * config.batch_size
         right = f"must be at least the {seen} that the checkpoint has seen"
         require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
-        _require_same(self.config, as_saved(config), config.resume_anyway)
+        _require_same(without_secrets(self.config), as_saved(config), config.resume_anyway)
 
     def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
         """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
@@ -175,7 +178,7 @@ def as_saved(config: OnlineConfig) -> dict[str, Any]:
         "number of ranks": config.parallel.count,
         "prompts per batch": config.batch_size,
     }
-    return json.loads(json.dumps({**derived, **dotted(asdict(config))}))
+    return json.loads(json.dumps({**derived, **without_secrets(dotted(asdict(config)))}))
 
 
 def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:

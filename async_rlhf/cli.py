@@ -146,7 +146,7 @@ def _run(name: str, words: list[str]) -> int:
         from async_rlhf.config.original import parse_either
 
         words = [word for word in _spelt_out(name, words) if word != "--dry-run"]
-        config, text = parse_either(_find(COMMANDS[name].config), name, words)
+        config, text = parse_either(_find(COMMANDS[name].config), name, words, export=not dry_run)
         if dry_run:
             print(text + _derived(config))
             return 0

@@ -300,13 +300,14 @@ class Learner:
             for name, parameter in self.model.named_parameters():
                 if is_adapter(name):
                     parameter.copy_(tensors[f"adapter.{name}"])
+        trust = self.config.trust_remote_code
         if not has_adapters(self.policy):
-            self.policy.load_state_dict(load_policy(str(folder)).state_dict())
+            self.policy.load_state_dict(load_policy(str(folder), trust=trust).state_dict())
         place = folder / "value_model"
         if isinstance(self.value, nn.Linear):
             load_value_head(place, self.value)
         elif self.value is not None:
-            saved = load_reward_model(str(place), key="value_model")
+            saved = load_reward_model(str(place), key="value_model", trust=trust)
             if has_adapters(self.value):
                 self.value.score.load_state_dict(saved.score.state_dict())
             else:

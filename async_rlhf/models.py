@@ -46,15 +46,47 @@ def _check_source(name: str, key: str) -> None:
         raise ConfigError(f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model")
 
 
-def load_tokenizer(name: str, key: str = "model") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name.
+def brings_code(kind: type) -> bool:
+    """Whether a class of a model or a configuration is code that came with a model, and not transformers' own.
+
+    Such a class is there only where the user has said that this code may be run.
+    """
+    return kind.__module__.startswith("transformers_modules.")
+
+
+def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any) -> Any:
+    """The one place where anything of transformers is loaded by name.
+
+    ``trust_remote_code`` is always said: left open, transformers would ask on the standard input, and take its answer.
 
     Raises:
-        ConfigError: there is none, or it has no end-of-sequence token.
+        ConfigError: it brings code that the user has not said to trust.
     """
     _check_source(name, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()))
+        return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
+    except ValueError as error:
+        if trust or "trust_remote_code" not in str(error):
+            raise
+        right = f"must be true to load {key}, {name!r}, which brings Python code of its own that is run then"
+        raise ConfigError(f"trust_remote_code: got False; {right}") from None
+
+
+def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    Args:
+        name: the folder or hub name.
+        key: the configuration key that errors name.
+        trust: whether Python code that is beside it may be run.
+
+    Raises:
+        ConfigError: there is none, or it has no end-of-sequence token, or it brings code.
+    """
+    try:
+        tokenizer = _from_pretrained(AutoTokenizer, name, key, trust)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
     # Of a folder with a model alone, transformers makes a tokenizer without a vocabulary.
@@ -76,14 +108,20 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def load_policy(name: str, device: torch.device | str = "cpu", key: str = "model") -> PreTrainedModel:
-    """A causal language model in float32 with dropout off."""
-    return disable_dropout(_load(AutoModelForCausalLM, name, key).to(device))
+def load_policy(
+    name: str, device: torch.device | str = "cpu", key: str = "model", *, trust: bool = False
+) -> PreTrainedModel:
+    """A causal language model in float32 with dropout off; with ``trust``, code that comes with it may be run."""
+    return disable_dropout(_load(AutoModelForCausalLM, name, key, trust).to(device))
 
 
-def load_reward_model(name: str, device: torch.device | str = "cpu", key: str = "reward_model") -> PreTrainedModel:
-    """A sequence-classification model with one output, in float32, in evaluation mode."""
-    model = _load(AutoModelForSequenceClassification, name, key, num_labels=1)
+def load_reward_model(
+    name: str, device: torch.device | str = "cpu", key: str = "reward_model", *, trust: bool = False
+) -> PreTrainedModel:
+    """A sequence-classification model with one output, in float32, in evaluation mode; for ``trust`` see
+    :func:`load_policy`.
+    """
+    model = _load(AutoModelForSequenceClassification, name, key, trust, num_labels=1)
     return check_reward_model(model, key).to(device).eval()
 
 
@@ -94,23 +132,26 @@ def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> Pre
     return model
 
 
-def reward_model_for(model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def reward_model_for(
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase, trust: bool = False
+) -> PreTrainedModel:
     """The given reward model, or the one of that name, which must read the policy's tokens."""
     if isinstance(model, str):
-        check_vocabulary(tokenizer, load_tokenizer(model, "reward_model"), "reward_model")
-        model = load_reward_model(model)
+        check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
+        model = load_reward_model(model, trust=trust)
     check_embeddings(model, tokenizer, "reward_model")
     return check_reward_model(model).eval()
 
 
-def _load(kind: Any, name: str, key: str, **options: Any) -> PreTrainedModel:
+def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTrainedModel:
     """A whole model in float32: weights that the folder lacks would be random, and are an error."""
-    _check_source(name, key)
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     try:
-        model, report = kind.from_pretrained(
-            str(Path(name).expanduser()), dtype=torch.float32, output_loading_info=True, **options
+        model, report = _from_pretrained(
+            kind, name, key, trust, dtype=torch.float32, output_loading_info=True, **options
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
     if report["missing_keys"]:
@@ -119,17 +160,21 @@ def _load(kind: Any, name: str, key: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def new_reward_model(name: str, tokenizer: PreTrainedTokenizerBase, seed: int, key: str = "model") -> PreTrainedModel:
+def new_reward_model(
+    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, key: str = "model", *, trust: bool = False
+) -> PreTrainedModel:
     """A reward model on the body of a language model, in float32 with dropout off.
 
     Its head starts from a normal distribution of standard deviation 1 / sqrt(hidden size + 1) that depends on the
     seed alone (Stiennon et al., "Learning to summarize from human feedback", 2020).
     """
-    _check_source(name, key)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        kind = AutoModelForSequenceClassification
         try:
-            model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, dtype=torch.float32)
+            model = _from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             raise ConfigError(f"{key}: no reward model could be made from {name!r}: {error}") from error
         if getattr(model, "score", None) is None:
@@ -144,7 +189,7 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     try:
-        model = AutoModelForSequenceClassification.from_config(config)
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
     except ValueError as error:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
     check_reward_model(model, "value_model")
@@ -183,10 +228,11 @@ def value_model_for(
     reward_model: PreTrainedModel | None,
     policy: PreTrainedModel,
     device: torch.device,
+    trust: bool = False,
 ) -> PreTrainedModel:
     """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
     if isinstance(given, str):
-        return load_reward_model(given, device, "value_model")
+        return load_reward_model(given, device, "value_model", trust=trust)
     if given is not None and given is reward_model:
         raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
     if given is not None:
@@ -253,14 +299,16 @@ def check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         )
 
 
-def tokenizer_for(model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def tokenizer_for(
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None, trust: bool = False
+) -> PreTrainedTokenizerBase:
     """The given tokenizer, else the one beside the model."""
     if tokenizer is not None:
         return check_tokenizer(tokenizer)
     name = model if isinstance(model, str) else model.config.name_or_path
     if not name:
         raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
-    return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model")
+    return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model", trust=trust)
 
 
 def positions_of(model: PreTrainedModel) -> int | None:

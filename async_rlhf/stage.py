@@ -19,6 +19,7 @@ import xxhash
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted
 from async_rlhf.config.rewards import FunctionName
+from async_rlhf.config.secrets import without_secrets
 from async_rlhf.files import whole_file, whole_folder
 from async_rlhf.lock import hold
 
@@ -29,7 +30,7 @@ Source = str | Sequence[str] | Mapping[str, str] | None
 
 # Fields that change no result. A field of a group counts by its own name.
 _ELSEWHERE = {"overwrite", "overwrite_output_dir", "device", "num_threads", "report_to", "run_name", "logging_steps"}
-_ELSEWHERE |= {"num_samples_logged", "progress", "trace", "resume", "resume_from", "resume_anyway"}
+_ELSEWHERE |= {"num_samples_logged", "progress", "trace", "resume", "resume_from", "resume_anyway", "trust_remote_code"}
 _PLACES = ("output_dir", "output", "out")  # the marker lies there: a folder that was moved is still done
 _MODEL_FILES = [
     "config.json",
@@ -88,7 +89,7 @@ class Stage:
         values = dotted(dataclasses.asdict(self.config))
         config = {key: value for key, value in values.items() if key.rpartition(".")[2] not in _ELSEWHERE}
         # Through JSON and back, so that it equals what a marker says.
-        return json.loads(json.dumps({"config": config, "inputs": _fingerprints(self.inputs)}))
+        return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))
 
     def done(self) -> dict[str, Any] | None:
         """The results, if the stage was done with this configuration and these inputs; None if it is to be done.
@@ -201,7 +202,7 @@ class Stage:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
-        return found
+        return {**found, "config": without_secrets(found["config"])}
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:

@@ -116,7 +116,7 @@ class OnlineTrainer:
         with self._watch.watching(), ExitStack() as stack:
             check_launch(args, self.ranks)
             self._find_checkpoint(stack)
-            self.processing_class = tokenizer_for(model, processing_class)
+            self.processing_class = tokenizer_for(model, processing_class, args.trust_remote_code)
             # Data before models: its mistakes are found within seconds.
             self._read_data(train_dataset, eval_dataset, prompt_field)
             self._load_models(model, ref_model, reward_model, value_model, reward_funcs, prompt_field)
@@ -149,20 +149,24 @@ class OnlineTrainer:
         reward_funcs: tuple[RewardFunction, ...],
         prompt_field: str,
     ) -> None:
-        args, parallel = self.args, make_parallel(self.args, self.ranks)
+        args, parallel, trust = self.args, make_parallel(self.args, self.ranks), self.args.trust_remote_code
         self.device = rank_device(args, self.ranks)
         # What is spread comes to the device piece by piece.
         device = torch.device("cpu") if parallel.spreads_weights else self.device
-        self.model = load_policy(model, device) if isinstance(model, str) else in_float32(unwrap(model).to(device))
+        named = isinstance(model, str)
+        self.model = load_policy(model, device, trust=trust) if named else in_float32(unwrap(model).to(device))
         check_positions(self.model, args.max_prompt_length, args.generation.response_length)
         self._params = self._sampling()
         # The saved policy then stops where this one did.
         self.model.generation_config.eos_token_id = list(self._params.stop_token_ids)
         scoring_model = None
         if reward_model is not None:
-            scoring_model = reward_model_for(reward_model, self.processing_class).to(reward_device(args, device))
+            scoring_model = reward_model_for(reward_model, self.processing_class, trust)
+            scoring_model.to(reward_device(args, device))
         self._reward_checksum = None if scoring_model is None else checksum(named_weights(scoring_model))
-        reference = load_policy(ref_model, device, "ref_model") if isinstance(ref_model, str) else ref_model
+        reference = (
+            load_policy(ref_model, device, "ref_model", trust=trust) if isinstance(ref_model, str) else ref_model
+        )
         if reference is not None:
             check_embeddings(reference.to(device), self.processing_class, "ref_model")
         value = self._value(value_model, scoring_model, device)
@@ -388,7 +392,7 @@ class PPOTrainer(OnlineTrainer):
                 right = "with shared_trunk it must be None or the folder of a head"
                 raise ConfigError(f"value_model: got a model; {right}")
             return new_value_head(self.model, value_model).to(device)
-        value = value_model_for(value_model, reward_model, self.model, device)
+        value = value_model_for(value_model, reward_model, self.model, device, self.args.trust_remote_code)
         check_embeddings(value, self.processing_class, "value_model")
         value = in_float32(value).to(device).requires_grad_(True)
         if self.args.lora.rank > 0:

@@ -10,15 +10,20 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from async_rlhf.config.secrets import HIDDEN, is_secret, masked
+
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. The message names the key, the value and what would be right."""
+    """A configuration that cannot work. The message names the key, the value unless it is secret, and what is right."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 def require(condition: bool, key: str, value: object, right: str) -> None:
     """Raise :class:`ConfigError` for ``key`` unless ``condition`` holds."""
     if not condition:
-        raise ConfigError(f"{key}: got {value!r}; {right}")
+        raise ConfigError(f"{key}: got {HIDDEN if is_secret(key) else repr(value)}; {right}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -32,6 +32,7 @@ class HeldOutConfig(Checked):
         vllm: options of vLLM.
         seed: of sampling.
         device: e.g. "cuda:0"; null takes the first GPU, or the CPU.
+        trust_remote_code: run Python code that comes with a model; false makes it an error that a model needs that.
         overwrite: do it again where it is done already.
     """
 
@@ -52,6 +53,7 @@ class HeldOutConfig(Checked):
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     seed: int = 0
     device: str | None = None
+    trust_remote_code: bool = False
     overwrite: bool = False
 
     def check(self) -> None:

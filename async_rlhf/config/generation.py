@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from async_rlhf.config.base import Checked, require
+from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
+
+_SERVER_DECIDED = (
+    "api_key",
+    "grpc",
+    "grpc_port",
+    "host",
+    "middleware",
+    "model",
+    "port",
+    "root_path",
+    "trust_remote_code",
+    "uds",
+    "worker_extension_cls",
+)
+"""Arguments of ``vllm serve`` that say who is served, or have a key of their own."""
 
 DECIDED = (
     "model",
     "load_format",
+    "trust_remote_code",
     "dtype",
     "logprobs_mode",
     "seed",
@@ -78,6 +96,9 @@ class GenerationConfig(Checked):
             0, else process.
         workers: generator processes; they share the prompts of each batch.
         urls: of the servers, started by ``async-rlhf serve``; they share the prompts of each batch.
+        api_key: the key that the servers were started with; null takes the environment variable ASYNC_RLHF_API_KEY. It
+            is written nowhere. A URL with a user and a password of its own (``https://user:password@host``) gets these
+            instead.
         weights_road: how weights reach servers: "folder" as files in weights_dir, "network" straight from the learner's
             memory to theirs, by Gloo between CPUs and NCCL between GPUs.
         weights_dir: folder in which servers find the weights: the learner writes it, every server reads it under the
@@ -109,6 +130,7 @@ class GenerationConfig(Checked):
     placement: Literal["auto", "inline", "process", "server"] = "auto"
     workers: int = 1
     urls: list[str] = field(default_factory=list)
+    api_key: str | None = None
     weights_road: Literal["folder", "network"] = "folder"
     weights_dir: str | None = None
     in_flight: bool = False
@@ -139,6 +161,8 @@ class GenerationConfig(Checked):
         require(not served or bool(self.urls), "urls", self.urls, right)
         require(served or not self.urls, "urls", self.urls, 'must be empty unless placement is "server"')
         for url in self.urls:
+            right = f"must have its user and password again in the place of {HIDDEN}: they are not written to run.yml"
+            require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         require(len(set(self.urls)) == len(self.urls), "urls", self.urls, "must name each server once")
         self._check_roads(served)
@@ -147,6 +171,8 @@ class GenerationConfig(Checked):
 
     def _check_roads(self, served: bool) -> None:
         """Nothing that would be ignored may be set."""
+        require(served or self.api_key is None, "api_key", None, 'must be null unless placement is "server"')
+        check_key(self.api_key)
         right = 'must be null unless placement is "server" and weights_road "folder"'
         files = served and self.weights_road == "folder"
         require(files or self.weights_dir is None, "weights_dir", self.weights_dir, right)
@@ -161,6 +187,14 @@ class GenerationConfig(Checked):
         return len(self.urls) or self.workers
 
 
+def check_key(key: str | None) -> None:
+    """A key can be sent in a header. Raises :class:`ConfigError`, which does not show it."""
+    sendable = key is None or (key != HIDDEN and key.isascii() and key.isprintable() and "" != key == key.strip())
+    require(
+        sendable, "api_key", HIDDEN, "must be printable ASCII without spaces around it, such as: openssl rand -hex 32"
+    )
+
+
 def _is_url(text: str) -> bool:
     try:
         place = urlsplit(text)
@@ -173,13 +207,17 @@ def _is_url(text: str) -> bool:
 class ServeConfig(Checked):
     """A vLLM server for runs with ``generation.placement: server``.
 
-    Only the architecture of the model is read; its weights come from the run. vLLM's own endpoints for loading weights
-    are open to whoever reaches the port: keep it within a network that you trust.
+    Only the architecture of the model is read; its weights come from the run. With a key, every request but GET /health
+    needs it, vLLM's own endpoints for loading weights included.
 
     Args:
         model: a folder with the policy's config.json, or a hub name.
-        host: address to listen on; "0.0.0.0" for every one.
+        host: address to listen on; "0.0.0.0" for every one. Without a key it must be one of this host alone.
         port: to listen on.
+        api_key: what requests have to send (``Authorization: Bearer KEY``); better given by the environment variable
+            ASYNC_RLHF_API_KEY than on the command line, which every user of the host can read.
+        open: listen on other addresses without a key; whoever reaches the port can load weights and call methods.
+        trust_remote_code: run Python code that comes with the model; false makes it an error that a model needs that.
         dtype: of the weights; as ``generation.dtype`` of the run.
         max_model_len: most tokens of prompt and response together; null for what the model can take.
         tensor_parallel_size: GPUs that share the model.
@@ -193,6 +231,9 @@ class ServeConfig(Checked):
     model: str
     host: str = "127.0.0.1"
     port: int = 8000
+    api_key: str | None = None
+    open: bool = False
+    trust_remote_code: bool = False
     dtype: Dtype = "bfloat16"
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
@@ -206,6 +247,22 @@ class ServeConfig(Checked):
         self.at_least(1, "port", "max_model_len", "tensor_parallel_size", "num_threads")
         self.above(0, "gpu_memory_utilization", "kv_cache_gb")
         require(self.port < 65536, "port", self.port, "must be below 65536")
+        check_key(self.api_key)
+        right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "
+        right += f"{API_KEY_VARIABLE}); or set open true, and whoever reaches the port can load weights"
+        require(self.open or self.api_key is not None or _is_loopback(self.host), "host", self.host, right)
+        right = "must be false with api_key, which closes the server"
+        require(not self.open or self.api_key is None, "open", self.open, right)
+        for name in self.options:
+            right = "must be left out: it is a key of its own, or a way past the one that is needed"
+            require(name.replace("-", "_").lower() not in _SERVER_DECIDED, f"options.{name}", self.options[name], right)
         require(
             self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "must be at most 1"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may be that of any interface
+        return False

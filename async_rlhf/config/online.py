@@ -109,6 +109,8 @@ class OnlineConfig(Checked):
         trace: write the spans of generate, score, train, publish and wait to trace.json.
         seed: decides prompts, samples and mini-batches.
         device: of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU.
+        trust_remote_code: run Python code that comes with a model, here and where completions are sampled; false makes
+            it an error that a model needs that.
         num_threads: CPU threads of the learner; null leaves torch's choice, less the generators' share.
         lora: train low-rank adapters instead of every weight.
         generation: how completions are sampled.
@@ -164,6 +166,7 @@ class OnlineConfig(Checked):
     trace: bool = True
     seed: int = 0
     device: str | None = None
+    trust_remote_code: bool = False
     num_threads: int | None = None
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)

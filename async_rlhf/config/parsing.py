@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from async_rlhf.config.algorithms import ALGORITHM_CONFIGS
 from async_rlhf.config.base import Checked, ConfigError, require
 from async_rlhf.config.run import RunConfig
+from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
@@ -69,13 +70,21 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     _check_environment(parser)
     try:
         values: Namespace = parser.parse_args(list(arguments))
-        text = parser.dump(values, skip_unset=False)
+        text = parser.dump(_shown(values), skip_unset=False)
         config = kind(**vars(parser.instantiate(values)))
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return config, text
+
+
+def _shown(values: Namespace) -> Namespace:
+    """What may be printed."""
+    shown = values.clone()
+    for key, value in values.items():
+        shown[key] = without_secrets(value, HIDDEN, key)
+    return shown
 
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -138,8 +147,9 @@ def _plain_lists(arguments: Sequence[str], keys: set[str]) -> list[str]:
 def _check_environment(parser: ArgumentParser) -> None:
     """Variables with our prefix that set nothing are misspelt keys."""
     known = {f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}" for key in _keys(parser)}
+    known |= {f"{ENVIRONMENT_PREFIX}_CACHE", API_KEY_VARIABLE}
     for name in os.environ:
-        if name.startswith(f"{ENVIRONMENT_PREFIX}_") and name not in known and name != f"{ENVIRONMENT_PREFIX}_CACHE":
+        if name.startswith(f"{ENVIRONMENT_PREFIX}_") and name not in known:
             print(f"warning: the environment variable {name} sets no option of {parser.prog}", file=sys.stderr)
 
 

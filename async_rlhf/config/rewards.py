@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.secrets import HIDDEN, is_masked
 
 GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
 
@@ -117,6 +118,8 @@ class JudgeConfig(Checked):
     def check(self) -> None:
         right = 'must begin with http:// or https://, such as "http://localhost:8000/v1"'
         require(self.url is None or self.url.startswith(("http://", "https://")), "judge.url", self.url, right)
+        right = f"must have its user and password again in the place of {HIDDEN}"
+        require(self.url is None or not is_masked(self.url), "judge.url", self.url, right)
         require(self.url is None or self.model != "", "judge.model", self.model, "name the model at judge.url")
         self.at_least(1, "concurrency", "max_tokens")
         self.at_least(0, "max_retries")

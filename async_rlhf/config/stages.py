@@ -67,6 +67,7 @@ class StageConfig(Checked):
         logging_steps: optimiser steps between two lines in the log, below 1 a share of all steps.
         report_to: transformers' integrations, e.g. ["wandb"].
         seed: decides order and initialisation.
+        trust_remote_code: run Python code that comes with the model; false makes it an error that a model needs that.
         overwrite: do the stage again where it is done already.
     """
 
@@ -91,6 +92,7 @@ class StageConfig(Checked):
     logging_steps: float = 20
     report_to: list[str] = field(default_factory=list)
     seed: int = 0
+    trust_remote_code: bool = False
     overwrite: bool = False
 
     def check(self) -> None:
@@ -145,6 +147,7 @@ class PairsConfig(Checked):
         batch_size: completions decoded together.
         seed: of sampling.
         device: e.g. "cuda:0"; null takes the first GPU, or the CPU.
+        trust_remote_code: run Python code that comes with a model; false makes it an error that a model needs that.
         overwrite: do it again where it is done already.
     """
 
@@ -164,6 +167,7 @@ class PairsConfig(Checked):
     batch_size: int = 256
     seed: int = 0
     device: str | None = None
+    trust_remote_code: bool = False
     overwrite: bool = False
 
     def check(self) -> None:
@@ -230,6 +234,7 @@ class RelabelConfig(Checked):
         batch_size: rows of one pass of the reward model.
         dtype: of the reward model.
         device: e.g. "cuda:0"; null takes the first GPU, or the CPU.
+        trust_remote_code: run Python code that comes with a model; false makes it an error that a model needs that.
         overwrite: do it again where it is done already.
     """
 
@@ -243,6 +248,7 @@ class RelabelConfig(Checked):
     batch_size: int = 32
     dtype: Dtype = "float32"
     device: str | None = None
+    trust_remote_code: bool = False
     overwrite: bool = False
 
     def check(self) -> None:

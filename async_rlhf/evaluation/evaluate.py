@@ -96,7 +96,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     judge = None
     if config.judge.url is None:  # what can be wrong with it shall be found before anything is sampled
         size, tokenizer = config.batch_size, config.reward_tokenizer
-        judge = Judge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer)
+        trust = config.trust_remote_code
+        judge = Judge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer, trust=trust)
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     temperature, lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))
@@ -183,13 +184,14 @@ def _tokenizer(
     Raises:
         ConfigError: ref_model reads tokens otherwise than the models.
     """
+    trust = config.trust_remote_code
     if config.generations is None:
-        tokenizer = shared_tokenizer(models_of(config))
+        tokenizer = shared_tokenizer(models_of(config), trust)
         if config.ref_model is not None:
-            check_vocabulary(tokenizer, load_tokenizer(config.ref_model, key="ref_model"), "ref_model")
+            check_vocabulary(tokenizer, load_tokenizer(config.ref_model, key="ref_model", trust=trust), "ref_model")
         return tokenizer
     if config.ref_model is not None:
-        tokenizer = load_tokenizer(config.ref_model, key="ref_model")
+        tokenizer = load_tokenizer(config.ref_model, key="ref_model", trust=trust)
         for line in lines[:100]:
             tokens = line.tokens[:-1] if line.finish_reason == "stop" else line.tokens
             right = "must be a model with the tokenizer of those that sampled the generations"
@@ -197,7 +199,7 @@ def _tokenizer(
         return tokenizer
     for one in answers.values():
         with suppress(ConfigError):
-            return load_tokenizer(one.source or "", key="generations")
+            return load_tokenizer(one.source or "", key="generations", trust=trust)
     logger.warning("generations: no tokenizer of the models is there any more; human responses are left out")
     return None
 
@@ -273,7 +275,7 @@ def _likelihoods(
     for name, one in answers.items():
         if config.generations is None:  # by the models themselves, free of what the sampling engine rounds otherwise
             assert one.source is not None
-            model = load_policy(one.source, device, key=f"models.{name}")
+            model = load_policy(one.source, device, key=f"models.{name}", trust=config.trust_remote_code)
             one.logprobs = _logprobs(model, one, config, temperature, f"log-probabilities of {name}")
             if human is not None:
                 longest = max(len(row.tokens) for row in human.rows)
@@ -285,7 +287,7 @@ def _likelihoods(
     source = config.ref_model or answers[reference].source
     try:
         assert source is not None
-        model = load_policy(source, device, key="ref_model")
+        model = load_policy(source, device, key="ref_model", trust=config.trust_remote_code)
     except ConfigError as error:
         if config.ref_model is not None or config.generations is None:
             raise

@@ -95,7 +95,7 @@ def generate(
     """The prompts, how many were dropped, and what every model answers, from the files in ``folder`` or sampled now."""
     models = models_of(config)
     rows = load_rows(config.data, config.split, columns=[config.prompt_field], key="data")
-    tokenizer = shared_tokenizer(models)
+    tokenizer = shared_tokenizer(models, config.trust_remote_code)
     prompts, dropped = first_prompts(rows, tokenizer, config)
     judged = isinstance(config, EvaluateConfig)
     if judged and len(prompts) < 2:
@@ -137,9 +137,9 @@ def models_of(config: HeldOutConfig) -> dict[str, str]:
     return models | chosen
 
 
-def shared_tokenizer(models: Mapping[str, str]) -> PreTrainedTokenizerBase:
+def shared_tokenizer(models: Mapping[str, str], trust: bool = False) -> PreTrainedTokenizerBase:
     """The models' tokenizer. They need the same one: the KL compares the probabilities of the same tokens."""
-    tokenizers = [load_tokenizer(source, key=f"models.{name}") for name, source in models.items()]
+    tokenizers = [load_tokenizer(source, key=f"models.{name}", trust=trust) for name, source in models.items()]
     for name, other in zip(models, tokenizers, strict=True):
         check_vocabulary(tokenizers[0], other, f"models.{name}")
     return tokenizers[0]
@@ -314,7 +314,8 @@ class _Engines:
     def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, SamplingParams]:
         """An engine that samples from the model of that folder or hub name, and how it does."""
         on_vllm = self.config.engine == "vllm"
-        model = load_policy(source, "cpu" if on_vllm else self.device, key=f"models.{name}")
+        trust, device = self.config.trust_remote_code, torch.device("cpu") if on_vllm else self.device
+        model = load_policy(source, device, key=f"models.{name}", trust=trust)
         params = sampling_params(model, tokenizer, self.config, 1, self.longest)
         if on_vllm:
             return self._load(model, params), params

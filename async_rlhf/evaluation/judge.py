@@ -34,6 +34,7 @@ class Judge:
         device: of the reward model.
         dtype: of the reward model.
         tokenizer: of the reward model, a folder or hub name; None for the one beside it.
+        trust: whether Python code that comes with these may be run.
     """
 
     def __init__(
@@ -44,17 +45,19 @@ class Judge:
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
         tokenizer: str | None = None,
+        *,
+        trust: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self.functions = load_reward_functions(reward_funcs)
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
-            self.model = load_reward_model(reward_model, device).to(dtype)
+            self.model = load_reward_model(reward_model, device, trust=trust).to(dtype)
             if tokenizer is None:
-                self.tokenizer = load_tokenizer(reward_model, key="reward_model")
+                self.tokenizer = load_tokenizer(reward_model, key="reward_model", trust=trust)
         if tokenizer is not None:
-            self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer")
+            self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer", trust=trust)
 
     def __call__(
         self,

@@ -16,6 +16,7 @@ import httpx
 import xxhash
 
 from async_rlhf.config import ConfigError, JudgeConfig
+from async_rlhf.config.secrets import apart, masked
 from async_rlhf.files import whole_lines
 from async_rlhf.reports.progress import progress_bar
 
@@ -48,6 +49,9 @@ class Pair(NamedTuple):
 class JudgeError(OSError):
     """The judge could not be asked. What was said before is kept."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
+
 
 class PairwiseJudge:
     """Asks for a verdict on every pair in both orders.
@@ -63,6 +67,7 @@ class PairwiseJudge:
     def __init__(self, config: JudgeConfig, memory: Path) -> None:
         assert config.url is not None
         self.config, self.memory = config, memory
+        self._url, self._login = apart(config.url)
         self._question = QUESTION
         if config.prompt_file is not None:
             try:
@@ -134,7 +139,7 @@ class PairwiseJudge:
         key = os.environ.get(self.config.api_key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with (
-            httpx.Client(headers=headers, timeout=self.config.timeout) as client,
+            httpx.Client(headers=headers, auth=self._login, timeout=self.config.timeout) as client,
             ThreadPoolExecutor(self.config.concurrency) as pool,
             self.memory.open("a", encoding="utf-8") as file,
             progress_bar(label, len(new)) as progress,
@@ -173,7 +178,7 @@ class PairwiseJudge:
             "temperature": 0.0,
             "max_tokens": config.max_tokens,
         }
-        url = f"{(config.url or '').rstrip('/')}/chat/completions"
+        url = f"{self._url.rstrip('/')}/chat/completions"
         said = ""
         for attempt in range(config.max_retries + 1):
             if attempt > 0 and _wait(stop, min(2.0 ** (attempt - 1), 30.0)):
@@ -187,7 +192,7 @@ class PairwiseJudge:
                 self._answered = True
                 return _content(answer, url)
             if answer.status_code == 400 and self._answered:  # of this text alone, such as a filter's: no verdict
-                logger.warning("judge.url: %s refused a pair: %s", url, answer.text[:200])
+                logger.warning("judge.url: %s refused a pair: %s", masked(url), answer.text[:200])
                 return ""
             said = f"status {answer.status_code}: {answer.text[:200]}"
             if answer.status_code not in _RETRIED:

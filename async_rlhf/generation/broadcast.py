@@ -1,13 +1,19 @@
 """Weights straight from the learner's memory to a server's, over the network: no folder that both must see.
 
-Gloo between CPUs, NCCL between GPUs. Each transfer makes a group of its own, so that a server which was restarted has
-nothing to join again and nobody waits for one that is gone.
+Each transfer has a door of its own (:mod:`async_rlhf.doors`), on the address under which the server sees the learner,
+and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to join again,
+nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go over the
+connections that the door let in; between GPUs by NCCL, whose group is made over them.
 """
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from async_rlhf.doors import Door, knock
+
 TIMEOUT = timedelta(seconds=120)
+_BLOCK = 1 << 24
+"""Bytes that have to get through within TIMEOUT."""
+_LONGEST_LINE = 1 << 16
+_TAKEN = b"\1"
 
 
 class Sender:
@@ -30,17 +42,18 @@ class Sender:
 
     def __init__(self, url: str, receivers: int, device: torch.device) -> None:
         self.device = device
-        self._world = receivers + 1
-        self._store = dist.TCPStore("0.0.0.0", 0, self._world, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-        self._host = _own_address(url)
+        self._receivers = receivers
+        self._host = own_address(url)
+        self._door = Door(self._host)
 
     def invitation(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """What :func:`receive` needs to know, for JSON."""
         return {
             "host": self._host,
-            "port": self._store.port,
-            "world": self._world,
-            "backend": "nccl" if self.device.type == "cuda" else "gloo",
+            "port": self._door.port,
+            "secret": self._door.secret.hex(),
+            "world": self._receivers + 1,
+            "backend": "nccl" if self.device.type == "cuda" else "tcp",
             "tensors": [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()],
         }
 
@@ -51,40 +64,96 @@ class Sender:
             ConnectionError: a receiver did not come, or went away.
         """
         try:
-            group = _group(self._store, 0, self._world, self.device)
+            with ExitStack() as stack:
+                inside = self._door.admit(range(1, self._receivers + 1), TIMEOUT.total_seconds())
+                channels = [stack.enter_context(channel) for channel in inside.values()]
+                for channel in channels:
+                    channel.settimeout(TIMEOUT.total_seconds())
+                if self.device.type == "cuda":
+                    self._send_by_nccl(channels, tensors)
+                else:
+                    with ThreadPoolExecutor(len(channels)) as pool:
+                        list(pool.map(lambda channel: _send_all(channel, tensors), channels))
+        except (OSError, RuntimeError) as error:
+            raise ConnectionError(str(error)) from error
+
+    def _send_by_nccl(self, channels: Sequence[socket.socket], tensors: Mapping[str, Tensor]) -> None:
+        store = dist.HashStore()
+        with telling(store, channels):
+            group = _nccl_group(store, 0, self._receivers + 1)
             for tensor in tensors.values():
                 _broadcast(group, tensor.to(self.device))
-        except RuntimeError as error:
-            raise ConnectionError(str(error)) from error
 
 
 def receive(
-    host: str, port: int, world: int, rank: int, device: torch.device, tensors: Sequence[Sequence[Any]]
+    host: str,
+    port: int,
+    secret: str,
+    world: int,
+    rank: int,
+    device: torch.device,
+    tensors: Sequence[Sequence[Any]],
 ) -> Iterator[tuple[str, Tensor]]:
     """A server process's end: names and tensors, one after the other as they come.
 
     Args:
         host: of the learner.
         port: see host.
+        secret: of the learner's door, in hexadecimal digits.
         world: learner and receivers.
         rank: from 1.
-        device: where the tensors are needed.
+        device: where the tensors are needed; on a GPU they come by NCCL.
         tensors: name, shape and dtype of each.
     """
-    store = dist.TCPStore(host, port, world, is_master=False, timeout=TIMEOUT)
-    group = _group(store, rank, world, device)
-    for name, shape, dtype in tensors:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        _broadcast(group, tensor)
-        yield name, tensor
+    seconds = TIMEOUT.total_seconds()
+    with ExitStack() as stack:
+        channel = stack.enter_context(knock(host, port, bytes.fromhex(secret), rank, seconds))
+        channel.settimeout(seconds)
+        group = None
+        if device.type == "cuda":
+            store = dist.HashStore()
+            store.set_timeout(TIMEOUT)
+            stack.enter_context(hearing(store, channel))
+            group = _nccl_group(store, rank, world)
+        for name, shape, dtype in tensors:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            if group is None:
+                _receive_into(channel, _bytes(tensor))
+            else:
+                _broadcast(group, tensor)
+            yield name, tensor
+        if group is None:
+            channel.sendall(_TAKEN)
 
 
-def _group(store: dist.TCPStore, rank: int, world: int, device: torch.device) -> Any:
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
-        return dist.ProcessGroupNCCL(store, rank, world, options)
-    return dist.ProcessGroupGloo(store, rank, world, TIMEOUT)
+def _send_all(channel: socket.socket, tensors: Mapping[str, Tensor]) -> None:
+    for tensor in tensors.values():
+        data = _bytes(tensor.cpu())
+        for start in range(0, len(data), _BLOCK):
+            channel.sendall(data[start : start + _BLOCK])
+    if channel.recv(1) != _TAKEN:
+        raise ConnectionError("a receiver went away")
+
+
+def _receive_into(channel: socket.socket, data: memoryview) -> None:
+    while data:
+        count = channel.recv_into(data)
+        if count == 0:
+            raise ConnectionError("the learner went away")
+        data = data[count:]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Of a tensor in the host's memory; those of the tensor itself where it is contiguous."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _nccl_group(store: dist.Store, rank: int, world: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
 def _broadcast(group: Any, tensor: Tensor) -> None:
@@ -93,9 +162,56 @@ def _broadcast(group: Any, tensor: Tensor) -> None:
         group.broadcast([tensor.contiguous().view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
 
 
-def _own_address(url: str) -> str:
+@contextmanager
+def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
+    """Within, every receiver is told what NCCL notes here, such as the number of its group, without a port for that."""
+    over = threading.Event()
+
+    def tell() -> None:
+        told: set[str] = set()
+        while not over.wait(0.005):
+            for key in set(store.list_keys()) - told:
+                line = json.dumps([key, store.get(key).hex()]).encode() + b"\n"
+                told.add(key)
+                for channel in channels:
+                    with suppress(OSError):  # it is gone: NCCL's own timeout says so
+                        channel.sendall(line)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
+    """Within, what the learner tells is noted here."""
+
+    def hear() -> None:
+        try:
+            with channel.makefile("rb") as lines:
+                while line := lines.readline(_LONGEST_LINE):
+                    key, value = json.loads(line)
+                    store.set(key, bytes.fromhex(value))  # type: ignore[arg-type]  # it takes both
+        except (OSError, ValueError):  # the learner is gone: NCCL's own timeout says so
+            return
+
+    thread = threading.Thread(target=hear, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        channel.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def own_address(url: str) -> str:
     """The address of this host on the way to a server."""
     place = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.hostname, place.port or 80))  # of a datagram socket, sends nothing
+    family, kind, _, _, address = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket, sends nothing
         return probe.getsockname()[0]

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.protocol import Completions
+from async_rlhf.models import brings_code
 from async_rlhf.types import Prompt
 
 
@@ -34,6 +35,11 @@ class ModelSpec:
     """Whether vLLM shall be able to give its memory back."""
     max_length: int | None = None
     """Most tokens of prompt and response together; None for what the model can take. vLLM reserves memory by it."""
+
+    @property
+    def brings_code(self) -> bool:
+        """Whether the architecture is code that came with the model. The learner runs it already: the user said so."""
+        return brings_code(self.model_class) or brings_code(type(self.config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config.secrets import masked
 from async_rlhf.generation.broadcast import Sender
 from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.probe import probe_tokens
@@ -29,7 +30,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server
+from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Rollout
 from async_rlhf.weights import SnapshotFolder, SnapshotRing, Snapshots, differing
@@ -89,8 +90,9 @@ class ServerGenerator(RemoteGenerator):
             ]
         self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
         vocabulary = policy.get_input_embeddings().num_embeddings
+        key = key_of(config)
         workers = [
-            _Server(number, url, run, params, snapshots, road, vocabulary, lambda *answer: self._arrived.put(answer))
+            _Server(number, url, key, run, params, snapshots, road, vocabulary, lambda *one: self._arrived.put(one))
             for number, (url, road) in enumerate(zip(config.urls, roads, strict=True))
         ]
         super().__init__(policy, params, workers, snapshots, config, trace, autocast)
@@ -161,6 +163,7 @@ class _Server:
     Args:
         number: of the share.
         url: where it is.
+        key: that it was started with; None for none.
         run: distinguishes this run's weights from those of others.
         params: how to sample.
         snapshots: the weights.
@@ -173,6 +176,7 @@ class _Server:
         self,
         number: int,
         url: str,
+        key: str | None,
         run: str,
         params: SamplingParams,
         snapshots: Snapshots,
@@ -181,10 +185,11 @@ class _Server:
         answer: Callable[[_Server, Reply | BaseException], None],
     ) -> None:
         self.number = number
-        self.label = f"server {url}"
+        self.label = f"server {masked(url)}"
         self.trouble = ""
         self.open: list[Request] = []
         self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
+        self._key = key
         self._road = road
         self._prefix = f"{run}:"
         self._answer = answer
@@ -226,7 +231,7 @@ class _Server:
     async def _persist(self, request: Request) -> Reply:
         """Answer a request, however often the server goes away meanwhile."""
         self._task = current_task()
-        async with ServerClient(self.url) as client:
+        async with ServerClient(self.url, self._key) as client:
             while True:
                 try:
                     reply = await self._sample(client, request)
@@ -252,6 +257,8 @@ class _Server:
         probe = (
             (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
         )
+        if probe is not None and await client.weight_version() != f"{self._prefix}{probe[0]}":
+            raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
         asked = fingerprint(request.prompts)
         return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.secrets import API_KEY_VARIABLE, apart, masked
 from async_rlhf.generation.probe import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_rollout
@@ -47,13 +49,15 @@ class ServerClient:
 
     Args:
         url: such as "http://localhost:8000".
+        key: that it was started with; None for none.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = masked(url.rstrip("/"))
+        """For messages."""
         # More prompts than this wait here: each connection takes a file descriptor.
         limits = httpx.Limits(max_connections=256)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=_TIMEOUT, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, **_access(url, key))
 
     async def __aenter__(self) -> ServerClient:
         return self
@@ -137,6 +141,20 @@ class ServerClient:
         raise GeneratorError(f"{self.url}{path} answered {answer.status_code}: {_reason(answer)}")
 
 
+def key_of(config: GenerationConfig) -> str | None:
+    """The key of the servers: as configured, else of the environment."""
+    return config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+
+
+def _access(url: str, key: str | None) -> dict[str, Any]:
+    """Arguments of a client of httpx."""
+    plain, login = apart(url.rstrip("/"))
+    options: dict[str, Any] = {"base_url": plain, "trust_env": False}
+    if login is not None:
+        return options | {"auth": login}
+    return options | ({} if key is None else {"headers": {"Authorization": f"Bearer {key}"}})
+
+
 def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, max_length: int) -> list[dict[str, Any]]:
     """Require a server that can be used, with the policy's architecture.
 
@@ -153,9 +171,13 @@ def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, m
         ConfigError: says what is wrong with it.
     """
     right = "start it with: async-rlhf serve --model MODEL --port PORT (vLLM 0.32 or newer)"
-    with httpx.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
+    with httpx.Client(timeout=30.0, **_access(url, key_of(config))) as http:
         _wait_until_up(http, url, config.heartbeat_timeout)
         found = http.get("/weight_info")
+        if found.status_code in (401, 403):
+            said = "another key than its own" if "authorization" in http.headers else "no key"
+            must = f"must be the key that it was started with (or set the environment variable {API_KEY_VARIABLE})"
+            raise ConfigError(f"generation.api_key: the server at {url!r} was given {said}; {must}")
         answer = found.is_success and http.post("/collective_rpc", json={"method": "describe_model"})
         if not answer or not answer.is_success:
             found = http.get("/version")

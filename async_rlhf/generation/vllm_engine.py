@@ -209,6 +209,7 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
             return LLM(
                 spec.base or empty,
                 load_format="dummy" if spec.base is None else "auto",
+                trust_remote_code=spec.brings_code,
                 skip_tokenizer_init=True,
                 dtype=str(spec.dtype).removeprefix("torch."),
                 seed=0,

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 
 from async_rlhf.config import ConfigError, ServeConfig
+from async_rlhf.config.secrets import API_KEY_VARIABLE
 from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment
 
 
@@ -24,6 +25,8 @@ def run_serve(config: ServeConfig) -> NoReturn:
         "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give a server weights
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
+    if config.api_key is not None:  # not among the words of the command, which every user of the host can read
+        environment |= {API_KEY_VARIABLE: config.api_key, "VLLM_API_KEY": config.api_key}
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         environment |= cpu_environment()
@@ -36,6 +39,8 @@ def run_serve(config: ServeConfig) -> NoReturn:
             probe.bind((config.host, config.port))
         except OSError as error:
             raise ConfigError(f"port: got {config.port}; {config.host} cannot be listened on there: {error}") from error
+    if config.open:
+        print("async-rlhf serve: open: whoever reaches the port can load weights and call methods", file=sys.stderr)
     print(f"async-rlhf serve: http://{config.host}:{config.port} will answer in a minute or so", file=sys.stderr)
     os.execve(sys.executable, words, environment)
 
@@ -55,6 +60,8 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",  # of the temperature-scaled distribution
         "enable_scale_out": True,  # the endpoint for tokens
+        "trust_remote_code": config.trust_remote_code,
+        "middleware": None if config.api_key is None else "async_rlhf.generation.vllm_middleware.OnlyWithKey",
         "worker_extension_cls": "async_rlhf.generation.vllm_weights.SnapshotLoader",
         "uvicorn_log_level": "warning",
         "max_model_len": config.max_model_len,

@@ -1,11 +1,13 @@
 """When one rank fails, all end within seconds, and all say why.
 
 Every rank has a connection to rank 0 on which nothing is said but what went wrong. One that closes without a farewell
-means that the process is gone, whatever its main thread was waiting for, and however it went.
+means that the process is gone, whatever its main thread was waiting for, and however it went. Only ranks are let in:
+rank 0 has told them a secret through their process group.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from async_rlhf.doors import Door, knock
 from async_rlhf.ranks import Ranks
 from async_rlhf.signals import RankError
 
@@ -28,6 +31,11 @@ _PATIENCE = 1.0
 """Seconds for the news of another rank's end, which may come after its consequences."""
 _SIGNAL = signal.SIGUSR2
 _WELL = "well"
+_ARRIVAL = 60.0
+"""Seconds within which every rank has to come."""
+_LONGEST = 1 << 20
+"""Bytes of a message."""
+_LOOPBACK = "127.0.0.1"
 
 
 class Watch:
@@ -52,25 +60,17 @@ class Watch:
             self._connect(ranks)
 
     def _connect(self, ranks: Ranks) -> None:
-        """Rank 0 listens; the others come and say who they are."""
+        """Rank 0 listens; the others come and prove who they are."""
+        master = os.environ.get("MASTER_ADDR", "localhost")
+        host = _LOOPBACK if ranks.local_count == ranks.count else master
         if ranks.leads:
-            with socket.create_server(("", 0)) as server:
-                server.settimeout(60)
-                key = os.urandom(16).hex()
-                ranks.from_lead((server.getsockname()[1], key))
-                while len(self._connections) < ranks.count - 1:
-                    connection, _ = server.accept()
-                    connection.settimeout(10)
-                    hello = _read_line(connection)
-                    if hello is not None and hello.get("key") == key:
-                        self._connections[hello["rank"]] = connection
+            door = open_door(host)
+            ranks.from_lead((door.port, door.secret))
+            self._connections = door.admit(range(1, ranks.count), _ARRIVAL)
         else:
-            port, key = ranks.from_lead((0, ""))
-            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "localhost"), port), timeout=60)
-            _write_line(connection, {"key": key, "rank": ranks.rank})
-            self._connections[0] = connection
+            port, secret = ranks.from_lead((0, b""))
+            self._connections = {0: knock(host, port, secret, ranks.rank, _ARRIVAL)}
         for rank, connection in self._connections.items():
-            connection.settimeout(None)
             _notice_lost_hosts(connection)
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
 
@@ -163,11 +163,25 @@ class Watch:
         self._connections.clear()
 
 
+def open_door(host: str) -> Door:
+    """A door on the address of this host that the other ranks use.
+
+    Where that is none of this host's own interfaces (a service in front of it, or a name that this host alone takes for
+    its loopback address), it is on all of them.
+    """
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if host in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
+            return Door(address)
+    logger.warning("MASTER_ADDR: %s is no interface of this host; ranks are let in on all of them", host)
+    return Door("")
+
+
 def _described(error: BaseException) -> str:
     """The error with the place that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {str(error)[: _LONGEST // 8]}{place}"
 
 
 def _notice_lost_hosts(connection: socket.socket) -> None:
@@ -188,7 +202,7 @@ def _read_line(connection: socket.socket) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         while not data.endswith(b"\n"):
             part = connection.recv(1)
-            if not part:
+            if not part or len(data) > _LONGEST:
                 return None
             data += part
         message = json.loads(data)

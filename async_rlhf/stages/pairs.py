@@ -41,11 +41,11 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
         return results
     device = torch.device(config.device) if config.device else default_device()
     rows = load_rows(config.prompts, config.split, columns=[config.prompt_field], key="prompts")
-    tokenizer = load_tokenizer(config.model)
-    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device)
+    tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
+    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device, trust=config.trust_remote_code)
     prompts, dropped = first_prompts(rows, tokenizer, config)
 
-    policy = load_policy(config.model, device)
+    policy = load_policy(config.model, device, trust=config.trust_remote_code)
     completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
     rollouts = [rollout for group in completions for rollout in group]
     texts = decode_responses(tokenizer, rollouts)

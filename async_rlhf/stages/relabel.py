@@ -58,6 +58,7 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
         device,
         dtype,
         config.reward_tokenizer,
+        trust=config.trust_remote_code,
     )
     files, found = {}, {}
     for split, rows in data.items():

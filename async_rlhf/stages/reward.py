@@ -65,8 +65,9 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     require_single_process("reward")
     rows = load_rows(config.train, config.train_split, key="train")
     heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
-    tokenizer = load_tokenizer(config.model)
-    model = new_reward_model(config.model, tokenizer, config.seed)
+    trust = config.trust_remote_code
+    tokenizer = load_tokenizer(config.model, trust=trust)
+    model = new_reward_model(config.model, tokenizer, config.seed, trust=trust)
     longest = longest_row(model, config.max_length)
     reference = _reference(config, tokenizer, longest)
     pairs, counts = encode_pairs(rows, tokenizer, longest, "train")

@@ -113,7 +113,8 @@ def encode_rows(
 
 def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if config.model is not None:
-        return load_policy(config.model), load_tokenizer(config.model)
+        trust = config.trust_remote_code
+        return load_policy(config.model, trust=trust), load_tokenizer(config.model, trust=trust)
     size = config.new_model
     texts = (prompt + response for prompt, response in RowReader(None, "train").demonstrations(rows))
     tokenizer = train_tokenizer(texts, size.vocab_size, size.max_positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import transformers
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, RunConfig
+from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.files import whole_file
 from async_rlhf.launch.torchrun import start_ranks
@@ -77,19 +80,27 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         ref_model=config.ref_model,
         value_model=config.value_model,
         eval_dataset=eval_rows,
-        processing_class=None if config.tokenizer is None else load_tokenizer(config.tokenizer, "tokenizer"),
+        processing_class=_tokenizer(config),
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
         prompt_field=data.prompt_field,
     )
     if ranks.leads:
         with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
-            yaml.safe_dump(asdict(config), file, sort_keys=False)
+            # Options of vLLM and arguments of rewards may be secrets that we do not know.
+            os.fchmod(file.fileno(), 0o600)
+            yaml.safe_dump(without_secrets(asdict(config)), file, sort_keys=False)
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
     if ranks.leads:
         stage.publish_files({}, results)
     return results
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    if config.tokenizer is None:
+        return None
+    return load_tokenizer(config.tokenizer, "tokenizer", trust=config.train.trust_remote_code)
 
 
 def train_stage(config: RunConfig) -> Stage:

@@ -1,34 +1,39 @@
-"""Weights over the network: every receiver gets every byte, and one that stays away is an error."""
+"""Weights over the network: every receiver gets every byte, strangers get none, and one that stays away is an error."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from async_rlhf.generation import broadcast
-from async_rlhf.generation.broadcast import Sender, receive
+from async_rlhf.generation.broadcast import Sender, hearing, receive, telling
 
 CPU = torch.device("cpu")
+URL = "http://127.0.0.1:80"
 TENSORS = {
     "matrix": torch.randn(300, 70),
     "half": torch.randn(5).to(torch.bfloat16),
     "count": torch.arange(3),
+    "truth": torch.tensor([True, False, True]),
     "scalar": torch.tensor(2.5),
     "none": torch.empty(0, 4),
     "strided": torch.randn(8, 6).T,
 }
 
 
-@pytest.mark.parametrize("receivers", [1, 2])
-def test_every_receiver_gets_every_tensor(receivers):
-    sender = Sender("http://127.0.0.1:80", receivers, CPU)
+def transfer(receivers: int, before=lambda invitation: None) -> list[dict[str, torch.Tensor]]:
+    """Send TENSORS to receivers in threads. ``before`` is called once the door is open."""
+    sender = Sender(URL, receivers, CPU)
     invitation = sender.invitation(TENSORS)
-    assert invitation.pop("backend") == "gloo"
-    assert invitation["host"] == "127.0.0.1"
+    before(invitation)
+    assert invitation.pop("backend") == "tcp"
     found: dict[int, dict[str, torch.Tensor]] = {}
 
     def take(rank: int) -> None:
@@ -40,21 +45,109 @@ def test_every_receiver_gets_every_tensor(receivers):
     sender.send(TENSORS)
     for thread in threads:
         thread.join()
-    for tensors in found.values():
+    return [found[rank] for rank in sorted(found)]
+
+
+@pytest.mark.parametrize(("receivers", "block"), [(1, 1 << 24), (2, 1000)])
+def test_every_receiver_gets_every_tensor(receivers, block, monkeypatch):
+    monkeypatch.setattr(broadcast, "_BLOCK", block)
+    taken = transfer(receivers)
+    assert len(taken) == receivers
+    for tensors in taken:
         assert list(tensors) == list(TENSORS)
         for name, tensor in TENSORS.items():
             assert tensors[name].dtype == tensor.dtype
             assert torch.equal(tensors[name], tensor), name
 
 
+def test_strangers_get_no_weights_and_hold_nothing_up():
+    strangers: list[socket.socket] = []
+
+    def come_first(invitation) -> None:
+        for said in (b"", b"rubbish", b"\xff" * 68, b"\0" * 100_000):
+            stranger = socket.create_connection((invitation["host"], invitation["port"]), timeout=20)
+            stranger.sendall(said)
+            strangers.append(stranger)
+
+    (tensors,) = transfer(1, before=come_first)
+    assert torch.equal(tensors["matrix"], TENSORS["matrix"])
+    for stranger in strangers:
+        with stranger:
+            got = b""
+            try:
+                while part := stranger.recv(4096):
+                    got += part
+            except ConnectionResetError:
+                pass
+            assert len(got) <= 32  # what it would have had to answer, and nothing more
+
+
+def test_a_receiver_with_another_secret_gets_nothing(monkeypatch):
+    monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=2))
+    sender = Sender(URL, 1, CPU)
+    fields = sender.invitation(TENSORS) | {"secret": os.urandom(32).hex()}
+    fields.pop("backend")
+    errors: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            sender.send(TENSORS)
+        except ConnectionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(ConnectionError):
+        list(receive(rank=1, device=CPU, **fields))
+    thread.join(timeout=30)
+    assert "number 1 did not come" in str(errors[0])
+
+
 def test_a_receiver_that_does_not_come_is_an_error(monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=1))
     with pytest.raises(ConnectionError):
-        Sender("http://127.0.0.1:80", 1, CPU).send(TENSORS)
+        Sender(URL, 1, CPU).send(TENSORS)
 
 
-def test_the_learner_is_invited_to_under_the_address_that_the_server_sees():
+def test_a_receiver_that_goes_away_is_an_error():
+    sender = Sender(URL, 1, CPU)
+    fields = sender.invitation({"large": torch.zeros(1 << 24)})
+    fields.pop("backend")
+    tensors = receive(rank=1, device=CPU, **{**fields, "tensors": [["small", [3], "float32"]]})
+
+    def take_one_and_leave() -> None:
+        next(tensors)
+        tensors.close()
+
+    thread = threading.Thread(target=take_one_and_leave)
+    thread.start()
+    with pytest.raises(ConnectionError):
+        sender.send({"large": torch.zeros(1 << 24)})
+    thread.join(timeout=30)
+
+
+def test_the_learner_listens_where_the_server_sees_it_and_nowhere_else():
     sender = Sender("http://localhost:8000", 1, CPU)
     invitation = sender.invitation({})
     with socket.create_connection((invitation["host"], invitation["port"]), timeout=5):
         pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", invitation["port"]), timeout=5)
+
+
+def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():
+    """Real stores and connections; NCCL itself needs two GPUs."""
+    ours, theirs = dist.HashStore(), [dist.HashStore(), dist.HashStore()]
+    pairs = [socket.socketpair() for _ in theirs]
+    with ExitStack() as stack:
+        for pair in pairs:
+            for end in pair:
+                stack.enter_context(end)
+        for store, (_, far) in zip(theirs, pairs, strict=True):
+            store.set_timeout(timedelta(seconds=30))
+            stack.enter_context(hearing(store, far))
+        stack.enter_context(telling(ours, [near for near, _ in pairs]))
+        for key, value in (("0", os.urandom(128)), ("later", b"\0\n")):
+            ours.set(key, value)
+            for store in theirs:
+                assert store.get(key) == value

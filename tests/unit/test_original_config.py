@@ -619,15 +619,66 @@ def test_integrations_that_are_installed_are_the_default(monkeypatch):
 
 
 def test_env_is_exported_and_secrets_are_not_shown(capsys):
-    resolved(
-        "train", DPO | {"env": {"SOME_NAME_OF_A_TEST": 567}, "hub_token": "secret1", "push_to_hub_token": "secret2"}
-    )
-    assert os.environ["SOME_NAME_OF_A_TEST"] == "567"
+    resolved("train", DPO | {"env": {"WANDB_NOTES": 567}, "hub_token": "secret1", "push_to_hub_token": "secret2"})
+    assert os.environ["WANDB_NOTES"] == "567"
     shown = capsys.readouterr().err
-    assert "SOME_NAME_OF_A_TEST" in shown
+    assert "WANDB_NOTES" in shown
     for text in ("567", "secret"):
         assert text not in shown
     assert "env: got 'x'; must be a mapping" in error("train", DPO | {"env": "x"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+        "PATH",
+        "HF_ENDPOINT",
+        "HF_TOKEN",
+        "WANDB_BASE_URL",
+        "WANDB_API_KEY",
+        "NCCL_NET_PLUGIN",
+        "VLLM_PLUGINS",
+        "ASYNC_RLHF_MODEL",
+        "http_proxy",
+        "wandb_notes",
+        "BASH_ENV",
+    ],
+)
+def test_a_file_sets_no_variable_that_loads_code_or_sends_keys_elsewhere(name):
+    before = dict(os.environ)
+    for command, values in SMALLEST.items():
+        if command in ("train", "generate", "evaluate"):
+            message = error(command, values | {"env": {"WANDB_NOTES": "x", name: "/their/secret.so"}})
+            assert f"env: got {name!r}; a file may set only " in message
+            assert "CUDA_VISIBLE_DEVICES" in message
+            assert "export others in the shell" in message
+            assert "secret" not in message
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "nu\0ll", ["a"], None, {"a": 1}])
+def test_a_variable_is_text_on_one_line(value):
+    assert "env.WANDB_NOTES: got " in error("train", DPO | {"env": {"WANDB_NOTES": value}})
+
+
+def test_a_run_id_of_two_lines_is_no_key_of_the_rewritten_file():
+    text = migrate(MigrateConfig(write(DPO | {"wandb_run_id": "mine\nreward_funcs: [theirs:function]"})))
+    assert "reward_funcs" not in yaml.safe_load(text)
+
+
+def test_a_dry_run_sets_no_variable_and_a_mistake_neither(capsys):
+    before = dict(os.environ)
+    file = write(DPO | {"env": {"WANDB_NOTES": "x"}, "wandb_run_id": "mine"})
+    assert run_cli("train", "--config", file, "--dry-run") == 0
+    assert run_cli("train", "--config", file, "--train.staleness", "-1") == 2
+    assert {name: value for name, value in os.environ.items() if before.get(name) != value} in (
+        {},
+        {"GOMP_SPINCOUNT": "3000"},  # of the command line itself
+    )
 
 
 def test_overrides_of_the_original_beat_the_file_and_ours_beat_both(monkeypatch):

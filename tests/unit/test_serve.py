@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import socket
 import sys
 
 import pytest
 
-from async_rlhf.config import ConfigError, ServeConfig
+from async_rlhf.config import ConfigError, GenerationConfig, ServeConfig
+from async_rlhf.config.parsing import parse
 from async_rlhf.generation import vllm_serve
+from async_rlhf.generation.vllm_middleware import OnlyWithKey
 
 
 def test_a_server_is_started_so_that_a_run_can_use_it():
@@ -53,6 +57,108 @@ def test_serving_becomes_the_server(monkeypatch):
     assert program == words[0] == sys.executable
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+KEY = "0123456789abcdef"
+
+
+def test_the_key_goes_by_the_environment_and_stands_in_front_of_every_route(monkeypatch, capsys):
+    started = {}
+    monkeypatch.setattr(vllm_serve, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda *given: started.update(given=given))
+    vllm_serve.run_serve(ServeConfig("policy", host="0.0.0.0", port=free_port(), api_key=KEY))
+    _, words, environment = started["given"]
+    assert environment["ASYNC_RLHF_API_KEY"] == environment["VLLM_API_KEY"] == KEY
+    assert not any(KEY in word for word in words)
+    assert dict(itertools.pairwise(words))["--middleware"] == "async_rlhf.generation.vllm_middleware.OnlyWithKey"
+    assert "--api-key" not in words
+    assert KEY not in "".join(capsys.readouterr())
+    assert "--middleware" not in vllm_serve.arguments(ServeConfig("policy"), has_gpu=True)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu1", ""])
+def test_without_a_key_a_server_is_for_its_own_host_unless_it_is_said_to_be_open(host):
+    with pytest.raises(
+        ConfigError, match=r"host: got .*; must be an address of this host alone, .* ASYNC_RLHF_API_KEY"
+    ):
+        ServeConfig("policy", host=host)
+    assert ServeConfig("policy", host=host, open=True).open
+    assert ServeConfig("policy", host=host, api_key=KEY).api_key == KEY
+    for alone in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        ServeConfig("policy", host=alone)
+    with pytest.raises(ConfigError, match="open: got True; must be false with api_key"):
+        ServeConfig("policy", open=True, api_key=KEY)
+
+
+@pytest.mark.parametrize("name", ["host", "api_key", "api-key", "middleware", "grpc", "grpc_port", "uds", "Root-Path"])
+def test_no_option_is_a_way_past_the_key(name):
+    with pytest.raises(ConfigError, match=f"options.{name}: got .*; must be left out"):
+        ServeConfig("policy", api_key=KEY, options={name: "x"})
+
+
+@pytest.mark.parametrize("key", ["", " x", "x\n", "ключ", "***"])
+def test_a_key_can_be_sent_and_is_not_shown(key):
+    for kind in (ServeConfig, lambda _, **k: GenerationConfig("vllm", "server", urls=["http://a"], **k)):
+        with pytest.raises(ConfigError, match=r"api_key: got \*\*\*; must be printable ASCII"):
+            kind("policy", api_key=key)
+
+
+def test_the_key_is_read_from_the_environment_and_masked_where_the_configuration_is_printed(monkeypatch):
+    monkeypatch.setenv("ASYNC_RLHF_API_KEY", KEY)
+    config, text = parse(ServeConfig, "serve", ["--model", "policy", "--host", "0.0.0.0"])
+    assert config.api_key == KEY
+    assert KEY not in text
+    assert "api_key: '***'" in text
+
+
+def ask(path: str = "/pause", kind: str = "http", method: str = "POST", headers=()) -> int | str:
+    """The status that the middleware answers with; "through" where it lets the request through."""
+    told: list[object] = []
+
+    async def behind(scope, receive, send) -> None:
+        told.append("through")
+
+    async def send(message) -> None:
+        told.append(message.get("status", message.get("code")))
+
+    scope = {"type": kind, "path": path, "method": method, "headers": list(headers)}
+    asyncio.run(OnlyWithKey(behind)(scope, None, send))
+    return told[0]
+
+
+def test_the_middleware_lets_only_the_key_through(monkeypatch):
+    monkeypatch.setenv("ASYNC_RLHF_API_KEY", KEY)
+    right = (b"authorization", f"Bearer {KEY}".encode())
+    assert ask(headers=[right]) == "through"
+    assert ask(headers=[(b"Authorization", f"bearer {KEY}".encode())]) == "through"
+    assert ask(kind="websocket", headers=[right]) == "through"
+    assert ask(kind="lifespan") == "through"
+    assert ask("/health", method="GET") == "through"
+    for headers in (
+        [],
+        [(b"authorization", b"Bearer")],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", f"Bearer {KEY}x".encode())],
+        [(b"authorization", f"Bearer {KEY[:-1]}".encode())],
+        [(b"authorization", f"Basic {KEY}".encode())],
+        [(b"authorization", KEY.encode())],
+        [(b"authorization", "Bearer ключ".encode())],
+        [(b"x-api-key", KEY.encode())],
+        [right, (b"authorization", b"Bearer x")],
+    ):
+        assert ask(headers=headers) == 401, headers
+    for path, method in (("/health", "POST"), ("/health/", "GET"), ("/healthy", "GET"), ("/v1/models", "OPTIONS")):
+        assert ask(path, method=method) == 401, path
+    assert ask(kind="websocket") == 1008
+    monkeypatch.delenv("ASYNC_RLHF_API_KEY")
+    with pytest.raises(KeyError):
+        OnlyWithKey(None)
 
 
 def test_serving_without_vllm_says_what_to_install(monkeypatch):

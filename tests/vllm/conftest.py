@@ -137,7 +137,7 @@ def server(served):
 
 def served_by(server) -> dict[str, object]:
     """Options of generation for a run with the server."""
-    return {"placement": "server", "urls": [server.url], "timeout": 300.0}
+    return {"placement": "server", "urls": [server.url], "api_key": server.key, "timeout": 300.0}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ class Server:
 
     def __init__(self, model: Path, log: Path) -> None:
         self.model, self.log, self.port = model, log, free_port()
+        self.key = secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
@@ -44,6 +46,7 @@ class Server:
         words = [f"--{name}={value}" for name, value in options.items()]
         # An engine in this process sets variables of vLLM's, which are not for a server.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        environment["ASYNC_RLHF_API_KEY"] = self.key
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "async_rlhf.cli", "serve", *words],
@@ -73,6 +76,11 @@ class Server:
         self.process.wait(timeout=30)
 
     def post(self, path: str, **options: object) -> object:
-        answer = httpx.post(f"{self.url}{path}", timeout=60.0, trust_env=False, **options)
+        answer = self.request("POST", path, **options)
         answer.raise_for_status()
         return answer.json()
+
+    def request(self, method: str, path: str, key: str | None = "", **options: object) -> httpx.Response:
+        """With the server's key, unless another is given, or None."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key or self.key}"}
+        return httpx.request(method, f"{self.url}{path}", timeout=60.0, trust_env=False, headers=headers, **options)

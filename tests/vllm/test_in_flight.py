@@ -12,6 +12,7 @@ from conftest import LONGEST, new_policy, run, served_by
 from tiny import PROMPTS
 
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation import server_client
 from async_rlhf.generation.placement import make_generator, shared_engine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
@@ -58,7 +59,10 @@ def flying_args(make_args, where):
 def sampling_has_begun(generator) -> bool:
     if isinstance(generator, ProcessGenerator):
         return generator.workers[0].beat.value > 0  # a step of vLLM's is done
-    told = httpx.get(f"{generator.workers[0].url}/metrics", timeout=30.0, trust_env=False).text
+    key = server_client.key_of(generator.config)
+    headers = {"Authorization": f"Bearer {key}"}
+    url = f"{generator.workers[0].url}/metrics"
+    told = httpx.get(url, timeout=30.0, trust_env=False, headers=headers).text
     return any(float(count) > 0 for count in re.findall(r"^vllm:num_requests_running{.*} (\S+)$", told, re.MULTILINE))
 
 

@@ -54,7 +54,7 @@ def test_a_lost_answer_leaves_no_server_paused(server, make_args, tokenizer, und
 def test_two_runs_on_one_server_never_get_each_others_tokens(server, tmp_path):
     """They take the weights out of each other's hands, again and again; both get their own completions in the end."""
     params = replace(PARAMS, stop_token_ids=(), response_length=60)
-    config = GenerationConfig(engine="vllm", placement="server", urls=[server.url], timeout=120.0, response_length=60)
+    config = GenerationConfig(engine="vllm", **served_by(server) | {"timeout": 120.0}, response_length=60)
     policies, prompts = [new_policy(1), new_policy(2)], prompts_of(8)
     generators = [
         ServerGenerator(policy, params, config, 0, Trace(), tmp_path / str(i), 96) for i, policy in enumerate(policies)

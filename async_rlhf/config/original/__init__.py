@@ -37,10 +37,11 @@ _TRANSLATORS: dict[str, Callable[[Translation], None]] = {
 }
 
 
-def parse_either(kind: type[Config], command: str, words: Sequence[str]) -> tuple[Config, str]:
+def parse_either(kind: type[Config], command: str, words: Sequence[str], export: bool = True) -> tuple[Config, str]:
     """As :func:`~async_rlhf.config.parsing.parse`, for files of either format.
 
-    Of the original's, a table of what became of its keys goes to standard error, and variables to the environment.
+    Of the original's, a table of what became of its keys goes to standard error; with ``export``, the variables that it
+    sets go to the environment, once all of it is known to be right.
     """
     file, rest = take_config_file(words)
     if file is None or command not in KEYS or {"-h", "--help"} & set(words):
@@ -50,11 +51,13 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str]) -> tupl
         return parse(kind, command, words)
     if launched_rank() == 0:
         print_table(t, Path(file).name)
-    os.environ.update(t.environment)
     with tempfile.TemporaryDirectory() as folder:  # the parser reads files only
         translated = Path(folder) / "config.yml"
         translated.write_text(as_yaml(t, Path(file).name), encoding="utf-8")
-        return parse(kind, command, ["--config", str(translated), *rest])
+        parsed = parse(kind, command, ["--config", str(translated), *rest])
+    if export:
+        os.environ.update(t.environment)
+    return parsed
 
 
 def translate(

@@ -35,11 +35,38 @@ def training_without_counterpart(t: Translation) -> None:
         t.idle(_REASON.get(key, f"{IDLE_HERE}: it has no counterpart"), key)
 
 
+_EXPORTED = (
+    "CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS OMP_NUM_THREADS TOKENIZERS_PARALLELISM",
+    "HF_DATASETS_OFFLINE HF_HUB_OFFLINE HF_HUB_DISABLE_TELEMETRY TRANSFORMERS_OFFLINE",
+    "DATASETS_VERBOSITY HF_HUB_DISABLE_PROGRESS_BARS TRANSFORMERS_VERBOSITY",
+    "GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME",
+    "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF",
+    "WANDB_DISABLED WANDB_ENTITY WANDB_GROUP WANDB_JOB_TYPE WANDB_LOG_MODEL WANDB_MODE WANDB_NAME WANDB_NOTES",
+    "WANDB_PROJECT WANDB_RESUME WANDB_RUN_GROUP WANDB_RUN_ID WANDB_SILENT WANDB_TAGS WANDB_WATCH",
+)
+EXPORTED = frozenset(name for names in _EXPORTED for name in names.split())
+"""Variables that a file may set. Others may have this program load libraries or modules (LD_PRELOAD, PYTHONPATH), send
+keys to other hosts (WANDB_BASE_URL, HF_ENDPOINT), or are keys themselves.
+"""
+
+
 def environment(t: Translation) -> None:
-    """The mapping whose entries are exported."""
+    """The mapping whose entries are exported.
+
+    Raises:
+        ConfigError: one is no variable that a file may set, or its value is not on one line.
+    """
     if ENVIRONMENT in t.given:
-        t.environment |= {str(name): str(value) for name, value in t.given[ENVIRONMENT].items()}
-        t.idle("exported to the environment", ENVIRONMENT)
+        for name, value in t.given[ENVIRONMENT].items():
+            right = (
+                "a file may set only " + ", ".join(sorted(EXPORTED)) + "; export others in the shell, if you mean them"
+            )
+            require(name in EXPORTED, ENVIRONMENT, name, right)
+            plain = isinstance(value, (str, int, float)) and str(value).isprintable()
+            require(plain, f"{ENVIRONMENT}.{name}", value, "must be text on one line, or a number")
+            t.environment[name] = str(value)
+        t.idle("exported to the environment, but not by --dry-run", ENVIRONMENT)
 
 
 def place(t: Translation, target: str, *, below_cwd: bool, names_run: bool) -> None:
@@ -130,9 +157,13 @@ def model_options(t: Translation, read: tuple[str, ...] = ()) -> None:
             f"model_revision: got {t['model_revision']!r}; must be 'main': give a folder with that revision as "
             "the model"
         )
+    if "trust_remote_code" in read and t["trust_remote_code"]:
+        t.same({"trust_remote_code": "trust_remote_code"})
+    t.idle(
+        MAPPED if "trust_remote_code" in read else f"{IDLE_THERE}: this program does not read it", "trust_remote_code"
+    )
     reasons = {
         "model_revision": "the main revision is what is loaded",
-        "trust_remote_code": "code of a model repository is never run",
         "attn_implementation": "transformers' default attention",
     }
     reasons |= dict.fromkeys(

@@ -58,12 +58,21 @@ def as_yaml(t: Translation, source: str) -> str:
         f"#   async-rlhf {t.command} --config THIS_FILE",
         *_lines(_nested(_in_order(t)), comments),
     ]
-    lines += [f"# environment: export {name}={value}" for name, value in t.environment.items()]
+    lines += [f"# environment: export {name}={_on_one_line(value)}" for name, value in t.environment.items()]
     lines += [f"# {_comment(row)}" for row in t.rows if not row.targets]
     return "\n".join(lines) + "\n"
 
 
+def _on_one_line(text: str) -> str:
+    """What else would begin a line of the file, and be read as one of its keys."""
+    return text if text.isprintable() else json.dumps(text)
+
+
 def _comment(row: Row) -> str:
+    return _on_one_line(_said(row))
+
+
+def _said(row: Row) -> str:
     if row.note == MAPPED and row.targets:
         return row.key
     return f"{row.key}: {row.note}" if row.key.startswith("(") else f"{row.key}: {_shown(row)} ({row.note})"
