@@ -33,6 +33,18 @@ DECIDED = (
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Colder, log-probabilities overflow; hotter, every token is as likely as any other to float32's last digits."""
+MAX_WORKERS = 1024
+
+
+def check_temperature(value: float) -> None:
+    """It can be sampled at. Raises :class:`ConfigError`."""
+    require(value > 0, "temperature", value, "must be above 0")
+    right = f"must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}: beyond, logits / temperature are no use to float32"
+    require(MIN_TEMPERATURE <= value <= MAX_TEMPERATURE, "temperature", value, right)
+
+
 @dataclass(frozen=True)
 class VLLMConfig(Checked):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; a server has its own.

@@ -11,6 +11,14 @@ from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
+MAX_STALENESS = 128
+"""Twice the largest that the study of asynchronous RLHF has tried; a ring of a million is a minute of zeroing memory."""
+MAX_SEED = 2**32 - 1
+MAX_LEARNING_RATE = 10.0
+MAX_LEARNING_RATE_WHY = "AdamW moves every weight by about the rate at each step, which leaves no model"
+MAX_COEFFICIENT = 1e15
+MAX_THREADS = 4096
+
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
@@ -178,7 +186,9 @@ class OnlineConfig(Checked):
         self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
         self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
+        self._check_sizes()
         self.is_device("device")
+        self.is_folder("output_dir")
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
@@ -219,6 +229,22 @@ class OnlineConfig(Checked):
         self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
+
+    def _check_sizes(self) -> None:
+        """Nothing that would take memory or time without end, or leave no model."""
+        self.at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once", "staleness")
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
+        self.at_most(MAX_LEARNING_RATE, MAX_LEARNING_RATE_WHY, "learning_rate")
+        self.at_most(MAX_THREADS, "no machine has more", "num_threads")
+        why = "what a weight or a penalty multiplies has to stay a number of 32 bits"
+        self.at_most(MAX_COEFFICIENT, why, "weight_decay", "adam_epsilon")
+        for key in ("length_penalty", "penalty_reward_value", "reward_model_weight"):
+            value = getattr(self, key)
+            right = f"must be at most {MAX_COEFFICIENT:g} in size: {why}"
+            require(abs(value) <= MAX_COEFFICIENT, key, value, right)
+        large = next((weight for weight in self.reward_weights if abs(weight) > MAX_COEFFICIENT), None)
+        right = f"must be at most {MAX_COEFFICIENT:g} in size: {why}"
+        require(large is None, "reward_weights", large, right)
 
     def _check_generation(self) -> None:
         """What an engine needs for adapters alone, and for weights that change in flight."""
