@@ -26,6 +26,12 @@ def capture_on_cpu() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
 
 
+def equal_on_cpu(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether nothing has been drawn between two of :func:`capture_on_cpu`."""
+    numpy = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    return one[0] == other[0] and numpy and torch.equal(one[2], other[2])
+
+
 def restore_on_cpu(states: tuple[Any, ...]) -> None:
     """What :func:`capture_on_cpu` returned."""
     random.setstate(states[0])

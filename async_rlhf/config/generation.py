@@ -142,7 +142,8 @@ class GenerationConfig(Checked):
     def check(self) -> None:
         self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
         self.at_least(0, "max_restarts", "probe_steps", "mismatch_samples")
-        self.above(0, "temperature", "timeout", "heartbeat_timeout", "start_timeout")
+        check_temperature(self.temperature)
+        self.above(0, "timeout", "heartbeat_timeout", "start_timeout")
         self.is_device("device")
         served = self.placement == "server"
         right = 'must be "vllm" with placement "server"'
@@ -154,6 +155,8 @@ class GenerationConfig(Checked):
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         require(len(set(self.urls)) == len(self.urls), "urls", self.urls, "must name each server once")
         self._check_roads(served)
+        self.at_most(MAX_WORKERS, "each is a process", "workers")
+        self.at_most(10**7, "no model reads more tokens", "response_length")
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
 

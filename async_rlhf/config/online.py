@@ -12,7 +12,7 @@ from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
 MAX_STALENESS = 128
-"""Twice the largest that the study of asynchronous RLHF has tried; a ring of a million is a minute of zeroing memory."""
+"""Twice the largest that the study of asynchronous RLHF has tried; a ring of a million takes a minute to zero."""
 MAX_SEED = 2**32 - 1
 MAX_LEARNING_RATE = 10.0
 MAX_LEARNING_RATE_WHY = "AdamW moves every weight by about the rate at each step, which leaves no model"

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from async_rlhf.config.algorithms import ALGORITHM_CONFIGS
 from async_rlhf.config.base import Checked, ConfigError, require
 from async_rlhf.config.run import RunConfig
-from async_rlhf.config.yaml_text import MODE, read_yaml
+from async_rlhf.config.yaml_text import read_by_jsonargparse, read_yaml
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
@@ -52,7 +52,6 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
         default_config_files=[glob.escape(config_file)] if config_file else [],
         default_env=True,
         env_prefix=ENVIRONMENT_PREFIX,
-        parser_mode=MODE,
         allow_abbrev=False,
     )
     parser.add_class_arguments(kind, as_group=False)
@@ -73,9 +72,10 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     parser = make_parser(kind, command, config_file)
     _check_environment(parser)
     try:
-        values: Namespace = parser.parse_args(list(arguments))
-        text = parser.dump(values, skip_unset=False)
-        config = kind(**vars(parser.instantiate(values)))
+        with read_by_jsonargparse():
+            values: Namespace = parser.parse_args(list(arguments))
+            text = parser.dump(values, skip_unset=False)
+            config = kind(**vars(parser.instantiate(values)))
     except ConfigError:
         raise
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:

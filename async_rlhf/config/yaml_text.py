@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import set_loader
+from jsonargparse import _loaders_dumpers
 
 from async_rlhf.config.base import ConfigError, problem_of_text
 
-MODE = "async_rlhf"
-"""Of parsers of jsonargparse that read with this module; other programs' parsers keep theirs."""
 MAX_CHARACTERS = 100_000
 """Of a file: some twenty times the longest that a run writes, and read within a second."""
 MAX_DEPTH = 20
@@ -40,7 +39,9 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -86,7 +87,7 @@ def parse_yaml(text: str, place: str) -> Any:
         if node is None:
             return None
         _check_nodes(node, place)
-        return loader.construct_document(node)  # type: ignore[no-untyped-call]
+        return loader.construct_document(node)
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -108,7 +109,7 @@ def _check_depth(text: str, place: str) -> None:
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            line = event.start_mark.line + 1
+            line = event.start_mark.line + 1 if event.start_mark else 1
             raise ConfigError(f"{place}, line {line}: has lists or mappings deeper than {MAX_DEPTH} in each other")
 
 
@@ -158,7 +159,9 @@ def _check_keys(node: yaml.MappingNode, place: str) -> None:
             shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
             raise ConfigError(f"{line}: got {shown!r:.200} as a key; must be text, in quotes where it reads otherwise")
         if key.value in seen:
-            raise ConfigError(f"{line}: got the key {key.value!r:.200} again (line {seen[key.value]}); must be there once")
+            raise ConfigError(
+                f"{line}: got the key {key.value!r:.200} again (line {seen[key.value]}); must be there once"
+            )
         seen[key.value] = key.start_mark.line + 1
 
 
@@ -174,12 +177,33 @@ def _check_scalar(node: yaml.ScalarNode, line: str) -> None:
             raise ConfigError(f"{shown}; must be an integer of at most 64 bits")
 
 
-def _load(text: str) -> Any:
-    """For jsonargparse, whose values on the command line may also be plain text."""
+class _ValueLoader:
+    """What jsonargparse makes of a text on the command line or in the environment, by :func:`parse_yaml`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_single_data(self) -> Any:
+        """Its meaning; where that is an error, jsonargparse goes on with the text as it is."""
+        try:
+            return parse_yaml(self._text, "the value")
+        except ConfigError as error:
+            raise yaml.YAMLError(str(error)) from error
+
+    def dispose(self) -> None:
+        """Nothing is held."""
+
+
+@contextmanager
+def read_by_jsonargparse() -> Iterator[None]:
+    """Within, jsonargparse reads YAML by this module.
+
+    Its public way, a loader for a parser's mode, leaves out values of numbers and switches, which it reads by the
+    loader that it keeps here. Only within: other programs' parsers in this process keep theirs.
+    """
+    before = _loaders_dumpers.yaml_default_loader
+    _loaders_dumpers.yaml_default_loader = _ValueLoader
     try:
-        return parse_yaml(text, "the value")
-    except ConfigError as error:
-        raise yaml.YAMLError(str(error)) from error
-
-
-set_loader(MODE, _load, exceptions=(yaml.YAMLError,))
+        yield
+    finally:
+        _loaders_dumpers.yaml_default_loader = before

@@ -11,11 +11,10 @@ import regex as matching
 from async_rlhf.config.base import require
 from async_rlhf.rewards.base import Reward, column_values
 
-
 _FLAGS = matching.VERSION0  # as Python's own module reads an expression
 MATCH_SECONDS = 10.0
-"""How long a pattern may take for one completion. Expressions such as (a+)+$ take for ever on some texts; those that are
-meant to be used take microseconds."""
+"""How long a pattern may take for one completion. Expressions such as (a|aa)+$ take for ever on some texts; those that
+are meant to be used take microseconds."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Reward functions in processes of their own, which can be killed: the learner's side, and what runs there.
 
-A thread cannot be stopped while it keeps Python's lock (the GIL), as a regular expression does that backtracks for ever,
-and neither learner nor signals get a turn meanwhile. A process can. It is forked from the server that generator
+A thread cannot be stopped while it keeps Python's lock (the GIL), as a regular expression does that backtracks for
+ever, and neither learner nor signals get a turn meanwhile. A process can. It is forked from the server that generator
 processes come from, and loads its function by name: nothing of the learner, its threads or its GPU is copied.
 """
 
@@ -21,6 +21,7 @@ import traceback
 import types
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from async_rlhf.children import context_of, hang_up, start_process
-from async_rlhf.random_state import capture_on_cpu, restore_on_cpu
+from async_rlhf.random_state import capture_on_cpu, equal_on_cpu, restore_on_cpu
 from async_rlhf.rewards.base import Reward
 from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
 from async_rlhf.scoring.functions import RewardFunction, load_object, name_loaded_by
@@ -255,9 +256,9 @@ def _serve(
             if torch.get_num_threads() != threads:  # sums depend on it
                 torch.set_num_threads(threads)
             restore_on_cpu(before)
-            found = _sendable(outcome_of(lambda a=arguments: function(**a), time.monotonic() + limit))
+            found = _sendable(outcome_of(partial(function, **arguments), time.monotonic() + limit))
             after = capture_on_cpu()
-            pipe.send((found, after if pickle.dumps(after) != pickle.dumps(before) else None))
+            pipe.send((found, None if equal_on_cpu(before, after) else after))
 
 
 def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
