@@ -69,7 +69,7 @@ class OnlineConfig(Checked):
         resume: go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning.
         resume_from: go on from this checkpoint instead.
         resume_anyway: go on although a key differs that makes the run another one.
-        staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous.
+        staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous, 128 the most.
         staleness_mode: "exact" as said; "bounded" takes the newest weights that there are when a worker starts, never
             older than that, and records them in schedule.jsonl: another run may see others.
         replay_from: a schedule.jsonl whose versions are used again, so that the losses are those of that run.
@@ -103,7 +103,8 @@ class OnlineConfig(Checked):
         reward_model_weight: what the reward model's score is multiplied by.
         reward_errors: what a reward function that raises, or is too slow, or returns something that is no finite
             number does: "error" stops the run, "skip" leaves the prompts concerned out of the batch and counts them.
-        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit.
+        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit. Those that can
+            be found by name are then called in processes of their own, which are killed at the limit.
         logging_steps: batches between two lines in the log.
         save_steps: batches between two checkpoints; 0 saves the final model only.
         save_total_limit: checkpoints to keep, the newest and the best; null for all.

@@ -201,9 +201,10 @@ def read_by_jsonargparse() -> Iterator[None]:
     Its public way, a loader for a parser's mode, leaves out values of numbers and switches, which it reads by the
     loader that it keeps here. Only within: other programs' parsers in this process keep theirs.
     """
-    before = _loaders_dumpers.yaml_default_loader
-    _loaders_dumpers.yaml_default_loader = _ValueLoader
+    kept: Any = _loaders_dumpers
+    before = kept.yaml_default_loader
+    kept.yaml_default_loader = _ValueLoader
     try:
         yield
     finally:
-        _loaders_dumpers.yaml_default_loader = before
+        kept.yaml_default_loader = before

@@ -39,7 +39,7 @@ SEEDS = {
 }
 ORIGINAL = (
     "sft_model_path: a\nreward_model_path: b\ntotal_episodes: 64\nlearning_rate: 1e-5\noutput_dir: out\n"
-    "loss_type: sigmoid\n"
+    "loss_type: sigmoid\ndataset_name: d.jsonl\n"
 )
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(9)
@@ -156,6 +156,20 @@ raw_values = st.sampled_from(VALUES) | st.text(max_size=12) | st.integers().map(
 texts = st.text(st.characters(codec="utf-8"), max_size=60) | st.text(" \n:-[]{}&*!|>'\"%@`,?#ab01.", max_size=60)
 
 
+def with_key(text: str, key: str, raw: str) -> str:
+    """The file with one more key, or another value of it; where it is a file no more, with a line at its end."""
+    try:
+        values = yaml.safe_load(text)
+        *groups, last = key.split(".")
+        place = values
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = "@@"
+        return yaml.safe_dump(values).replace("'@@'", raw)
+    except Exception:  # of every kind: that is what is under test
+        return f"{text}{key}: {raw}\n"
+
+
 @st.composite
 def files(draw):
     """A command and a text: a valid file that has been changed somewhere."""
@@ -165,9 +179,7 @@ def files(draw):
         how = draw(st.sampled_from(["key", "key", "key", "replace", "splice", "cut", "twice", "bomb"]))
         place = draw(st.integers(0, len(text)))
         if how == "key":
-            *groups, last = draw(st.sampled_from(KEYS[command])).split(".")
-            line = "".join(f"{'  ' * depth}{group}:\n" for depth, group in enumerate(groups))
-            text = f"{text}{line}{'  ' * len(groups)}{last}: {draw(raw_values)}\n"
+            text = with_key(text, draw(st.sampled_from(KEYS[command])), draw(raw_values))
         elif how == "replace":
             lines = text.split("\n")
             number = draw(st.integers(0, len(lines) - 1))
