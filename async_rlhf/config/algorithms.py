@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from async_rlhf.config.base import Checked, require
-from async_rlhf.config.online import NonEosPenalty, OnlineConfig
+from async_rlhf.config.online import (
+    MAX_COEFFICIENT,
+    MAX_LEARNING_RATE,
+    MAX_LEARNING_RATE_WHY,
+    NonEosPenalty,
+    OnlineConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class KLConfig(Checked):
 
     def check(self) -> None:
         self.at_least(0, "coef")
+        self.at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits", "coef", "target")
         self.above(0, "target")
         self.at_least(1, "horizon")
         require(
@@ -89,6 +96,7 @@ class OnlineDPOConfig(OnlineConfig):
     def check(self) -> None:
         super().check()
         self.above(0, "beta")
+        self.at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits", "beta")
         self.at_least(2, "samples_per_prompt")
 
 
@@ -237,6 +245,8 @@ class PPOConfig(RatioConfig):
         require(unchanged, "non_eos_penalty", self.non_eos_penalty, right)
         self.at_least(0, "gamma", "lam", "vf_coef")
         self.above(0, "cliprange_value", "value_learning_rate")
+        self.at_most(MAX_LEARNING_RATE, MAX_LEARNING_RATE_WHY, "value_learning_rate")
+        self.at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits", "vf_coef")
         for key in ("gamma", "lam"):
             require(getattr(self, key) <= 1, key, getattr(self, key), "must be in [0, 1]")
 

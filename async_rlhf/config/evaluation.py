@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from async_rlhf.config.base import Checked, require
-from async_rlhf.config.generation import Dtype, VLLMConfig
+from async_rlhf.config.generation import Dtype, VLLMConfig, check_temperature
+from async_rlhf.config.online import MAX_SEED
 from async_rlhf.config.rewards import JudgeConfig, check_one_judge
 
 
@@ -69,7 +70,9 @@ class HeldOutConfig(Checked):
             require(name != "reference_response", "models", name, right)
         self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
         self.is_device("device")
-        self.above(0, "temperature")
+        check_temperature(self.temperature)
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
+        self.is_folder("output_dir")
         right = 'must be left out unless engine is "vllm"'
         require(self.engine == "vllm" or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
 

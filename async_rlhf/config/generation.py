@@ -51,6 +51,18 @@ DECIDED = (
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Colder, log-probabilities overflow; hotter, every token is as likely as any other to float32's last digits."""
+MAX_WORKERS = 1024
+
+
+def check_temperature(value: float) -> None:
+    """It can be sampled at. Raises :class:`ConfigError`."""
+    require(value > 0, "temperature", value, "must be above 0")
+    right = f"must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}: beyond, logits / temperature are no use to float32"
+    require(MIN_TEMPERATURE <= value <= MAX_TEMPERATURE, "temperature", value, right)
+
+
 @dataclass(frozen=True)
 class VLLMConfig(Checked):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; a server has its own.
@@ -152,7 +164,8 @@ class GenerationConfig(Checked):
     def check(self) -> None:
         self.at_least(1, "workers", "response_length", "batch_size", "num_threads")
         self.at_least(0, "max_restarts", "probe_steps", "mismatch_samples")
-        self.above(0, "temperature", "timeout", "heartbeat_timeout", "start_timeout")
+        check_temperature(self.temperature)
+        self.above(0, "timeout", "heartbeat_timeout", "start_timeout")
         self.is_device("device")
         served = self.placement == "server"
         right = 'must be "vllm" with placement "server"'
@@ -166,6 +179,8 @@ class GenerationConfig(Checked):
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         require(len(set(self.urls)) == len(self.urls), "urls", self.urls, "must name each server once")
         self._check_roads(served)
+        self.at_most(MAX_WORKERS, "each is a process", "workers")
+        self.at_most(10**7, "no model reads more tokens", "response_length")
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
 

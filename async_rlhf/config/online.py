@@ -11,6 +11,14 @@ from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
+MAX_STALENESS = 128
+"""Twice the largest that the study of asynchronous RLHF has tried; a ring of a million takes a minute to zero."""
+MAX_SEED = 2**32 - 1
+MAX_LEARNING_RATE = 10.0
+MAX_LEARNING_RATE_WHY = "AdamW moves every weight by about the rate at each step, which leaves no model"
+MAX_COEFFICIENT = 1e15
+MAX_THREADS = 4096
+
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
@@ -61,7 +69,7 @@ class OnlineConfig(Checked):
         resume: go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning.
         resume_from: go on from this checkpoint instead.
         resume_anyway: go on although a key differs that makes the run another one.
-        staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous.
+        staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous, 128 the most.
         staleness_mode: "exact" as said; "bounded" takes the newest weights that there are when a worker starts, never
             older than that, and records them in schedule.jsonl: another run may see others.
         replay_from: a schedule.jsonl whose versions are used again, so that the losses are those of that run.
@@ -95,7 +103,8 @@ class OnlineConfig(Checked):
         reward_model_weight: what the reward model's score is multiplied by.
         reward_errors: what a reward function that raises, or is too slow, or returns something that is no finite
             number does: "error" stops the run, "skip" leaves the prompts concerned out of the batch and counts them.
-        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit.
+        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit. Those that
+            can be found by name are then called in processes of their own, which are killed at the limit.
         logging_steps: batches between two lines in the log.
         save_steps: batches between two checkpoints; 0 saves the final model only.
         save_total_limit: checkpoints to keep, the newest and the best; null for all.
@@ -181,7 +190,9 @@ class OnlineConfig(Checked):
         self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
         self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
         self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
+        self._check_sizes()
         self.is_device("device")
+        self.is_folder("output_dir")
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
@@ -222,6 +233,22 @@ class OnlineConfig(Checked):
         self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
+
+    def _check_sizes(self) -> None:
+        """Nothing that would take memory or time without end, or leave no model."""
+        self.at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once", "staleness")
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
+        self.at_most(MAX_LEARNING_RATE, MAX_LEARNING_RATE_WHY, "learning_rate")
+        self.at_most(MAX_THREADS, "no machine has more", "num_threads")
+        why = "what a weight or a penalty multiplies has to stay a number of 32 bits"
+        self.at_most(MAX_COEFFICIENT, why, "weight_decay", "adam_epsilon")
+        for key in ("length_penalty", "penalty_reward_value", "reward_model_weight"):
+            value = getattr(self, key)
+            right = f"must be at most {MAX_COEFFICIENT:g} in size: {why}"
+            require(abs(value) <= MAX_COEFFICIENT, key, value, right)
+        large = next((weight for weight in self.reward_weights if abs(weight) > MAX_COEFFICIENT), None)
+        right = f"must be at most {MAX_COEFFICIENT:g} in size: {why}"
+        require(large is None, "reward_weights", large, right)
 
     def _check_generation(self) -> None:
         """What an engine needs for adapters alone, and for weights that change in flight."""

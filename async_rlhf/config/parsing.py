@@ -9,20 +9,22 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from async_rlhf.config.algorithms import ALGORITHM_CONFIGS
 from async_rlhf.config.base import Checked, ConfigError, require
 from async_rlhf.config.run import RunConfig
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
+from async_rlhf.config.yaml_text import read_by_jsonargparse, read_yaml
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
+_MESSAGE = 1500
+"""Characters of an error of jsonargparse, which repeats the whole value once for every type that it might have had."""
 
 # A configuration is what its type says: keys of a group are options of their own, and there is no choice of class.
 set_parsing_settings(subclasses_disabled=[lambda kind: isinstance(kind, type) and issubclass(kind, Checked)])
@@ -30,7 +32,8 @@ set_parsing_settings(subclasses_disabled=[lambda kind: isinstance(kind, type) an
 
 class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise ConfigError(re.sub(r"<class '(\w+)'>", r"\1", message))
+        told = " ".join(re.sub(r"<class '(\w+)'>", r"\1", message).split())
+        raise ConfigError(told if len(told) <= _MESSAGE else f"{told[:_MESSAGE]}...")
 
 
 def make_parser(kind: type[Checked], command: str, config_file: str | None = None) -> ArgumentParser:
@@ -63,19 +66,21 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
     config_file, arguments = take_config_file(arguments)
+    read = {} if config_file is None else _mapping(read_yaml(config_file, "--config"), config_file)
     if kind is RunConfig:
-        kind = typing.cast(type[Config], RunConfig.of(_algorithm(arguments, config_file)))
+        kind = typing.cast(type[Config], RunConfig.of(_algorithm(arguments, read)))
     arguments = _plain_lists(arguments, set(_list_keys(kind)))
     parser = make_parser(kind, command, config_file)
     _check_environment(parser)
     try:
-        values: Namespace = parser.parse_args(list(arguments))
-        text = parser.dump(_shown(values), skip_unset=False)
-        config = kind(**vars(parser.instantiate(values)))
+        with read_by_jsonargparse():
+            values: Namespace = parser.parse_args(list(arguments))
+            text = parser.dump(_shown(values), skip_unset=False)
+            config = kind(**vars(parser.instantiate(values)))
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
     return config, text
 
 
@@ -101,20 +106,21 @@ def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return found, rest
 
 
-def _algorithm(arguments: Sequence[str], config_file: str | None) -> str:
+def _mapping(values: Any, file: str) -> dict[str, Any]:
+    """What a file holds, of which an empty one holds nothing."""
+    require(values is None or isinstance(values, dict), f"--config: {file!r}", values, "must be keys and their values")
+    return values or {}
+
+
+def _algorithm(arguments: Sequence[str], read: Mapping[str, Any]) -> str:
     """The algorithm that a run asks for: which keys there are depends on it."""
-    chosen: Any = RunConfig.algorithm  # the default
-    if config_file is not None:
-        try:
-            values = yaml.safe_load(Path(config_file).read_text("utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
-            values = None  # the parser's own message says more
-        chosen = values.get("algorithm", chosen) if isinstance(values, dict) else chosen
+    chosen: Any = read.get("algorithm", RunConfig.algorithm)  # the default
     chosen = os.environ.get(f"{ENVIRONMENT_PREFIX}_ALGORITHM", chosen)
     for word, after in itertools.pairwise([*arguments, ""]):
         if word == "--algorithm" or word.startswith("--algorithm="):
             chosen = word.partition("=")[2] or after
-    require(chosen in ALGORITHM_CONFIGS, "algorithm", chosen, f"must be one of {', '.join(ALGORITHM_CONFIGS)}")
+    known = isinstance(chosen, str) and chosen in ALGORITHM_CONFIGS
+    require(known, "algorithm", chosen, f"must be one of {', '.join(ALGORITHM_CONFIGS)}")
     return chosen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from async_rlhf.config.base import Checked, require
+from async_rlhf.config.online import MAX_SEED, MAX_STALENESS
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,11 @@ class PlanConfig(Checked):
     def check(self) -> None:
         self.at_least(1, "devices", "overlap_slowdown", "rows")
         self.at_least(0, "max_staleness", "warm_up", "seed")
+        self.at_most(MAX_STALENESS, "train takes no more", "max_staleness")
+        self.at_most(100_000, "each is simulated, for every choice", "batches", "devices")
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
         self.at_least(8 * (self.max_staleness + 1), "batches")
+        self.is_folder("output_dir")
         require(0 <= self.tolerance < 1, "tolerance", self.tolerance, "must be in [0, 1), a share of the time")
         given = self.seconds.generate is not None
         right = "must be null with seconds: the times are either given or estimated"

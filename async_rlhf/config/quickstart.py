@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from async_rlhf.config.base import Checked
+from async_rlhf.config.online import MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class DocstringsConfig(Checked):
     def check(self) -> None:
         self.at_least(100, "max_functions")
         self.at_least(0, "seed")
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
+        self.is_folder("out")
 
 
 @dataclass(frozen=True)
@@ -55,4 +58,7 @@ class QuickstartConfig(Checked):
 
     def check(self) -> None:
         self.at_least(0, "seed")
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
         self.above(0, "scale")
+        self.at_most(1000, "the built-in data are soon used up", "scale")
+        self.is_folder("out")

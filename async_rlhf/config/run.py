@@ -114,3 +114,6 @@ class ReplayConfig(Checked):
     run: str
     output_dir: str | None = None
     overwrite: bool = False
+
+    def check(self) -> None:
+        self.is_folder("output_dir")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from async_rlhf.config.base import Checked, require
-from async_rlhf.config.generation import Dtype
-from async_rlhf.config.online import AdapterConfig, LRSchedule
+from async_rlhf.config.generation import Dtype, check_temperature
+from async_rlhf.config.online import MAX_LEARNING_RATE, MAX_LEARNING_RATE_WHY, MAX_SEED, AdapterConfig, LRSchedule
 from async_rlhf.config.rewards import check_one_judge
 
 
@@ -31,6 +31,8 @@ class NewModelConfig(Checked):
     def check(self) -> None:
         self.at_least(1, "hidden_size", "num_layers", "num_heads", "max_positions")
         self.at_least(300, "vocab_size")
+        self.at_most(10**6, "a new model is a small one", "vocab_size", "hidden_size", "max_positions")
+        self.at_most(1000, "a new model is a small one", "num_layers")
         require(
             self.hidden_size % self.num_heads == 0,
             "hidden_size",
@@ -97,6 +99,10 @@ class StageConfig(Checked):
 
     def check(self) -> None:
         self.above(0, "num_epochs", "learning_rate")
+        self.at_most(MAX_LEARNING_RATE, MAX_LEARNING_RATE_WHY, "learning_rate")
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
+        self.at_most(1e6, "so many passes never end", "num_epochs")
+        self.is_folder("output_dir")
         self.at_least(0, "warmup_ratio", "warmup_steps", "weight_decay", "eval_steps", "seed")
         require(self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "must be below 1, a share of the steps")
         self.at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
@@ -181,7 +187,8 @@ class PairsConfig(Checked):
         )
         self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
         self.is_device("device")
-        self.above(0, "temperature")
+        check_temperature(self.temperature)
+        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
 
 
 @dataclass(frozen=True)
@@ -256,4 +263,5 @@ class RelabelConfig(Checked):
         require(len(self.splits) > 0, "splits", self.splits, "name at least one")
         require(len(set(self.splits)) == len(self.splits), "splits", self.splits, "must name each once")
         self.at_least(1, "batch_size")
+        self.is_folder("output_dir")
         self.is_device("device")

@@ -160,7 +160,7 @@ class RowReader:
                     [dict(message) for message in chat], tokenize=False, add_generation_prompt=not answered
                 )
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{place}: the chat template cannot write it: {error}") from error
 
 

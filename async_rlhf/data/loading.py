@@ -31,6 +31,8 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
     path = next((file for file in files if file.is_file()), path)
     if path.suffix in (".jsonl", *_FILE_FORMATS) and not path.is_file():
         raise ConfigError(f"{key}: got {source!r}; there is no such file")
+    if _is_path(source) and not path.exists():
+        raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
     rows = _load_jsonl(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)
     if len(rows) == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
@@ -55,15 +57,34 @@ def _load_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
                 line = raw.decode("utf-8")
                 if not line.strip():
                     continue
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_once_each)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{key}: line {number} of {str(path)!r} is not UTF-8: {error}") from error
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{key}: line {number} of {str(path)!r} is not JSON: {error}") from error
+            except RecursionError:
+                place = f"{key}: line {number} of {str(path)!r}"
+                raise ConfigError(f"{place} has lists or objects too deep within each other") from None
+            except ValueError as error:  # a key twice, or a number of more digits than Python reads
+                raise ConfigError(f"{key}: line {number} of {str(path)!r} cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{key}: line {number} of {str(path)!r} is {line.strip()[:60]!r}; must be an object")
             rows.append(row)
     return rows
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of whose equal keys all but the last would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
+    return made
+
+
+def _is_path(source: str) -> bool:
+    """Whether it can only be a path: names on the hub have one slash at most, and no dot or slash in front."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
 def _load_with_datasets(path: Path, source: str, split: str, key: str) -> Rows:

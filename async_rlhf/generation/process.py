@@ -7,30 +7,22 @@ gets its open requests again, whose weights are still in the ring.
 from __future__ import annotations
 
 import atexit
-import logging
-import multiprocessing
-import os
 import queue
-import signal
-import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from async_rlhf.children import NO_RANK, context_of, hang_up, start_process
 from async_rlhf.config import ConfigError, GenerationConfig
-from async_rlhf.config.parallel import OF_A_RANK, launched_on_host
+from async_rlhf.config.parallel import launched_on_host
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
@@ -40,8 +32,6 @@ from async_rlhf.lora import only_adapter, write_base
 from async_rlhf.parallel import architecture_of, device_of
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import DeviceRing, SnapshotRing
-
-logger = logging.getLogger(__name__)
 
 
 class ProcessGenerator(RestartingGenerator):
@@ -133,7 +123,7 @@ class _Worker:
         self.starts = 0
         self._arguments = (spec, params, ring)
         self._method = "forkserver"
-        self._environment: dict[str, str | None] = dict.fromkeys(OF_A_RANK)  # which a worker is not
+        self._environment: dict[str, str | None] = dict(NO_RANK)
         if spec.vllm is not None:
             # An interpreter of its own: vLLM takes as long to import anyway, and libraries can be preloaded.
             self._method = "spawn"
@@ -142,11 +132,7 @@ class _Worker:
         self.start()
 
     def start(self) -> None:
-        # A server that has torch and transformers loaded already forks workers in milliseconds, where a fresh
-        # interpreter needs seconds. It holds no threads and has touched no GPU, so the fork is safe.
-        context: Any = multiprocessing.get_context(self._method)
-        if self._method == "forkserver":
-            context.set_forkserver_preload(["async_rlhf.generation.worker"])
+        context = context_of(self._method)
         pipe, theirs = context.Pipe()
         self.beat = context.RawValue("d", 0.0)
         self.since = time.monotonic()
@@ -157,23 +143,12 @@ class _Worker:
             name=f"generator-{self.number}",
             daemon=True,
         )
-        with _main_left_alone(), _endings_blocked(), _environment_changed(self._environment):
-            self._begin(process)
+        start_process(process, self.label, self._method, self._environment)
         self.process, self._pipe = process, pipe
         theirs.close()  # only the worker holds it now, so that its death ends our reading
         self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(pipe, self.starts), daemon=True).start()
         threading.Thread(target=_write, args=(pipe, self._outbox), daemon=True).start()
-
-    def _begin(self, process: BaseProcess) -> None:
-        try:
-            process.start()
-        except (OSError, EOFError, AttributeError) as error:  # the fork server is dead, or its socket is gone
-            if self._method != "forkserver":
-                raise
-            logger.warning("%s: the fork server does not answer (%r); starting another", self.label, error)
-            _leave_fork_server()
-            process.start()
 
     def _read(self, pipe: Connection, start: int) -> None:
         with suppress(EOFError, OSError):
@@ -195,7 +170,7 @@ class _Worker:
 
     def end(self) -> str:
         """Wait for its end, and say how it ended."""
-        _hang_up(self._pipe)  # where the fork server is dead, nothing else tells whether it has ended
+        hang_up(self._pipe)  # where the fork server is dead, nothing else tells whether it has ended
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
 
@@ -219,7 +194,7 @@ class _Worker:
         if self.open:  # nobody waits for these any more
             self.process.kill()
         self.process.join(timeout=5)
-        _hang_up(self._pipe)
+        hang_up(self._pipe)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -235,37 +210,6 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:
                 return
 
 
-def _hang_up(pipe: Connection) -> None:
-    """End the conversation: the process at the other end leaves when it is idle or has not been told to end."""
-    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _leave_fork_server() -> None:
-    """Have multiprocessing start another fork server, in its folder, which a cleaner of /tmp may have deleted.
-
-    The old one is not ended, if it lives: the processes that it has forked go on, and are waited for through it. It
-    ends with this process.
-    """
-    Path(util.get_temp_dir()).mkdir(mode=0o700, parents=True, exist_ok=True)
-    # There is no public way: left alone, it believes in a server that lives behind a socket that is gone.
-    vars(forkserver)["_forkserver"]._forkserver_pid = None
-
-
-@contextmanager
-def _endings_blocked() -> Iterator[None]:
-    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends the one to all of a job, a terminal that is
-    closed the other, and the learner needs them yet.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        resource_tracker.ensure_running()  # starting it would let SIGTERM through again
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def worker_device(device: str | None, number: int, learner: torch.device) -> str:
     """The device of a worker. By default the GPUs that the learner does not use, the last first; a CPU learner's
     workers run on the CPU, and a single GPU is shared.
@@ -278,39 +222,3 @@ def worker_device(device: str | None, number: int, learner: torch.device) -> str
     used = range(ranks) if ranks > 1 else [learner.index or 0]
     others = [gpu for gpu in reversed(range(count)) if gpu not in used or learner.type != "cuda"]
     return f"cuda:{others[number % len(others)] if others else 0}"
-
-
-@contextmanager
-def _environment_changed(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Processes started within have these variables, and not those that are None."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set_environment(variables)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-@contextmanager
-def _main_left_alone() -> Iterator[None]:
-    """Keep multiprocessing from running the user's script again in the worker, which needs nothing from it.
-
-    Without this, a script that trains at its top level, without ``if __name__ == "__main__"``, could not start workers.
-    """
-    main = sys.modules["__main__"]
-    hidden: dict[str, Any] = {
-        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
-    }
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        main.__dict__.update(hidden)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import regex as matching
+
 from async_rlhf.config.base import require
 from async_rlhf.rewards.base import Reward, column_values
+
+_FLAGS = matching.VERSION0  # as Python's own module reads an expression
+MATCH_SECONDS = 10.0
+"""How long a pattern may take for one completion. Expressions such as (a|aa)+$ take for ever on some texts; those that
+are meant to be used take microseconds."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class ExactMatch(Reward):
             raise ValueError(f"column {self.column!r} has an empty value; must be the right answer")
         answer: str | None = completion
         if self.extract is not None:
-            found = list(re.finditer(self.extract, completion))
+            found = _matches(self.extract, completion, every=True)
             answer = found[-1][min(1, found[-1].re.groups)] if found else None
         if answer is None:
             return False
@@ -58,7 +64,7 @@ class ExactMatch(Reward):
 
 @dataclass(frozen=True)
 class Regex(Reward):
-    """1 where the completion matches a regular expression (Python's ``re``), else 0.
+    """1 where the completion matches a regular expression (of the package ``regex``, which reads Python's), else 0.
 
     Args:
         pattern: the expression; null takes each row's own from ``column``. Flags go within: "(?s)" lets "." match
@@ -77,12 +83,11 @@ class Regex(Reward):
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         given = self.pattern
         patterns = column_values(columns, self.column) if given is None else [given] * len(completions)
-        match = re.fullmatch if self.full else re.search
         if given is None:
             for number, pattern in enumerate(patterns, start=1):
                 self._check_own(number, pattern)
         pairs = zip(patterns, completions, strict=True)
-        return [float(match(pattern, text) is not None) for pattern, text in pairs]
+        return [float(bool(_matches(pattern, text, self.full))) for pattern, text in pairs]
 
     def _check_own(self, number: int, pattern: Any) -> None:
         place = f"column {self.column!r}, row {number} of the batch"
@@ -129,13 +134,34 @@ class Length(Reward):
         return float((self.minimum or 0) <= length and (self.maximum is None or length <= self.maximum))
 
 
+def _matches(pattern: str, text: str, full: bool = False, every: bool = False) -> list[Any]:
+    """The match of the whole text, the first one within, or every one.
+
+    Raises:
+        ValueError: that takes longer than MATCH_SECONDS.
+    """
+    compiled = matching.compile(pattern, _FLAGS)
+    # Concurrent: others may run meanwhile, and signals arrive.
+    options: dict[str, Any] = {"timeout": MATCH_SECONDS, "concurrent": True}
+    try:
+        if every:
+            return list(compiled.finditer(text, **options))
+        found = (compiled.fullmatch if full else compiled.search)(text, **options)
+    except TimeoutError:
+        raise ValueError(
+            f"pattern {pattern!r:.200} was not done with {text!r:.200} after {MATCH_SECONDS:g} s; must be one that "
+            "does not try for ever, without repetition within repetition such as (a+)+"
+        ) from None
+    return [] if found is None else [found]
+
+
 def check_pattern(key: str, pattern: str | None) -> None:
     """The text is a regular expression, or None."""
     right = r"has a backspace; write r'\b' for the edge of a word: '\b' without r is that in Python"
     require("\b" not in (pattern or ""), key, pattern, right)
     try:
-        re.compile(pattern or "")
-    except (re.error, OverflowError, RecursionError) as error:
+        matching.compile(pattern or "", _FLAGS)
+    except (matching.error, OverflowError, RecursionError) as error:
         require(False, key, pattern, f"must be a regular expression: {error}")
 
 

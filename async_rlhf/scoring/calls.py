@@ -19,6 +19,27 @@ class TooLateError(Exception):
     """A function was not done within the time limit."""
 
 
+class RemoteError(Exception):
+    """What a function raised in its process.
+
+    Args:
+        kind: the exception's type.
+        text: what it says.
+        trace: its traceback.
+    """
+
+    def __init__(self, kind: str, text: str, trace: str) -> None:
+        super().__init__(kind, text, trace)
+        self.kind, self.text, self.trace = kind, text, trace
+
+    def __str__(self) -> str:
+        return f"\n{self.trace}"
+
+
+class ProcessDiedError(Exception):
+    """A function ended its process, or somebody killed it."""
+
+
 def call_together(
     calls: Sequence[Callable[[], Any]], timeout: float | None = None
 ) -> Iterator[tuple[int, list[Any] | BaseException]]:
@@ -67,15 +88,23 @@ def _deliver(
     deadline: float | None,
     outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]],
 ) -> None:
-    outcome: list[Any] | BaseException
+    outcomes.put((number, outcome_of(call, deadline)))
+
+
+def outcome_of(call: Callable[[], Any], deadline: float | None) -> list[Any] | BaseException:
+    """What comes of a call, here and now: a list of what it returned, or the exception that it raised.
+
+    Args:
+        call: returns an iterable, or an awaitable of one.
+        deadline: when an awaitable is cancelled, on the monotonic clock; None for never.
+    """
     try:
         returned = call()
         if inspect.isawaitable(returned):
             returned = asyncio.run(_until(deadline, returned))
-        outcome = list(returned)
+        return list(returned)
     except BaseException as error:  # of every kind: the caller would wait in vain for a thread that just ended
-        outcome = error
-    outcomes.put((number, outcome))
+        return error
 
 
 async def _until(deadline: float | None, awaitable: Awaitable[Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.rewards import FunctionName
-from async_rlhf.scoring.calls import TooLateError, call_together
+from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, call_together
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,17 @@ def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
     Raises:
         ConfigError: there is no such module, file or function, or its factory refuses the arguments.
     """
-    return [load_object(name, "reward_funcs") for name in names]
+    functions = [load_object(name, "reward_funcs") for name in names]
+    _NAMES.update((id(function), (function, name)) for function, name in zip(functions, names, strict=True))
+    return functions
+
+
+_NAMES: dict[int, tuple[RewardFunction, str]] = {}
+
+
+def name_loaded_by(function: RewardFunction) -> str | None:
+    """What :func:`load_reward_functions` made the function from; None where it is from elsewhere."""
+    return _NAMES.get(id(function), (None, None))[1]
 
 
 def load_object(name: str, key: str) -> Any:
@@ -130,8 +140,9 @@ def call_reward_functions(
 ) -> dict[str, list[float | None]]:
     """The rewards of every function; all functions run at the same time, each in a thread of its own.
 
-    At the time limit an async function is cancelled. A plain one cannot be stopped: it is abandoned and goes on in its
-    thread, perhaps beside its own next call, but does not keep the process from ending.
+    At the time limit an async function is cancelled. A plain one cannot be stopped (unless it is a
+    :class:`~async_rlhf.scoring.stoppable.StoppableFunction`): it is abandoned and goes on in its thread, perhaps beside
+    its own next call, but does not keep the process from ending.
 
     Args:
         functions: by the name that messages use; see :data:`RewardFunction`.
@@ -218,7 +229,10 @@ def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout:
             f"reward function {name} was not done after {timeout:g} s, the limit for the reward functions of a batch "
             "(reward_timeout)"
         )
-    error = RewardError(f"reward function {name} raised {type(outcome).__name__}: {outcome}")
+    if isinstance(outcome, ProcessDiedError):
+        return RewardError(f"reward function {name}: {outcome}")
+    raised = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
+    error = RewardError(f"reward function {name} raised {raised[0]}: {raised[1]}")
     error.__cause__ = outcome  # as `raise ... from` would: its traceback is shown
     return error
 

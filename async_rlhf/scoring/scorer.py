@@ -26,6 +26,7 @@ from async_rlhf.scoring.functions import (
     has_failed,
     raise_or_warn,
 )
+from async_rlhf.scoring.stoppable import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
 
 
@@ -71,6 +72,9 @@ class Scorer:
             f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}",
         )
         self._weights = dict(zip(names, weights, strict=True))
+        here = config.launch == "local" or config.ray.reward_workers == 0  # else actors call them
+        limit = config.reward_timeout if here else None
+        self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
         try:
@@ -92,6 +96,7 @@ class Scorer:
             rewards["model"] = self._model_scores(batch.groups)
             failed_R = rewards["model"].isnan()
         if self.reward_funcs:
+            self._prepare()
             started = time.monotonic()
             for name, values in self._function_scores(batch.groups).items():
                 rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
@@ -109,8 +114,27 @@ class Scorer:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Within, what scores is there."""
-        yield
+        """Within, what scores is there: the processes of functions that a time limit can stop."""
+        if self.config.reward_timeout is not None:
+            for name, function in self.reward_funcs.items():
+                if isinstance(why := source_of(function), str):
+                    warn_unstoppable(name, why)
+        try:
+            self._prepare()
+            yield
+        finally:
+            for function in self._stoppable():
+                function.close()
+
+    def _stoppable(self) -> list[StoppableFunction]:
+        return [function for function in self._callable.values() if isinstance(function, StoppableFunction)]
+
+    def _prepare(self) -> None:
+        """Start the processes that are not there, or no more, all at the same time."""
+        for function in self._stoppable():
+            function.start()
+        for function in self._stoppable():
+            function.wait()
 
     def state(self) -> dict[str, Any]:
         """What reward functions with ``state_dict()`` and ``load_state_dict()`` want kept in checkpoints, for JSON."""
@@ -152,7 +176,7 @@ class Scorer:
     ) -> dict[str, list[float | None]]:
         """The rewards of every function; each prompt comes with so many samples in a row."""
         timeout = self.config.reward_timeout
-        return call_reward_functions(self.reward_funcs, prompts, completions, columns, timeout, self.skip)
+        return call_reward_functions(self._callable, prompts, completions, columns, timeout, self.skip)
 
     def _function_scores(self, groups: Sequence[RolloutGroup]) -> dict[str, list[float | None]]:
         """None where a function does not apply, NaN where it failed."""
@@ -188,6 +212,18 @@ class Scorer:
         error = RewardError(message.format(score=scores_R[first].item(), text=text))
         raise_or_warn(error, int(broken_R.sum()), len(rollouts), self.skip)
         return scores_R.masked_fill(broken_R, torch.nan)
+
+
+def _stoppable(functions: Mapping[str, RewardFunction], limit: float | None) -> dict[str, RewardFunction]:
+    """With a limit, those that can be called in processes of their own, as what does that."""
+    if limit is None:
+        return {}
+    sources = {name: source_of(function) for name, function in functions.items()}
+    return {
+        name: StoppableFunction(name, functions[name], source, limit)
+        for name, source in sources.items()
+        if isinstance(source, Source)
+    }
 
 
 def _by_name(functions: Sequence[RewardFunction], taken: set[str]) -> dict[str, RewardFunction]:

@@ -31,7 +31,7 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
-    {"files", "config", "doors", "lock", "ranks", "signals", "types"},
+    {"children", "files", "config", "doors", "lock", "ranks", "signals", "types"},
     {"lora", "objectives", "parallel", "rewards", "rows"},
     {"weights"},
     {"algorithms", "forward", "models", "random_state", "reports"},

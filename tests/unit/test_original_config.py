@@ -742,7 +742,8 @@ def test_files_of_ours_are_left_alone(capsys):
     mine = {"train": "a.jsonl", "output_dir": "out", "learning_rate": 1e-4, "model": "m", "seed": 3}
     assert resolved("sft", mine).learning_rate == 1e-4
     Path("broken.yml").write_text("a: [")
-    assert translate(kind("train"), "train", "broken.yml")[0] is None
+    with pytest.raises(ConfigError, match=r"--config: 'broken.yml', line 1: is no YAML"):
+        translate(kind("train"), "train", "broken.yml")
     assert capsys.readouterr().err == ""
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Literal
 
 from async_rlhf.config import evaluation, run, stages
 from async_rlhf.config.base import Checked, ConfigError, require
 from async_rlhf.config.original import as_yaml, translate
+from async_rlhf.config.yaml_text import read_yaml
 
 KINDS: dict[str, type[Checked]] = {
     "train": run.RunConfig,
@@ -91,9 +90,6 @@ def migrate(config: MigrateConfig) -> str:
 
 
 def _command(file: str) -> str:
-    try:
-        values: Any = yaml.safe_load(Path(file).read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"file: {file!r} is not YAML: {error}") from error
+    values = read_yaml(file, "file")
     keys = set(values) if isinstance(values, dict) else set()
     return next((command for command, signs in _SIGNS.items() if keys & set(signs)), "reward")

@@ -6,13 +6,11 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.base import Checked, ConfigError, require, shown
 from async_rlhf.config.original.keys import ENVIRONMENT, KEYS, Key
+from async_rlhf.config.yaml_text import parse_yaml, read_yaml
 
 _NULLABLE = {"eval_split"}  # where null is not the same as leaving the key out
 
@@ -28,12 +26,9 @@ def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | 
     Raises:
         ConfigError: it has keys of both formats, or keys that neither knows beside the original's.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    values = read_yaml(path, "--config")
+    if not isinstance(values, dict):
         return None  # the parser's own message says more
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        return None
     ours = field_names(kind)
     theirs = [key for key in values if key in KEYS[command] and key not in ours]
     if not theirs:
@@ -57,7 +52,7 @@ def check_known(values: Mapping[str, Any], command: str, ours: set[str]) -> None
         nearest = difflib.get_close_matches(key, KEYS[command], 1)
         hint = f"files for async-rlhf {' or '.join(other)} have it" if other else "the original has no such key"
         hint += f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"{key}: got {values[key]!r}; {hint}")
+        raise ConfigError(f"{key}: got {shown(values[key])}; {hint}")
 
 
 def take_overrides(words: Sequence[str], command: str, kind: type[Checked]) -> tuple[dict[str, Any], list[str]]:
@@ -99,7 +94,7 @@ def take_overrides(words: Sequence[str], command: str, kind: type[Checked]) -> t
 def _option(name: str, key: Key, words: list[str]) -> Any:
     if key.kind == "list":
         inline = len(words) == 1 and words[0].startswith("[")
-        return yaml.safe_load(words[0]) if inline else words
+        return parse_yaml(words[0], name) if inline else words
     if not words:
         require(key.kind in ("bool", "any"), name, None, "must be followed by its value")
         return True
@@ -126,7 +121,7 @@ def _typed(key: str, kind: str, value: Any) -> Any:
         spelt |= {"false": False, "no": False, "f": False, "n": False, "0": False}
         found = spelt.get(str(value).lower())
         if found is None:
-            raise ConfigError(f"{key}: got {value!r}; must be true or false")
+            raise ConfigError(f"{key}: got {shown(value)}; must be true or false")
         return found
     if kind == "list":
         return list(value) if isinstance(value, (list, tuple)) else [str(value)]
@@ -139,7 +134,7 @@ def _typed(key: str, kind: str, value: Any) -> Any:
 def _number(key: str, kind: str, value: Any) -> int | float:
     try:
         number = float(value) if not isinstance(value, bool) else float("nan")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     require(abs(number) < float("inf"), key, value, "must be a number")
     require(kind != "int" or number == int(number), key, value, "must be an integer")

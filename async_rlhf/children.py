@@ -1,0 +1,125 @@
+"""Processes that live with this one: how generators and reward functions that have their own are started."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.config.parallel import OF_A_RANK
+
+logger = logging.getLogger(__name__)
+
+NO_RANK: Mapping[str, str | None] = dict.fromkeys(OF_A_RANK)
+"""Changes of the environment that make a process none of several ranks."""
+
+
+def context_of(method: str = "forkserver") -> Any:
+    """multiprocessing's context for "forkserver" or "spawn".
+
+    A server that has torch and transformers loaded already forks processes in milliseconds, where a fresh interpreter
+    needs seconds. It holds no threads and has touched no GPU, so the fork is safe; one of the learner would not be.
+    """
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["async_rlhf.generation.worker"])
+    return context
+
+
+def start_process(
+    process: BaseProcess, label: str, method: str = "forkserver", environment: Mapping[str, str | None] = NO_RANK
+) -> None:
+    """Start a process of :func:`context_of`: it ignores SIGTERM and SIGHUP, and does not run the user's script again.
+
+    Args:
+        process: not started yet.
+        label: what messages call it.
+        method: of its context.
+        environment: variables to change; None deletes one. (A fork server has those of its own start.)
+    """
+    with _main_left_alone(), _endings_blocked(), _environment_changed(environment):
+        try:
+            process.start()
+        except (OSError, EOFError, AttributeError) as error:  # the fork server is dead, or its socket is gone
+            if method != "forkserver":
+                raise
+            logger.warning("%s: the fork server does not answer (%r); starting another", label, error)
+            _leave_fork_server()
+            process.start()
+
+
+def hang_up(pipe: Connection) -> None:
+    """End the conversation: the process at the other end leaves when it is idle or has not been told to end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _leave_fork_server() -> None:
+    """Have multiprocessing start another fork server, in its folder, which a cleaner of /tmp may have deleted.
+
+    The old one is not ended, if it lives: the processes that it has forked go on, and are waited for through it. It
+    ends with this process.
+    """
+    Path(util.get_temp_dir()).mkdir(mode=0o700, parents=True, exist_ok=True)
+    # There is no public way: left alone, it believes in a server that lives behind a socket that is gone.
+    vars(forkserver)["_forkserver"]._forkserver_pid = None
+
+
+@contextmanager
+def _endings_blocked() -> Iterator[None]:
+    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends the one to all of a job, a terminal that is
+    closed the other, and the learner needs them yet.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()  # starting it would let SIGTERM through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _environment_changed(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Processes started within have these variables, and not those that are None."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set_environment(variables)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Keep multiprocessing from running the user's script again in the worker, which needs nothing from it.
+
+    Without this, a script that trains at its top level, without ``if __name__ == "__main__"``, could not start workers.
+    """
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)

@@ -1,0 +1,210 @@
+"""The one reader of YAML: files of ours and of the original's, and values on the command line.
+
+Numbers are what they look like: "1:30" is not 90, and "010" is neither 8 nor 10 but an error. What would cost time or
+memory without bound (deep nesting, aliases of aliases, integers of a million digits) is refused before it is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import _loaders_dumpers
+
+from async_rlhf.config.base import ConfigError, problem_of_text
+
+MAX_CHARACTERS = 100_000
+"""Of a file: some twenty times the longest that a run writes, and read within a second."""
+MAX_DEPTH = 20
+"""Of mappings and lists within each other. Ours need four, options of vLLM and DeepSpeed some more."""
+MAX_NODES = 20_000
+"""Keys and values after aliases are written out: ten aliases of ten of ten ... are a few lines and a billion values."""
+MAX_INTEGER = 2**63 - 1
+"""What fits 64 bits, as every program below does."""
+_DOUBTFUL = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without dates, and with 1e-5 as a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith((":timestamp", ":float", ":value"))]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: str, key: str) -> Any:
+    """What a YAML file holds.
+
+    Args:
+        path: of the file.
+        key: what errors name beside the file: the option that names it.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML that a configuration can be; names file and line.
+    """
+    place = f"{key}: {path!r}"
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(4 * MAX_CHARACTERS + 1)
+        text = raw.decode("utf-8-sig")
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is one
+        raise ConfigError(f"{place}: {error}; must be a text file in UTF-8") from error
+    return parse_yaml(text, place)
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """What a text in YAML means.
+
+    Args:
+        text: all of it.
+        place: what errors begin with.
+
+    Raises:
+        ConfigError: it is no YAML that a configuration can be; names the line.
+    """
+    right = f"must be at most {MAX_CHARACTERS} characters"
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{place} has {len(text)} characters or more; {right}")
+    loader = None
+    try:
+        _check_depth(text, place)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(node, place)
+        return loader.construct_document(node)
+    except ConfigError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        what = " ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(f"{place}{line}: is no YAML: {what}") from error
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        told = " ".join(str(error).split())[:300]  # ValueError and its kin: a tag on what is nothing of the kind
+        raise ConfigError(f"{place}: is no YAML: {told}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _check_depth(text: str, place: str) -> None:
+    """By the events of the text: to build it takes as many calls within each other as it is deep."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise ConfigError(f"{place}, line {line}: has lists or mappings deeper than {MAX_DEPTH} in each other")
+
+
+def _check_nodes(root: yaml.Node, place: str) -> None:
+    """No alias of itself, not too many values, no key twice, nothing that reads as two things."""
+    sizes: dict[int, int | None] = {}  # None while it is under way
+
+    def size(node: yaml.Node) -> int:
+        known = sizes.get(id(node), 0)
+        line = f"{place}, line {node.start_mark.line + 1}"
+        if known is None:
+            raise ConfigError(f"{line}: holds itself, by an alias; must end somewhere")
+        if known:
+            return known
+        sizes[id(node)] = None
+        if node.tag not in _PLAIN_TAGS:
+            raise ConfigError(f"{line}: got the tag {node.tag!r}; must be without: text, a number, a list or a mapping")
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node, line)
+        elif isinstance(node, yaml.MappingNode):
+            _check_keys(node, place)
+        total = 1 + sum(size(child) for child in _children(node))
+        if total > MAX_NODES:
+            raise ConfigError(f"{line}: has more than {MAX_NODES} values, its aliases written out")
+        sizes[id(node)] = total
+        return total
+
+    size(root)
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key
+            yield value
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _check_keys(node: yaml.MappingNode, place: str) -> None:
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        line = f"{place}, line {key.start_mark.line + 1}"
+        if key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if key.tag != "tag:yaml.org,2002:str":
+            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+            raise ConfigError(f"{line}: got {shown!r:.200} as a key; must be text, in quotes where it reads otherwise")
+        if key.value in seen:
+            raise ConfigError(
+                f"{line}: got the key {key.value!r:.200} again (line {seen[key.value]}); must be there once"
+            )
+        seen[key.value] = key.start_mark.line + 1
+
+
+def _check_scalar(node: yaml.ScalarNode, line: str) -> None:
+    shown = f"{line}: got {node.value[:60]!r}{'...' * (len(node.value) > 60)}"
+    if problem := problem_of_text(node.value):
+        raise ConfigError(f"{shown}; {problem}")
+    if node.style is None and _DOUBTFUL.fullmatch(node.value):
+        raise ConfigError(f"{shown}; must be a plain decimal number, or text in quotes: YAML reads it in several ways")
+    if node.tag == "tag:yaml.org,2002:int":
+        digits = node.value.replace("_", "")
+        if len(digits) > 70 or abs(int(digits, 0)) > MAX_INTEGER:
+            raise ConfigError(f"{shown}; must be an integer of at most 64 bits")
+
+
+class _ValueLoader:
+    """What jsonargparse makes of a text on the command line or in the environment, by :func:`parse_yaml`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_single_data(self) -> Any:
+        """Its meaning; where that is an error, jsonargparse goes on with the text as it is."""
+        try:
+            return parse_yaml(self._text, "the value")
+        except ConfigError as error:
+            raise yaml.YAMLError(str(error)) from error
+
+    def dispose(self) -> None:
+        """Nothing is held."""
+
+
+@contextmanager
+def read_by_jsonargparse() -> Iterator[None]:
+    """Within, jsonargparse reads YAML by this module.
+
+    Its public way, a loader for a parser's mode, leaves out values of numbers and switches, which it reads by the
+    loader that it keeps here. Only within: other programs' parsers in this process keep theirs.
+    """
+    kept: Any = _loaders_dumpers
+    before = kept.yaml_default_loader
+    kept.yaml_default_loader = _ValueLoader
+    try:
+        yield
+    finally:
+        kept.yaml_default_loader = before

@@ -1,0 +1,285 @@
+"""Reward functions in processes of their own, which can be killed: the learner's side, and what runs there.
+
+A thread cannot be stopped while it keeps Python's lock (the GIL), as a regular expression does that backtracks for
+ever, and neither learner nor signals get a turn meanwhile. A process can. It is forked from the server that generator
+processes come from, and loads its function by name: nothing of the learner, its threads or its GPU is copied.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from async_rlhf.children import context_of, hang_up, start_process
+from async_rlhf.random_state import capture_on_cpu, equal_on_cpu, restore_on_cpu
+from async_rlhf.rewards.base import Reward
+from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
+from async_rlhf.scoring.functions import RewardFunction, load_object, name_loaded_by
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 1.0
+"""An async function that is cancelled at the limit has so long to give way before its process is killed."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """How another process gets a function.
+
+    Args:
+        name: for :func:`~async_rlhf.scoring.functions.load_object`.
+        pickled: a built-in reward instead, whose options are plain values.
+    """
+
+    name: str = ""
+    pickled: bytes = b""
+
+    def load(self) -> RewardFunction:
+        """The function."""
+        return pickle.loads(self.pickled) if self.pickled else load_object(self.name, "reward_funcs")
+
+
+def source_of(function: RewardFunction) -> Source | str:
+    """Where another process finds a function, or why none can."""
+    if hasattr(function, "load_state_dict"):
+        return "keeps a state (state_dict), which this process saves"
+    if (name := name_loaded_by(function)) is not None:
+        return Source(name)
+    if isinstance(function, Reward) and type(function).__module__ != "__main__":
+        return Source(pickled=pickle.dumps(function))
+    if not isinstance(function, types.FunctionType):
+        return "is an object or a method, which may hold anything"
+    module, attribute = sys.modules.get(function.__module__), function.__qualname__
+    if function.__module__ == "__main__":
+        return "is defined in the script itself"
+    if module is None or getattr(module, attribute, None) is not function:
+        return "is made within another function"
+    with suppress(ImportError, ValueError):
+        if find_spec(function.__module__) is not None:
+            return Source(f"{function.__module__}:{attribute}")
+    file = getattr(module, "__file__", None)
+    return Source(f"{file}:{attribute}") if file and file.endswith(".py") else "is in a module that has no file"
+
+
+class StoppableFunction:
+    """A reward function that is called in a process of its own.
+
+    Calls must not overlap. Python's, numpy's and torch's random numbers go on there where they are here, and back.
+
+    Args:
+        name: what messages call it.
+        function: itself, for arguments that cannot be sent.
+        source: where the process finds it.
+        limit: seconds after which an async function is cancelled there.
+    """
+
+    def __init__(self, name: str, function: RewardFunction, source: Source, limit: float) -> None:
+        self.name, self.limit = name, limit
+        self._function, self._source = function, source
+        self._process: Any = None
+        self._ready = self._given_up = self._late = False
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Start the process, unless it is there; :meth:`wait` waits for it."""
+        if self._given_up:
+            return
+        idle = self._idle.wait(GRACE_SECONDS)  # after an error elsewhere nobody waited for the last call
+        if self._process is not None and idle and self._process.is_alive() and not self._late:
+            return
+        self._kill()
+        context = context_of()
+        self._pipe, theirs = context.Pipe()
+        self._leash, held = context.Pipe()
+        surroundings = (os.getcwd(), list(sys.path), dict(os.environ), logging.getLogger().getEffectiveLevel())
+        # No daemon: those may not start processes, which some rewards do.
+        arguments = (theirs, held, self._source, surroundings)
+        process = context.Process(target=_serve, args=arguments, name=f"reward-{self.name}")
+        process.daemon = False
+        start_process(process, f"reward function {self.name}")
+        held.close()
+        theirs.close()  # only the process holds it now, so that its death ends our reading
+        self._process, self._ready, self._late = process, False, False
+        atexit.register(self.close)  # before multiprocessing's own, which would wait for it
+
+    def wait(self) -> None:
+        """Until the function is loaded there: its limit is for calls. Where it cannot be, it is called here."""
+        if self._given_up or self._ready:
+            return
+        try:
+            wrong = self._pipe.recv()
+        except (EOFError, OSError):
+            wrong = self._epitaph()
+        self._ready = wrong is None
+        if wrong is not None:
+            self._given_up = True
+            self._kill()
+            logger.warning("reward function %s cannot be loaded in a process of its own (%s)", self.name, wrong)
+            warn_unstoppable(self.name, "is called in this process")
+
+    def __call__(self, **arguments: Any) -> Any:
+        """The rewards.
+
+        Raises:
+            RemoteError: the function raised something.
+            ProcessDiedError: its process has ended.
+            TooLateError: an async function was cancelled.
+        """
+        if self._given_up:
+            return self._function(**arguments)
+        before = capture_on_cpu()
+        try:
+            message = pickle.dumps((arguments, self.limit, torch.get_num_threads(), before))
+        except Exception as error:  # of every kind: objects say in their own ways that they cannot be pickled
+            self._given_up = True
+            logger.warning("reward function %s: its columns cannot be sent to a process (%r)", self.name, error)
+            warn_unstoppable(self.name, "is called in this process")
+            return self._function(**arguments)
+        self._idle.clear()
+        try:
+            self._pipe.send_bytes(message)
+            # The caller has stopped waiting at the limit; here the process is ended, if it does not give way.
+            if not self._pipe.poll(min(self.limit + GRACE_SECONDS, threading.TIMEOUT_MAX)):
+                self._late = True
+                self._send_kill()
+                raise TooLateError
+            found, states = self._pipe.recv()
+        except (EOFError, OSError):
+            raise ProcessDiedError(self._epitaph()) from None
+        finally:
+            self._idle.set()
+        if states is not None:
+            restore_on_cpu(states)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        atexit.unregister(self.close)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is None:
+            return
+        self._send_kill()
+        hang_up(self._pipe)
+        self._process.join()
+        self._idle.wait(5)
+        self._pipe.close()
+        self._leash.close()
+        self._process, self._ready = None, False
+
+    def _send_kill(self) -> None:
+        for kill in (os.killpg, os.kill):  # with what the function has started
+            with suppress(OSError):
+                kill(self._process.pid, signal.SIGKILL)
+
+    def _epitaph(self) -> str:
+        process = self._process
+        if process is not None:
+            process.join(5)
+        return f"its process died (exit code {None if process is None else process.exitcode})"
+
+
+def warn_unstoppable(name: str, why: str) -> None:
+    """A limit has been set that may not hold."""
+    logger.warning(
+        "reward_timeout: reward function %s %s: over the limit it is abandoned in its thread, and code that keeps "
+        "Python's lock, such as a regular expression, holds up everything. Only what can be loaded by name, "
+        '"module:function" or "file.py:function", and keeps no state can be stopped',
+        name,
+        why,
+    )
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """What stands for a value that is no number; its text in messages is that of the value."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _serve(
+    pipe: Connection,
+    leash: Connection,
+    source: Source,
+    surroundings: tuple[str, list[str], dict[str, str], int],
+) -> None:
+    """Answer calls until the learner is gone."""
+    # When the learner dies, the kernel ends this process, even if its function never lets Python look: at the end of
+    # file it sends SIGIO, which nobody handles. (Not so on macOS, where the call at hand is finished first.)
+    fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
+    os.setpgid(0, 0)
+    # The learner ends it. Handlers, unlike what is ignored or blocked, are not passed on to programs that it starts.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    folder, path, environment, level = surroundings
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    try:
+        function = source.load()
+    except BaseException as error:  # of every kind: the learner has loaded it, and will call it itself
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    pipe.send(None)
+    with suppress(EOFError, OSError):
+        while True:
+            arguments, limit, threads, before = pickle.loads(pipe.recv_bytes())
+            if torch.get_num_threads() != threads:  # sums depend on it
+                torch.set_num_threads(threads)
+            restore_on_cpu(before)
+            found = _sendable(outcome_of(partial(function, **arguments), time.monotonic() + limit))
+            after = capture_on_cpu()
+            pipe.send((found, None if equal_on_cpu(before, after) else after))
+
+
+def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
+    """Numbers as they are, and as text what only this process may know."""
+    if isinstance(outcome, (TooLateError, KeyboardInterrupt, SystemExit)):
+        return type(outcome)(*(each if isinstance(each, int) else str(each) for each in outcome.args))
+    if isinstance(outcome, BaseException):
+        kind = type(outcome).__name__
+        return RemoteError(kind, str(outcome), "".join(traceback.format_exception(outcome)))
+    return [_sendable_value(value) for value in outcome]
+
+
+def _sendable_value(value: Any) -> Any:
+    with suppress(Exception):  # of every kind: a value of the user's own class
+        if value is None or math.isfinite(value):
+            return None if value is None else float(value)
+    return _Unusable(_text_of(value))
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception as error:  # of every kind, see above
+        return f"a {type(value).__name__} ({type(error).__name__} in its repr)"
