@@ -103,8 +103,8 @@ class OnlineConfig(Checked):
         reward_model_weight: what the reward model's score is multiplied by.
         reward_errors: what a reward function that raises, or is too slow, or returns something that is no finite
             number does: "error" stops the run, "skip" leaves the prompts concerned out of the batch and counts them.
-        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit. Those that can
-            be found by name are then called in processes of their own, which are killed at the limit.
+        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit. Those that
+            can be found by name are then called in processes of their own, which are killed at the limit.
         logging_steps: batches between two lines in the log.
         save_steps: batches between two checkpoints; 0 saves the final model only.
         save_total_limit: checkpoints to keep, the newest and the best; null for all.
