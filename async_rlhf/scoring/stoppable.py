@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1.0
 """An async function that is cancelled at the limit has so long to give way before its process is killed."""
+_LONGEST_POLL = 1e6  # seconds; the system's call takes no more than some 24 days
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class StoppableFunction:
         try:
             self._pipe.send_bytes(message)
             # The caller has stopped waiting at the limit; here the process is ended, if it does not give way.
-            if not self._pipe.poll(min(self.limit + GRACE_SECONDS, threading.TIMEOUT_MAX)):
+            if not self._pipe.poll(None if self.limit > _LONGEST_POLL else self.limit + GRACE_SECONDS):
                 self._late = True
                 self._send_kill()
                 raise TooLateError
