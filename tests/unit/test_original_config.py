@@ -660,9 +660,14 @@ def test_a_file_sets_no_variable_that_loads_code_or_sends_keys_elsewhere(name):
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("value", ["two\nlines", "nu\0ll", ["a"], None, {"a": 1}])
+@pytest.mark.parametrize("value", ["two\nlines", ["a"], None, {"a": 1}])
 def test_a_variable_is_text_on_one_line(value):
     assert "env.WANDB_NOTES: got " in error("train", DPO | {"env": {"WANDB_NOTES": value}})
+
+
+def test_a_variable_without_end_is_found_by_its_line():
+    message = error("train", DPO | {"env": {"WANDB_NOTES": "nu\0ll"}})
+    assert "got 'nu\\x00ll'; must be without NUL characters" in message
 
 
 def test_a_run_id_of_two_lines_is_no_key_of_the_rewritten_file():
