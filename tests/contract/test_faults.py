@@ -53,9 +53,19 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+OTHERS: set[int] = set()
+"""Processes of earlier tests: those of their reward functions end with this one."""
+
+
+@pytest.fixture(autouse=True)
+def know_the_others() -> None:
+    OTHERS.clear()
+    OTHERS.update(generator_pids())
+
+
 def generator_pids() -> set[int]:
     """Processes that were forked by the fork server of this process, so the generators."""
-    return {pid for child in descendants(os.getpid()) for pid in descendants(child)}
+    return {pid for child in descendants(os.getpid()) for pid in descendants(child)} - OTHERS
 
 
 def trainer_for(make_policy, tokenizer, prompts, args, reward=count_letters, **options):

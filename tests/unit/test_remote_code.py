@@ -177,5 +177,9 @@ def test_one_place_loads_by_name():
         "models.py: return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
         "models.py: model = AutoModelForSequenceClassification.from_config("
         "config, trust_remote_code=brings_code(type(policy)))",
+        # What this very process has pickled, for a process that it has started, over a pipe that nobody else has.
         "launch/ray_rewards.py: self._functions = cloudpickle.loads(self._pickled)",
+        "scoring/stoppable.py: return pickle.loads(self.pickled) if self.pickled else "
+        'load_object(self.name, "reward_funcs")',
+        "scoring/stoppable.py: arguments, limit, threads, before = pickle.loads(pipe.recv_bytes())",
     }
