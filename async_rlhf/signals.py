@@ -32,24 +32,22 @@ def ending_on_signals() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    asked = threading.Event()
+    # No lock, and so no threading.Event: another signal may come within the handler, which would wait for itself.
+    asked = False
     before = {number: signal.getsignal(number) for number in ending_signals()}
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def note(number: int, _frame: object) -> None:
-        asked.set()
-        restore()
-        if signal.SIGHUP in before:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        nonlocal asked
+        asked = True
+        for other, handler in before.items():
+            signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else handler)
         name = signal.Signals(number).name
         logger.warning("%s: a checkpoint follows after this batch, then the run ends; resume goes on from there", name)
 
     for number in before:
         signal.signal(number, note)
     try:
-        yield asked.is_set
+        yield lambda: asked
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
