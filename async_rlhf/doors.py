@@ -1,8 +1,8 @@
 """Ports at which only those are let in who know a secret.
 
 Both sides prove that they know it, by a keyed hash of what the other has just made up (HMAC-SHA256, RFC 2104), and
-neither sends it. Every message before that has a fixed length and a deadline: who says nothing, or rubbish, or too much
-is sent away, and nobody waits for him.
+neither sends it. Every message before that has a fixed length and a deadline: a stranger who says nothing, rubbish or too
+much is sent away, and nobody waits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NONCE = 32
 _PROOF = 32
 _NUMBER = 4
 _PATIENCE = 10.0
-"""Seconds that a guest has to prove himself."""
+"""Seconds that a guest has for the proof."""
 _CROWD = 64
-"""Guests that may be at the door at a time; of more, the one who came first has to go."""
+"""Guests that may be at the door at a time; of more, the first to come has to go."""
 
 
 class Door:
