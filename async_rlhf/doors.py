@@ -1,8 +1,8 @@
 """Ports at which only those are let in who know a secret.
 
 Both sides prove that they know it, by a keyed hash of what the other has just made up (HMAC-SHA256, RFC 2104), and
-neither sends it. Every message before that has a fixed length and a deadline: a stranger who says nothing, rubbish or too
-much is sent away, and nobody waits.
+neither sends it. Every message before that has a fixed length and a deadline: whoever says nothing, rubbish or too much
+is sent away, and nobody waits.
 """
 
 from __future__ import annotations
