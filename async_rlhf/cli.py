@@ -207,6 +207,8 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
 
 def _terminate(number: int, _frame: object) -> NoReturn:
     """SIGTERM and SIGHUP unwind like an error, so that processes are ended and files closed."""
+    if number == signal.SIGHUP:  # the second SIGHUP of a closed terminal must not break off what the first began
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

@@ -23,8 +23,9 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], bool]]:
-    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing:
-    a shell whose terminal is closed sends one, and the kernel another when the shell has ended.
+    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing,
+    not even after this has ended: a shell whose terminal is closed sends one, and the kernel another when the shell
+    has ended, which may be while the program closes what it has open.
 
     Yields:
         Whether one has come. Outside the main thread, where Python allows no handlers, never.
@@ -33,12 +34,12 @@ def ending_on_signals() -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     # No lock, and so no threading.Event: another signal may come within the handler, which would wait for itself.
-    asked = False
+    asked, hung_up = False, False
     before = {number: signal.getsignal(number) for number in ending_signals()}
 
     def note(number: int, _frame: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal asked, hung_up
+        asked, hung_up = True, hung_up or number == signal.SIGHUP
         for other, handler in before.items():
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else handler)
         name = signal.Signals(number).name
@@ -50,4 +51,5 @@ def ending_on_signals() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if not (hung_up and number == signal.SIGHUP):
+                signal.signal(number, handler)

@@ -158,8 +158,11 @@ def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
     try:
         with pytest.raises(SystemExit, match=r"^0$"):
             trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
+        hangs_up = signal.getsignal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+    # The terminal's second SIGHUP may come when the run has ended and the program has not.
+    assert hangs_up == (signal.SIG_IGN if sent == signal.SIGHUP else signal.SIG_DFL)
     verify(Path(args.output_dir) / "checkpoint-2")
     assert generator_pids() == set()
 
