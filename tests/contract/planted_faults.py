@@ -35,7 +35,7 @@ from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Prompt, Rollout, RolloutBatch
+from async_rlhf.types import Batch, Prompt, Sample
 from async_rlhf.weights import SnapshotRing, named_weights
 
 PROMPTS, SAMPLES, COMPARED, LENGTH = 16, 4, 8, 16
@@ -97,7 +97,7 @@ class HereGenerator(RemoteGenerator):
         self._accept(worker, worker.handler.answer(worker.open[0]))
         return True
 
-    def sample(self, batch: int) -> RolloutBatch:
+    def sample(self, batch: int) -> Batch:
         self.submit(batch, batch - 1, prompts_of(batch))
         return self.collect(batch)
 
@@ -302,12 +302,12 @@ def answered_by(patch: pytest.MonkeyPatch, engine: TransformersEngine, change: C
     patch.setattr(engine, "generate", lambda prompts, progress=None: change(generate(prompts), prompts))
 
 
-def each(change: Callable[[Rollout, int], Rollout]) -> Callable[..., Completions]:
+def each(change: Callable[[Sample, int], Sample]) -> Callable[..., Completions]:
     """Every completion changed: by itself and its number k."""
     return lambda completions, prompts: [tuple(change(r, k) for k, r in enumerate(group)) for group in completions]
 
 
-def cut(rollout: Rollout, length: int, **changes: Any) -> Rollout:
+def cut(rollout: Sample, length: int, **changes: Any) -> Sample:
     names = ("tokens", "logprobs", "versions")
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names}, **changes)
 

@@ -102,7 +102,7 @@ def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer
     finally:
         generator.close()
     assert batch.shares == (1,)
-    assert {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions} == {1}
+    assert {v for group in batch.groups for rollout in group.samples for v in rollout.versions} == {1}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -125,7 +125,7 @@ def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
     mixed = 0
     for index, batch in seen.items():
         for group in batch.groups:
-            for rollout in group.rollouts:
+            for rollout in group.samples:
                 assert list(rollout.versions) == sorted(rollout.versions)
                 assert max(0, index - 3) <= rollout.versions[0] <= rollout.versions[-1] < index
                 mixed += len(set(rollout.versions)) > 1

@@ -20,7 +20,7 @@ from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_
 from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
-from async_rlhf.types import Experience, PolicyOutput, Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Experience, Group, PolicyOutput, Sample
 
 
 def train(make_policy, tokenizer, prompts, args, algorithm, **options):
@@ -39,8 +39,8 @@ def scored_batch(trainer, scores_PK=None):
     stream, engine = trainer._stream, trainer._eval_engine().engine
     engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
     drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
-    groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
-    scored = trainer._scorer(RolloutBatch(1, 0, groups, 0.0))
+    groups = tuple(Group(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
+    scored = trainer._scorer(Batch(1, 0, groups, 0.0))
     return scored if scores_PK is None else replace(scored, scores_PK=scores_PK)
 
 
@@ -171,9 +171,9 @@ def test_what_is_cut_off_is_worth_what_the_value_model_expects(
         torch.nn.init.normal_(trainer.learner.value.weight)
     scored = scored_batch(trainer)
     reasons = ["stop", "length", "stop", "length", "length"]
-    rollouts = [r for group in scored.batch.groups for r in group.rollouts]
+    rollouts = [r for group in scored.batch.groups for r in group.samples]
     parts = [(r.tokens[:n], r.logprobs[:n], r.versions[:n]) for n, r in enumerate(rollouts, start=1)]  # of every length
-    marked = [Rollout(*part, reasons[i % 5]) for i, part in enumerate(parts)]
+    marked = [Sample(*part, reasons[i % 5]) for i, part in enumerate(parts)]
     groups = tuple(
         replace(group, rollouts=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
     )
@@ -191,7 +191,7 @@ def test_what_is_cut_off_is_worth_what_the_value_model_expects(
             reward = 0.9 * at_the_end.item()
         n = len(rollout.tokens)
         expected = [0.9 ** (n - 1 - t) * reward for t in range(n)]
-        found = experience.returns_BT[row][experience.response_mask_BT[row] > 0].tolist()
+        found = experience.returns_BT[row][experience.sampled_BT[row] > 0].tolist()
         assert found == pytest.approx(expected, abs=1e-5)
     assert trainer.learner.update(experience, 1)["optimizer_steps"] == 2
 
@@ -221,8 +221,7 @@ def test_completions_that_are_masked_are_in_baselines_and_nowhere_else(
             replace(
                 group,
                 rollouts=tuple(
-                    replace(r, finish_reason="length" if k < 1 + p % 3 else "stop")
-                    for k, r in enumerate(group.rollouts)
+                    replace(r, finish_reason="length" if k < 1 + p % 3 else "stop") for k, r in enumerate(group.samples)
                 ),
             )
             for p, group in enumerate(scored.batch.groups)
@@ -575,7 +574,7 @@ def test_a_head_in_float32_halves_the_error_of_bf16(tokenizer, prompts, make_arg
         for who, pairs in (("policy", by_policy[:-1]), ("reference", by_policy[-1:])):
             differences = []
             for logprobs_BT, rows in pairs:
-                mask_BT = rows.response_mask_BT
+                mask_BT = rows.sampled_BT
                 right = response_logprobs(exact, rows.tokens_BT, mask_BT, 0.7, with_entropies=False)
                 differences.append((logprobs_BT - right.logprobs_BT)[mask_BT > 0])
             errors[who] = torch.cat(differences).square().mean().sqrt().item()

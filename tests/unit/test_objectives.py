@@ -248,7 +248,7 @@ def ragged_experience(seed: int, P: int, K: int, garbage: float = 0.0) -> tuple[
     experience = Experience(
         tokens_BT=tokens_BT,
         lengths_B=torch.tensor([end for _, end in spans]),
-        response_mask_BT=mask_BT,
+        sampled_BT=mask_BT,
         behaviour_logprobs_BT=noise_BT[0],
         reference_logprobs_BT=noise_BT[1],
         scores_B=torch.tensor([score for group in scores for score in group]),
@@ -273,7 +273,7 @@ def slow_pairs(experience: Experience, K: int) -> list[tuple[int, int] | None]:
 
 
 def slow_sum(values_BT: Tensor, experience: Experience, row: int) -> float:
-    values, mask = values_BT[row].tolist(), experience.response_mask_BT[row].tolist()
+    values, mask = values_BT[row].tolist(), experience.sampled_BT[row].tolist()
     return math.fsum(value for value, inside in zip(values, mask, strict=True) if inside)
 
 
@@ -326,10 +326,10 @@ def test_credit_pairs_the_first_best_with_the_first_worst(K):
                 length = int(experience.lengths_B[row])
                 assert pairs.lengths_B[2 * u + side] == length
                 assert pairs.scores_B[2 * u + side] == experience.scores_B[row]
-                for name in ("tokens_BT", "response_mask_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
+                for name in ("tokens_BT", "sampled_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
                     kept = getattr(pairs, name)[2 * u + side, :length].tolist()
                     assert kept == getattr(experience, name)[row, :length].tolist(), name
-                assert pairs.response_mask_BT[2 * u + side, length:].sum() == 0
+                assert pairs.sampled_BT[2 * u + side, length:].sum() == 0
 
 
 def test_a_difference_in_the_last_bit_of_a_score_is_no_tie():
@@ -362,7 +362,7 @@ def test_a_margin_within_rounding_counts_one_half(nats, expected):
     reference_BT = experience.reference_logprobs_BT.float()
     experience = replace(experience, reference_logprobs_BT=reference_BT, scores_B=torch.arange(80.0))
     chosen_BT = torch.tensor([0.0, 1.0]).repeat(40)[:, None]  # of each pair the second
-    first_BT = (experience.response_mask_BT.cumsum(dim=1) == 1) & experience.response_mask_BT.bool()
+    first_BT = (experience.sampled_BT.cumsum(dim=1) == 1) & experience.sampled_BT.bool()
     ours = dpo_loss(reference_BT + nats * chosen_BT * first_BT, experience, dpo_config(2))
     moved = [bool(first_BT[row].any()) for row in range(1, 80, 2)]
     assert sum(moved) > 20
@@ -405,7 +405,7 @@ def test_the_gradient_is_exactly_zero_outside_responses_of_pairs_that_differ():
     trained = {row for pair in slow_pairs(experience, 4) if pair is not None for row in pair}
     assert len(trained) == 12
     for row in range(len(experience)):
-        for t, inside in enumerate(experience.response_mask_BT[row].tolist()):
+        for t, inside in enumerate(experience.sampled_BT[row].tolist()):
             assert (gradient_BT[row, t].item() != 0) == (inside == 1 and row in trained)
 
 
@@ -415,7 +415,7 @@ def test_chosen_tokens_are_pushed_up_and_rejected_ones_down():
     (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, dpo_config(3)).loss_sum, logprobs_BT)
     for pair in slow_pairs(experience, 3):
         if pair is not None:
-            best, worst = (gradient_BT[row][experience.response_mask_BT[row] > 0] for row in pair)
+            best, worst = (gradient_BT[row][experience.sampled_BT[row] > 0] for row in pair)
             assert best.max() < 0 < worst.min()
             assert best[0].item() == pytest.approx(-worst[0].item())
 

@@ -137,7 +137,7 @@ def make_case(
     experience = Experience(
         tokens_BT=tokens_BT,
         lengths_B=torch.tensor([end for _, end in spans]),
-        response_mask_BT=mask_BT,
+        sampled_BT=mask_BT,
         behaviour_logprobs_BT=mu_BT,
         scores_B=torch.tensor(scores, dtype=torch.float64),
         weights_U=torch.ones(B, dtype=torch.float64),
@@ -182,7 +182,7 @@ def loss_and_gradients(key: str, case: Case, config: OnlineConfig) -> tuple[Loss
 def responses(values_BT: Tensor, experience: Experience) -> list[list[float]]:
     return [
         [x for x, inside in zip(values, mask, strict=True) if inside]
-        for values, mask in zip(values_BT.tolist(), experience.response_mask_BT.tolist(), strict=True)
+        for values, mask in zip(values_BT.tolist(), experience.sampled_BT.tolist(), strict=True)
     ]
 
 
@@ -238,7 +238,7 @@ class Credit:
 
 def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credit:
     name = OBJECTIVES[key][0]
-    lengths = [len(row) for row in responses(experience.response_mask_BT, experience)]
+    lengths = [len(row) for row in responses(experience.sampled_BT, experience)]
     rewards, K = slow_rewards(experience, config), config.samples_per_prompt
     if name == "best_of_k":
         return Credit([weight for _, weight in slow_best(experience, config)])
@@ -428,7 +428,7 @@ def test_credit_is_its_formula(key):
             assert ours.advantages_B.dtype == torch.float64
             assert ours.advantages_B.tolist() == pytest.approx(expected.of_rows, rel=1e-9, abs=1e-9)
         else:
-            outside_BT = 1 - ours.response_mask_BT
+            outside_BT = 1 - ours.sampled_BT
             for tensor_BT, rows in ((ours.advantages_BT, expected.of_tokens), (ours.returns_BT, expected.returns)):
                 assert tensor_BT.dtype == torch.float64
                 assert (tensor_BT * outside_BT).abs().max() == 0
@@ -488,9 +488,9 @@ def test_best_of_k_keeps_the_first_best_row_of_each_prompt(K, kl):
             length = int(experience.lengths_B[ours])
             assert best.lengths_B[p] == length
             assert best.scores_B[p] == experience.scores_B[ours]
-            for name in ("tokens_BT", "response_mask_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
+            for name in ("tokens_BT", "sampled_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
                 assert getattr(best, name)[p, :length].tolist() == getattr(experience, name)[ours, :length].tolist()
-            assert best.response_mask_BT[p, length:].sum() == 0
+            assert best.sampled_BT[p, length:].sum() == 0
 
 
 def test_best_of_k_breaks_ties_by_position_and_ignores_prompts_that_are_all_ties():
@@ -515,7 +515,7 @@ def test_best_of_k_judges_by_the_reward_less_its_kl():
             case.experience,
             tokens_BT=torch.tensor([[0, 5, 5, 5], [1, 5, 5, 5]]),
             lengths_B=torch.tensor([4, 4]),
-            response_mask_BT=mask_BT,
+            sampled_BT=mask_BT,
             behaviour_logprobs_BT=far_BT,
             reference_logprobs_BT=zeros_BT,
             values_BT=None,
@@ -584,7 +584,7 @@ def test_gradient_is_the_difference_quotient_of_the_slow_loss(key, off_policy):
         _, by_logprobs_BT, by_values_BT = loss_and_gradients(key, case, config)
         slow = SlowLoss(key, case, config)
         for gradient_BT, numbers in ((by_logprobs_BT, slow.pi), (by_values_BT, slow.values)):
-            assert (gradient_BT * (1 - case.experience.response_mask_BT)).abs().max() == 0
+            assert (gradient_BT * (1 - case.experience.sampled_BT)).abs().max() == 0
             if numbers is slow.values and slow.name != "ppo":
                 assert gradient_BT.abs().max() == 0
                 continue
@@ -637,7 +637,7 @@ def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old
             rows = Experience(
                 tokens_BT=torch.zeros(2, 3, dtype=torch.long),
                 lengths_B=torch.tensor([3, 3]),
-                response_mask_BT=mask_BT,
+                sampled_BT=mask_BT,
                 behaviour_logprobs_BT=at_responses(mu_R2)[part],
                 scores_B=torch.zeros(2, dtype=torch.float64),
                 weights_U=torch.ones(2, dtype=torch.float64),
@@ -770,7 +770,7 @@ def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key):
     for config in some_configs(key, 3):
         rows = algorithm.credit(case.experience, config)
         whole = algorithm.loss(output_for(case, rows), rows, config)
-        empty = [u for u in range(len(rows)) if rows.response_mask_BT[u].sum() == 0]
+        empty = [u for u in range(len(rows)) if rows.sampled_BT[u].sum() == 0]
         units = [u for u in range(len(rows)) if u not in empty]
         random.Random(1).shuffle(units)
         parts = [rows.select(part) for part in (units[:1], units[1:4], units[4:], empty) if part]
@@ -845,7 +845,7 @@ def test_more_padding_changes_nothing(key):
         """Three more columns of garbage; nothing of them is a response."""
         if not name.endswith("_BT"):
             return x
-        filling = 0.0 if name == "response_mask_BT" else 1e3
+        filling = 0.0 if name == "sampled_BT" else 1e3
         return torch.cat([x, torch.full((len(x), 3), filling).to(x.dtype)], dim=1)
 
     wide = Case(case.experience.map(widen), widen("_BT", case.logprobs_BT), widen("_BT", case.values_BT))
@@ -861,7 +861,7 @@ def test_more_padding_changes_nothing(key):
 def test_a_batch_of_empty_responses_gives_finite_zeros(key):
     """No response token at all: no loss, no gradient, and nothing that is not a number."""
     case = make_case(11, 4, 3, empty=True)
-    assert case.experience.response_mask_BT.sum() == 0
+    assert case.experience.sampled_BT.sum() == 0
     for config in some_configs(key, 3):
         output, *gradients = loss_and_gradients(key, case, config)
         if OBJECTIVES[key][0] != "rloo":  # whose ratio of an empty completion is 1, and whose advantages sum to 0
@@ -878,13 +878,13 @@ def test_a_batch_of_empty_responses_gives_finite_zeros(key):
 def test_an_empty_response_counts_as_a_sample_but_trains_nothing(key):
     """Its score is in the others' baseline; the rest of its group is trained as always."""
     case = make_case(1, 1, 3)
-    mask_BT = case.experience.response_mask_BT.clone()
+    mask_BT = case.experience.sampled_BT.clone()
     mask_BT[1] = 0
     lengths_B = case.experience.lengths_B.clone()
-    lengths_B[1] = int(case.experience.response_mask_BT[0].nonzero()[0, 0])
+    lengths_B[1] = int(case.experience.sampled_BT[0].nonzero()[0, 0])
     for score in (-3.0, 5.0):
         scores_B = torch.tensor([1.0, score, 2.0], dtype=torch.float64)
-        experience = replace(case.experience, response_mask_BT=mask_BT, lengths_B=lengths_B, scores_B=scores_B)
+        experience = replace(case.experience, sampled_BT=mask_BT, lengths_B=lengths_B, scores_B=scores_B)
         config = configure(key, 3, KLS["loss-k3"], OFF_POLICY["masked-token"])
         changed = Case(experience, case.logprobs_BT, case.values_BT)
         output, by_logprobs_BT, by_values_BT = loss_and_gradients(key, changed, config)
@@ -907,7 +907,7 @@ def test_online_dpo_takes_empty_responses(loss_type):
         output = algorithm.loss(output_for(Case(case.experience, logprobs_BT, case.values_BT), rows), rows, config)
         (gradient_BT,) = torch.autograd.grad(output.loss_sum, logprobs_BT)
         assert gradient_BT.isfinite().all()
-        assert (gradient_BT * (1 - case.experience.response_mask_BT)).abs().max() == 0
+        assert (gradient_BT * (1 - case.experience.sampled_BT)).abs().max() == 0
         loss, scores = 0.0, case.experience.scores_B.tolist()
         pi, ref = (responses(x, case.experience) for x in (logprobs_BT, case.experience.reference_logprobs_BT))
         implicit = [math.fsum(differences(a, b)) for a, b in zip(pi, ref, strict=True)]

@@ -24,7 +24,7 @@ from async_rlhf.stages.reward import (
     split_by_prompt,
 )
 from async_rlhf.stages.training import train
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 
 
 def write_rows(path: Path, rows) -> str:
@@ -35,8 +35,8 @@ def write_rows(path: Path, rows) -> str:
 # ---------------------------------------------------------------- pairs
 
 
-def sampled(text: str, finish: str = "stop") -> Rollout:
-    return Rollout(tuple(text.encode()), (0.0,) * len(text), (0,) * len(text), finish)
+def sampled(text: str, finish: str = "stop") -> Sample:
+    return Sample(tuple(text.encode()), (0.0,) * len(text), (0,) * len(text), finish)
 
 
 def test_best_against_worst_and_ties():
