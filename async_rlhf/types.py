@@ -81,8 +81,7 @@ class Sample:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        pairs = [(getattr(self, item.name), getattr(other, item.name)) for item in fields(self)]
-        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+        return all(np.array_equal(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
 

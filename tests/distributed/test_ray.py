@@ -29,7 +29,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring import RewardError, Scorer
-from async_rlhf.types import Batch, Group, Prompt, Sample
+from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("ray")
@@ -280,10 +280,9 @@ def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_
     stream, params = PromptStream(prompts, tokenizer), SamplingParams(2, 0.7, 16, (256,), 0)
 
     def versions(batch: Batch) -> set[int]:
-        for group in batch.groups:
-            for rollout in group.samples:
-                assert list(rollout.versions) == sorted(rollout.versions)
-        return {v for group in batch.groups for rollout in group.samples for v in rollout.versions}
+        for sample in batch.samples:
+            assert list(sample.versions) == sorted(sample.versions)
+        return drawn_versions(batch.samples)
 
     with closing(RayGenerator(args, make_policy(), params, Trace())) as generator:
         generator.publish(make_policy(0), 0)
@@ -354,7 +353,8 @@ def batch_of(tokenizer, faults: list[str]) -> Batch:
         prompt = Prompt(i, i, tuple(tokenizer(text)["input_ids"]), {"query": text, "fault": fault})
         words = [f"Return {'a' * (i * 2)}.", f"Make {i}.", f"Return {'a' * (i * 2)}."]
         tokens = [(*tokenizer(word)["input_ids"], 256) for word in words]
-        groups.append(Group(prompt, tuple(Sample(t, (0.0,) * len(t), (0,) * len(t), "stop") for t in tokens)))
+        answers = [Sample.answer(prompt.tokens, t, [0.0] * len(t), [0] * len(t), "stop") for t in tokens]
+        groups.append(Group(prompt, tuple(answers)))
     return Batch(1, 0, tuple(groups), 0.0)
 
 

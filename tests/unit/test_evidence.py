@@ -14,8 +14,8 @@ from async_rlhf.types import Group, Prompt, Sample
 
 
 def group(*completions: tuple[int, ...], logprob: float = -1.0, version: int = 0) -> Group:
-    rollouts = [Sample(c, (logprob,) * len(c), (version,) * len(c), "length") for c in completions]
-    return Group(Prompt(0, 0, (1,)), tuple(rollouts))
+    samples = [Sample.answer([1], c, [logprob] * len(c), [version] * len(c), "length") for c in completions]
+    return Group(Prompt(0, 0, (1,)), tuple(samples))
 
 
 def test_the_bet_on_ranks_is_that_of_the_definition():

@@ -93,8 +93,8 @@ def make_batch(tokenizer, *texts: str) -> Batch:
     groups = []
     for number, text in enumerate(texts):
         tokens = (*tokenizer(text)["input_ids"], EOS)
-        rollout = Sample(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), "stop")
-        groups.append(Group(Prompt(number, number, (65,), {"query": "A"}), (rollout, rollout)))
+        sample = Sample.answer([65], tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop")
+        groups.append(Group(Prompt(number, number, (65,), {"query": "A"}), (sample, sample)))
     return Batch(1, 0, tuple(groups), 0.0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import LLAMA_SIZES, count_letters
+from tiny import LLAMA_SIZES, count_letters, drawn
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
@@ -171,15 +171,18 @@ def test_what_is_cut_off_is_worth_what_the_value_model_expects(
         torch.nn.init.normal_(trainer.learner.value.weight)
     scored = scored_batch(trainer)
     reasons = ["stop", "length", "stop", "length", "length"]
-    rollouts = [r for group in scored.batch.groups for r in group.samples]
-    parts = [(r.tokens[:n], r.logprobs[:n], r.versions[:n]) for n, r in enumerate(rollouts, start=1)]  # of every length
-    marked = [Sample(*part, reasons[i % 5]) for i, part in enumerate(parts)]
+    prompts = [group.prompt.tokens for group in scored.batch.groups for _ in group.samples]
+    marked = []
+    for i, (prompt, sample) in enumerate(zip(prompts, scored.batch.samples, strict=True)):
+        tokens, logprobs, versions, _ = drawn(sample)
+        n = i + 1  # of every length
+        marked.append(Sample.answer(prompt, tokens[:n], logprobs[:n], versions[:n], reasons[i % 5]))
     groups = tuple(
-        replace(group, rollouts=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
+        replace(group, samples=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
     )
     experience, _ = trainer.learner.annotate(replace(scored, batch=replace(scored.batch, groups=groups)))
     policy, value = trainer.learner.policy, trainer.learner.value
-    for row, rollout in enumerate(marked):
+    for row, sample in enumerate(marked):
         tokens_BT = experience.tokens_BT[row : row + 1, : experience.lengths_B[row]]
         with torch.no_grad():
             if shared_trunk:
@@ -187,9 +190,9 @@ def test_what_is_cut_off_is_worth_what_the_value_model_expects(
             else:
                 at_the_end = value(tokens_BT).logits
         reward = experience.scores_B[row].item()
-        if rollout.finish_reason == "length":
+        if sample.finish_reason == "length":
             reward = 0.9 * at_the_end.item()
-        n = len(rollout.tokens)
+        n = len(sample.drawn)
         expected = [0.9 ** (n - 1 - t) * reward for t in range(n)]
         found = experience.returns_BT[row][experience.sampled_BT[row] > 0].tolist()
         assert found == pytest.approx(expected, abs=1e-5)
@@ -220,7 +223,7 @@ def test_completions_that_are_masked_are_in_baselines_and_nowhere_else(
         groups = tuple(
             replace(
                 group,
-                rollouts=tuple(
+                samples=tuple(
                     replace(r, finish_reason="length" if k < 1 + p % 3 else "stop") for k, r in enumerate(group.samples)
                 ),
             )
@@ -378,7 +381,7 @@ def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, ma
         trainer.learner.annotate(batch) for batch in (replace(scored, scores_PK=holed_PK), without)
     )
     assert our_metrics == expected_metrics
-    for name in ("tokens_BT", "scores_B", "weights_U", "advantages_B", "advantages_BT"):
+    for name in ("tokens_BT", "scores_B", "weights_U", "advantages_BT"):
         if getattr(expected, name) is not None:
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
@@ -636,7 +639,10 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
     pi_BT += 1 / torch.tensor(lengths).clamp(min=1)[:, None]
     for number, rows_B in enumerate(torch.arange(7).split(size)):
         nothing_B = torch.zeros(len(rows_B))
-        rows = Experience(tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_B, nothing_B)
+        nothing_BT = torch.zeros(len(rows_B), 10)
+        rows = Experience(
+            tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_BT, nothing_B, nothing_B
+        )
         watches[number % 2].add(PolicyOutput(pi_BT[rows_B], entropies_BT[rows_B]), rows)
     for row, length in enumerate(lengths):
         for t in range(1, length + 1):
@@ -654,7 +660,8 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
 
 def test_nothing_is_said_of_rows_without_tokens():
     nothing_BT = torch.zeros(2, 3)
-    rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
+    ones_B = torch.ones(2)
+    rows = Experience(nothing_BT.long(), ones_B, nothing_BT, nothing_BT, nothing_BT, ones_B, ones_B)
     watch = _Watch()
     watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
     assert watch.metrics() == _Watch().metrics() == {}

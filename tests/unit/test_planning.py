@@ -72,8 +72,8 @@ class ClockedGenerator:
     def collect(self, index: int) -> Batch:
         ready, version = self.ready.pop(index)
         self.now = max(self.now, ready)
-        rollout = Sample((1,), (0.0,), (version,), "stop")
-        return Batch(index, version, (Group(Prompt(0, 0, (1,)), (rollout,)),), 0.0)
+        sample = Sample.answer([1], [1], [0.0], [version], "stop")
+        return Batch(index, version, (Group(Prompt(0, 0, (1,)), (sample,)),), 0.0)
 
 
 class NoPrompts:

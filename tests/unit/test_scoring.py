@@ -133,11 +133,11 @@ def make_batch(tokenizer) -> Batch:
     for p, samples in enumerate(SAMPLES):
         query = f"def f{p}({'y' * p}):"
         prompt = Prompt(p, 10 + p, tuple(tokenizer(query)["input_ids"]), {"query": query, "name": f"f{p}", "level": p})
-        rollouts = []
+        answers = []
         for text, finish in samples:
             tokens = tokenizer(text.rstrip("|"))["input_ids"] + [EOS] * text.endswith("|")
-            rollouts.append(Sample(tuple(tokens), (-0.5,) * len(tokens), (0,) * len(tokens), finish))
-        groups.append(Group(prompt, tuple(rollouts)))
+            answers.append(Sample.answer(prompt.tokens, tokens, [-0.5] * len(tokens), [0] * len(tokens), finish))
+        groups.append(Group(prompt, tuple(answers)))
     return Batch(1, 0, tuple(groups), 0.0)
 
 
@@ -158,7 +158,7 @@ LEVELS = [100.0 * p + len(f"def f{p}({'y' * p}):") for p in range(3) for _ in ra
 
 
 def whole_rows(batch: Batch) -> list[list[int]]:
-    return [[*group.prompt.tokens, *rollout.tokens] for group in batch.groups for rollout in group.samples]
+    return [sample.tokens.tolist() for sample in batch.samples]
 
 
 def scores(tokenizer, batch, reward_model=None, functions=(), **changes) -> list[float]:
@@ -287,7 +287,7 @@ def test_the_number_of_weights_is_checked_before_anything_runs(tokenizer, make_r
 def test_the_length_penalty_is_for_each_token_and_not_for_what_did_not_end(tokenizer):
     """The stop token counts, and the penalty for not ending replaces the one for length as well."""
     batch = make_batch(tokenizer)
-    tokens = [len(rollout.tokens) for group in batch.groups for rollout in group.samples]
+    tokens = [len(sample.drawn) for sample in batch.samples]
     assert tokens == [9, 3, 1, 10, 13, 5]  # the e with its accent is two
     changes = {"length_penalty": 0.25, "reward_weights": [2.0]}
     expected = [2 * n - 0.25 * t for n, t in zip(LENGTHS, tokens, strict=True)]
