@@ -262,7 +262,7 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
     """
     assert experience.values_BT is not None
     mask_BT, given_BT = experience.sampled_BT, experience.rewards_BT
-    scores_B = experience.scores_B - given_BT.sum(dim=1)
+    scores_B = experience.scores_B - given_BT.double().sum(dim=1).to(given_BT.dtype)  # rounded once, as scores are
     if config.bootstrap_truncated:
         assert experience.truncated_B is not None
         assert experience.end_values_B is not None

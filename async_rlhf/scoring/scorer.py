@@ -194,7 +194,7 @@ class Scorer:
         lengths_R = torch.tensor(_lengths(samples), dtype=torch.float64)
         sums_R = -self.config.length_penalty * lengths_R
         sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
-        nobody_R = torch.ones(len(samples), dtype=torch.bool)
+        nobody_R = torch.tensor([sample.rewards is None for sample in samples])
         for name, rewards_R in rewards.items():
             sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
             nobody_R &= rewards_R.isnan()

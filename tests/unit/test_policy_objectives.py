@@ -1061,3 +1061,24 @@ def test_online_dpo_takes_empty_responses(loss_type):
             h = implicit[chosen] - implicit[4 * p + 1 - chosen]
             loss += math.log1p(math.exp(-0.25 * h)) if loss_type == "sigmoid" else (h - 2) ** 2
         assert output.loss_sum.item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_what_an_environment_gave_leaves_no_remainder_of_rounding():
+    """A score that is the environment's alone, rounded once from float64, leaves nothing for the last token."""
+    generator = torch.Generator().manual_seed(0)
+    rewards_BT = torch.randn(500, 30, generator=generator)
+    scores_B = rewards_BT.double().sum(dim=1).float()
+    zeros_BT, ones_B = torch.zeros(500, 30), torch.ones(500)
+    rows = Experience(
+        tokens_BT=zeros_BT.long(),
+        lengths_B=torch.full((500,), 30),
+        sampled_BT=torch.ones(500, 30),
+        behaviour_logprobs_BT=zeros_BT,
+        rewards_BT=rewards_BT,
+        scores_B=scores_B,
+        weights_U=ones_B,
+        values_BT=zeros_BT,
+    )
+    config = configure("ppo-other", 1, KLS["no-kl"])
+    config = replace(config, lam=0.0, gamma=0.0)
+    assert torch.equal(ALGORITHMS["ppo"].credit(rows, config).advantages_BT, rewards_BT)

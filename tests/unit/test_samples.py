@@ -16,7 +16,7 @@ from async_rlhf.config import OnlineDPOConfig
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.sampling import row_uniforms, sample_uniforms
 from async_rlhf.rows import sampled_rows
-from async_rlhf.scoring import Scorer
+from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 
 
@@ -128,6 +128,17 @@ def test_rewards_of_an_environment_are_part_of_the_score(tokenizer):
     ones = lambda prompts, completions, **columns: [1.0] * len(prompts)  # noqa: E731
     scored = Scorer(tokenizer, OnlineDPOConfig(non_eos_penalty=False), None, [ones])(batch)
     assert scored.scores_PK.tolist() == [[3.0, 1.0]]
+
+
+def test_a_sample_that_its_environment_alone_rewards_has_a_score(tokenizer):
+    none = lambda prompts, completions, **columns: [None] * len(prompts)  # noqa: E731
+    config = OnlineDPOConfig(non_eos_penalty=False)
+    group = Group(Prompt(0, 0, tuple(b"pq"), {"query": "pq"}), (two_turns(rewards=np.full(9, np.float32(0.1))),))
+    scored = Scorer(tokenizer, config, None, [none])(Batch(1, 3, (group,), 0.0))
+    assert scored.scores_PK.item() == pytest.approx(0.9)
+    group = replace(group, samples=(spelt(two_turns(), tokenizer),))
+    with pytest.raises(RewardError, match="every reward function returned None for completion 'abc<eos>'"):
+        Scorer(tokenizer, config, None, [none])(Batch(1, 3, (group,), 0.0))
 
 
 @pytest.mark.parametrize("rewards", [None, np.arange(9, dtype=np.float32) / 3])
