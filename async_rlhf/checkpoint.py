@@ -32,9 +32,9 @@ from torch import Tensor
 from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, require
 from async_rlhf.config.secrets import without_secrets
-from async_rlhf.data.stream import PromptStream
+from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.files import naming, whole_folder
-from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +144,13 @@ class ResumeState:
             "with the version of async_rlhf that has written it, or start a new run from its policy (model)"
         )
 
-    def read_ahead(self, folder: Path, stream: PromptStream) -> None:
-        """Read the batches that are sampled already; the stream gives their prompts."""
+    def read_ahead(self, folder: Path, stream: SharedPrompts) -> None:
+        """Read the batches that are sampled already; the stream gives their prompts. Every rank must."""
         lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-        self.ahead = [_rollout_batch(json.loads(line), stream) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        draws = [group["draw"] for row in rows for group in row["groups"]]
+        prompts = dict(zip(draws, stream.prompts(draws), strict=True))
+        self.ahead = [_rollout_batch(row, prompts) for row in rows]
 
     def forget_weights(self) -> None:
         """Let go of what the learner has taken; the random generators are still to be restored."""
@@ -217,10 +220,10 @@ def _rollout_rows(batches: Iterable[RolloutBatch]) -> Iterator[dict[str, Any]]:
         yield {**{name: getattr(batch, name) for name in names}, "groups": groups}
 
 
-def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> RolloutBatch:
+def _rollout_batch(row: dict[str, Any], prompts: Mapping[int, Prompt]) -> RolloutBatch:
     groups = tuple(
         RolloutGroup(
-            stream.prompt(group["draw"]),
+            prompts[group["draw"]],
             tuple(Rollout(tuple(t), tuple(p), tuple(v), reason) for t, p, v, reason in group["rollouts"]),
         )
         for group in row["groups"]

@@ -30,7 +30,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
-from async_rlhf.parallel import Parallel, decayed_groups, device_of, trainable
+from async_rlhf.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.rows import by_length, dealt, response_tensors
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
@@ -121,7 +121,8 @@ class Learner:
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add what reference, policy and value model say before the update, then let the algorithm assign credit.
 
-        A prompt with a completion that has no reward is left out.
+        Every rank must call it, with the same batch, and ends up with all of it. A prompt with a completion that has no
+        reward is left out.
 
         Returns:
             What to train on, and metrics over all samples of the batch, trained on or not.
@@ -134,34 +135,24 @@ class Learner:
         return self._annotate(experience) if len(experience) else (experience, {})
 
     def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
-        """The same from rows that say nothing but what was sampled; every rank ends up with all of it."""
-        with self.ranks.calling("annotate", experience):
-            if self.config.uses_reference:
-                experience = self._add(experience, self._by_reference)
-            if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
-                experience = self._add(experience, self._before_update)
-            if isinstance(self.config, PPOConfig) and self.config.bootstrap_truncated:
-                experience = self._add(experience, self._at_the_end)
+        """The same from rows that say nothing but what was sampled."""
+        if self.config.uses_reference:
+            experience = self._add(experience, self._by_reference)
+        if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
+            experience = self._add(experience, self._before_update)
+        if isinstance(self.config, PPOConfig) and self.config.bootstrap_truncated:
+            experience = self._add(experience, self._at_the_end)
         config = self._batch_config = self._adapted_config()
         metrics = _objective_metrics(experience, config)
         if config.samples_per_prompt > 1:
             scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
             metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
-        credited = self._credited = self.algorithm.credit(experience, config)
+        credited = self.algorithm.credit(experience, config)
         if isinstance(config, KLPenaltyConfig) and config.kl.target is not None and "objective/kl" in metrics:
             self.kl_coef = adapted_coefficient(
                 self.kl_coef, metrics["objective/kl"], config.kl.target, len(experience), config.kl.horizon
             )
         return credited, metrics
-
-    @property
-    def calls(self) -> dict[str, Callable[..., Any]]:
-        """What rank 0 may ask of the others."""
-        return {
-            "annotate": self._annotate,
-            "update": lambda batch, empty: self.update(self._credited if empty is None else empty, batch),
-            "state": self.state,
-        }
 
     def _adapted_config(self) -> OnlineConfig:
         """The configuration with the KL coefficient as it is now."""
@@ -172,7 +163,8 @@ class Learner:
 
     def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
         """The rows with more fields, computed without gradient in batches of like length, by all ranks."""
-        device, found = device_of(self.policy), []
+        self.ranks.meet("annotating")
+        device, found = self.parallel.device_of(self.policy), []
         batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
         with torch.no_grad():
             for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
@@ -181,7 +173,7 @@ class Learner:
                 if counts:
                     found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
         fields: dict[str, Any] = {}
-        for index, values in (item for items in self.ranks.gather(found) for item in items):
+        for index, values in (item for items in self.ranks.gather("annotations", found) for item in items):
             for name, tensor in values.items():
                 if name.endswith("_BT"):
                     whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
@@ -222,11 +214,11 @@ class Learner:
             return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
-        """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them."""
-        with self.ranks.calling("update", batch, None if len(experience) else experience):
-            return self._update(experience, batch)
+        """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them.
 
-    def _update(self, experience: Experience, batch: int) -> dict[str, float]:
+        Every rank must call it, with the same experience.
+        """
+        self.ranks.meet(f"training on batch {batch}")
         loss_sums: defaultdict[str, float] = defaultdict(float)
         watch = _Watch()
         total_weight, steps, norms = 0.0, 0, [0.0] * (1 if self.value is None else 2)
@@ -240,7 +232,7 @@ class Learner:
                 total_weight += weight
                 steps += 1
             self.scheduler.step()
-        everyone = self.ranks.gather((dict(loss_sums), watch))
+        everyone = self.ranks.gather("losses", (dict(loss_sums), watch))
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
         metrics |= _Watch.of([watch for _, watch in everyone]).metrics()
@@ -262,7 +254,7 @@ class Learner:
 
         The weight is that of the whole mini-batch, of which each rank has some micro-batches.
         """
-        config, device = self._batch_config, device_of(self.policy)
+        config, device = self._batch_config, self.parallel.device_of(self.policy)
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
         parts = list(by_length(longest_U, self.config.per_device_train_batch_size))
         mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
@@ -280,18 +272,18 @@ class Learner:
                 watch.add(output, micro_batch)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(device_of(self.policy).type, torch.bfloat16, enabled=self.config.bf16)
+        return torch.autocast(self.parallel.device_of(self.policy).type, torch.bfloat16, enabled=self.config.bf16)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a new learner and its :meth:`restore` need beside the files of :meth:`save`: tensors, and values for
-        JSON. They do not depend on the number of ranks, and are on rank 0 alone.
+        JSON. They do not depend on the number of ranks; every rank must ask, and rank 0 gets them.
         """
-        with self.ranks.calling("state"):
-            tensors = {f"optimizer.{name}": tensor for name, tensor in self.parallel.moments().items()}
-            for name, p in self.model.named_parameters():
-                if is_adapter(name):
-                    with self.parallel.gathered([p]):
-                        tensors[f"adapter.{name}"] = self.parallel.whole(p.data)
+        self.ranks.meet("state of the learner")
+        tensors = {f"optimizer.{name}": tensor for name, tensor in self.parallel.moments().items()}
+        for name, p in self.model.named_parameters():
+            if is_adapter(name):
+                with self.parallel.gathered([p]):
+                    tensors[f"adapter.{name}"] = self.parallel.whole(p.data)
         return tensors, {"kl_coef": self.kl_coef, "scheduler_steps": self.scheduler.last_epoch}
 
     def _load_weights(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -330,12 +322,16 @@ class Learner:
         return checksum(fixed)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the policy in the standard format, and the value model or head into ``value_model``."""
-        write_model(self.policy, tokenizer, folder)
+        """Write the policy in the standard format, and the value model or head into ``value_model``.
+
+        Every rank must call it; rank 0 writes.
+        """
+        self.ranks.meet("saving")
+        write_model(self.policy, tokenizer, folder, self.parallel)
         if isinstance(self.value, PreTrainedModel):
-            write_model(self.value, tokenizer, folder / "value_model")
+            write_model(self.value, tokenizer, folder / "value_model", self.parallel)
         elif self.value is not None:
-            write_value_head(self.value, folder / "value_model")
+            write_value_head(self.value, folder / "value_model", self.parallel)
 
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ from async_rlhf import random_state
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.checkpoint import FINAL, ResumeState, as_saved, write_whole
 from async_rlhf.config import OnlineConfig
-from async_rlhf.data.stream import PromptStream
+from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.data.tokenizer import decode_responses
 from async_rlhf.generation.protocol import Sampler
 from async_rlhf.learner import Learner
@@ -33,7 +34,9 @@ PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
 
 
 class TrainingLoop:
-    """Batches in, a better policy out.
+    """Batches in, a better policy out. Every rank of the learner runs it.
+
+    Rank 0 alone has callbacks and logs, and writes; what they decide it tells the others, who then do the same.
 
     Args:
         config: of the run.
@@ -43,9 +46,9 @@ class TrainingLoop:
         tokenizer: of the policy.
         callbacks: transformers' callbacks.
         trace: where the spans go.
-        eval_prompts: held-out prompts, if there are any, with the engine that samples for them.
+        eval_prompts: held-out prompts, with the engine that samples for them; None on every rank where there are none.
         inputs: fingerprints of what came from outside, for checkpoints.
-        stop_asked: True once the run shall save and end.
+        stop_asked: True once this rank has been told that the run shall save and end.
         require_folder: raises OSError where the folder is gone, or another process has taken it over.
     """
 
@@ -58,12 +61,13 @@ class TrainingLoop:
         tokenizer: PreTrainedTokenizerBase,
         callbacks: Callbacks,
         trace: Trace,
-        eval_prompts: tuple[PromptStream, Sampler] | None = None,
+        eval_prompts: tuple[SharedPrompts, Sampler] | None = None,
         inputs: Mapping[str, str] | None = None,
         stop_asked: Callable[[], bool] = lambda: False,
         require_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
+        self.ranks = learner.ranks
         self.rollouts = rollouts
         self.scorer = scorer
         self.learner = learner
@@ -86,7 +90,8 @@ class TrainingLoop:
         """
         with self._open_logs(logs or {}):
             self.callbacks.begin()
-            if resumed is not None:  # only now: a callback may have drawn from the generators as the run began
+            # Only now: a callback may have drawn from the generators as the run began.
+            if resumed is not None and self.ranks.leads:
                 random_state.restore(resumed.tensors, resumed.values["random"])
             self.rollouts.publish(self.learner.policy, version=self.callbacks.state.global_step)
             started = time.monotonic()
@@ -103,10 +108,9 @@ class TrainingLoop:
                 started = time.monotonic()
                 if self._after_batch(scored, metrics):
                     break
-            self.require_folder()
-            write_whole(self.folder / FINAL, [self._write_policy])
+            self._write(self.folder / FINAL)
             self.callbacks.end()
-        return self.callbacks.state
+        return self.ranks.from_lead("final state", lambda: self.callbacks.state)
 
     @contextmanager
     def _open_logs(self, keep: Mapping[str, int]) -> Iterator[None]:
@@ -114,75 +118,96 @@ class TrainingLoop:
             stack.enter_context(closing(self.callbacks))
             self._logs = {
                 name: stack.enter_context(closing(JsonLines(self.folder / name, keep.get(name, 0))))
-                for name in log_names(self.config)
+                for name in (log_names(self.config) if self.ranks.leads else ())
             }
             yield
 
-    def _write_policy(self, folder: Path) -> None:
-        self.learner.save(folder, self.tokenizer)
-        self.callbacks.save_state(folder)
+    def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
+        """Write the policy, and what else there is, as one folder. All put the weights together; rank 0 writes."""
+        self.require_folder()
+        if not self.ranks.leads:
+            self.learner.save(folder, self.tokenizer)
+            return
+        policy = [partial(self.learner.save, tokenizer=self.tokenizer), self.callbacks.save_state]
+        write_whole(folder, [*policy, *([] if resume is None else [resume.write])])
 
     def save(self) -> None:
         """Write a checkpoint that the run can go on from, bit for bit, and delete old ones."""
-        state, config = self.callbacks.state, self.config
-        batch, path = state.global_step, self.checkpoints.path(state.global_step)
-        tensors, values = self.learner.state()
-        random_tensors, random_values = random_state.capture()
-        self.require_folder()
-        with self.trace.span("save", batch=batch):
-            ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
-            resume = ResumeState(
-                batch=batch,
-                config=as_saved(config),
-                inputs=self.inputs,
-                values={
-                    "learner": values,
-                    "random": random_values,
-                    "rewards": self.scorer.state(),
-                    "agreement": self.rollouts.generator.agreement.state(),
-                },
-                logs={name: log.position() for name, log in self._logs.items()},
-                tensors=tensors | random_tensors,
-                ahead=ahead,
-            )
-            self.callbacks.note_best(path)
-            write_whole(path, [self._write_policy, resume.write])
-            self.checkpoints.delete_old(config.save_total_limit, state.best_model_checkpoint)
+        state = self.callbacks.state
+        path = self.checkpoints.path(state.global_step)
+        with self.trace.span("save", batch=state.global_step):
+            resume = self._resume_state(state.global_step)
+            if self.ranks.leads:
+                self.callbacks.note_best(path)
+            self._write(path, resume)
+            if self.ranks.leads:
+                self.checkpoints.delete_old(self.config.save_total_limit, state.best_model_checkpoint)
         self.callbacks.saved()
+
+    def _resume_state(self, batch: int) -> ResumeState | None:
+        """What a run needs to go on after a batch, on rank 0. All must ask, for the learner and the batches ahead."""
+        tensors, values = self.learner.state()
+        ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
+        if not self.ranks.leads:
+            return None
+        random_tensors, random_values = random_state.capture()
+        return ResumeState(
+            batch=batch,
+            config=as_saved(self.config),
+            inputs=self.inputs,
+            values={
+                "learner": values,
+                "random": random_values,
+                "rewards": self.scorer.state(),
+                "agreement": self.rollouts.generator.agreement.state(),
+            },
+            logs={name: log.position() for name, log in self._logs.items()},
+            tensors=tensors | random_tensors,
+            ahead=ahead,
+        )
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. True where the run shall stop."""
-        groups = scored.batch.groups
+        groups, state = scored.batch.groups, self.callbacks.state
         control = self.callbacks.step_end(len(groups), sum(len(group.rollouts) for group in groups))
-        state = self.callbacks.state
         self.require_folder()
-        if SCHEDULE in self._logs:
-            self._logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
-        counters = {"batch": float(state.global_step), "episode": float(state.episode)}
-        if control.should_log:
-            logs = {**counters, "completions": float(state.completions), **metrics}
-            self._logs[METRICS].write(logs)
-            self._log_samples(scored)
-            self.callbacks.log(logs)
-            self.trace.flush()
+        if self.ranks.leads:
+            self._log(scored, metrics, control.should_log)
         last = state.global_step == state.max_steps or control.should_training_stop
-        if self.eval_prompts is not None and (control.should_evaluate or last):
+        if self.eval_prompts is not None and self.ranks.from_lead("evaluate?", lambda: control.should_evaluate or last):
             evaluation = self.evaluate()
-            self._logs[METRICS].write({**counters, **evaluation})
-            self.callbacks.log({**counters, **evaluation})
-            self.callbacks.evaluated(evaluation)
-        stop = self.stop_asked()  # asked once: it may become true at any moment
-        if control.should_save or stop:
+            if self.ranks.leads:
+                self.callbacks.log(self._log_metrics(evaluation))
+                self.callbacks.evaluated(evaluation)
+        # Asked once: it may become true at any moment, and on one rank alone.
+        stop = any(self.ranks.gather("end?", self.stop_asked()))
+        if self.ranks.from_lead("save?", lambda: control.should_save or stop):
             self.save()
         if stop:
             raise SystemExit(0)
-        return control.should_training_stop
+        return self.ranks.from_lead("stop?", lambda: control.should_training_stop)
+
+    def _log(self, scored: ScoredBatch, metrics: Mapping[str, float], everything: bool) -> None:
+        """The schedule of every batch; metrics and samples where that is due."""
+        if SCHEDULE in self._logs:
+            self._logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
+        if everything:
+            logs = self._log_metrics({"completions": float(self.callbacks.state.completions), **metrics})
+            self._log_samples(scored)
+            self.callbacks.log(logs)
+            self.trace.flush()
+
+    def _log_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        state = self.callbacks.state
+        logs = {"batch": float(state.global_step), "episode": float(state.episode), **metrics}
+        self._logs[METRICS].write(logs)
+        return logs
 
     def evaluate(self) -> dict[str, float]:
         """Scores of the policy as it is now on the held-out prompts, one completion each."""
         assert self.eval_prompts is not None
         stream, engine = self.eval_prompts
-        prompts = [stream.prompt(draw) for draw in range(len(stream))]
+        prompts = stream.all()
         with self.trace.span("evaluate"):
             completions = engine.generate(prompts)
             groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -28,10 +27,8 @@ from async_rlhf.config import (
 )
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.agreement import compare
+from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.generation.placement import shared_cores, shared_engine
-from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Generator, SamplingParams
 from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.launch.parts import check_launch, make_generator, make_scorer, reward_device
@@ -57,7 +54,7 @@ from async_rlhf.run_folder import RunFolder, checkpoint_to_resume, hold_folder
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.signals import ending_on_signals
 from async_rlhf.trainer import TrainingLoop
-from async_rlhf.weights import checksum, iterate_weights, named_weights
+from async_rlhf.weights import checksum, named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -120,25 +117,32 @@ class OnlineTrainer:
             # Data before models: its mistakes are found within seconds.
             self._read_data(train_dataset, eval_dataset, prompt_field)
             self._load_models(model, ref_model, reward_model, value_model, reward_funcs, prompt_field)
-            if self.ranks.leads:
-                self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
-                self._inputs = self._fingerprints()
-                if self._resumed is not None:
-                    self._resumed.check_inputs(self._inputs, args.resume_anyway)
+            self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
+            self._inputs = self._fingerprints()
+            if self.ranks.leads and self._resumed is not None:
+                self._resumed.check_inputs(self._inputs, args.resume_anyway)
             self._until_trained = stack.pop_all()
 
     def _read_data(self, train_dataset: Rows, eval_dataset: Rows | None, prompt_field: str) -> None:
-        """Prompts, and a record to repeat. Rank 0 hands them out; the others need none."""
-        args, self._recorded, self._eval_stream = self.args, None, None
-        if not self.ranks.leads:
-            return
-        evaluable = args.eval_steps == 0 or eval_dataset is not None
-        require(evaluable, "eval_steps", args.eval_steps, "must be 0 without eval_dataset")
-        if args.replay_from is not None:
-            self._recorded = read_schedule(Path(args.replay_from), args.generation.shares, args.num_batches)
-        self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")
-        if eval_dataset is not None:
-            self._eval_stream = self._prompts(eval_dataset, prompt_field, "eval_dataset")
+        """Prompts, and a record to repeat. Rank 0 reads them, and tells the others."""
+        args, ranks = self.args, self.ranks
+        train, evaluated = None, None
+        if ranks.leads:
+            evaluable = args.eval_steps == 0 or eval_dataset is not None
+            require(evaluable, "eval_steps", args.eval_steps, "must be 0 without eval_dataset")
+        self._recorded = ranks.from_lead("recorded schedule", self._read_record)
+        if ranks.leads:
+            train = self._prompts(train_dataset, prompt_field, "train_dataset")
+            if eval_dataset is not None:
+                evaluated = self._prompts(eval_dataset, prompt_field, "eval_dataset")
+        self._stream, eval_stream = SharedPrompts(train, ranks), SharedPrompts(evaluated, ranks)
+        self._eval_stream = eval_stream if ranks.from_lead("held-out prompts", lambda: evaluated is not None) else None
+
+    def _read_record(self) -> dict[int, tuple[int, ...]] | None:
+        args = self.args
+        if args.replay_from is None:
+            return None
+        return read_schedule(Path(args.replay_from), args.generation.shares, args.num_batches)
 
     def _load_models(
         self,
@@ -149,7 +153,8 @@ class OnlineTrainer:
         reward_funcs: tuple[RewardFunction, ...],
         prompt_field: str,
     ) -> None:
-        args, parallel, trust = self.args, make_parallel(self.args, self.ranks), self.args.trust_remote_code
+        args, trust = self.args, self.args.trust_remote_code
+        self.parallel = parallel = make_parallel(args, self.ranks)
         self.device = rank_device(args, self.ranks)
         # What is spread comes to the device piece by piece.
         device = torch.device("cpu") if parallel.spreads_weights else self.device
@@ -182,11 +187,10 @@ class OnlineTrainer:
 
     def _find_checkpoint(self, stack: ExitStack) -> None:
         """Hold the folder, find what the run goes on from, if anything, and require that nothing else is in the way."""
-        args, found = self.args, None
+        args = self.args
         if self.ranks.leads:
             self._hold = stack.enter_context(hold_folder(Path(args.output_dir)))
-            found = checkpoint_to_resume(args)
-        self._checkpoint = self.ranks.from_lead(found)
+        self._checkpoint = self.ranks.from_lead("checkpoint", lambda: checkpoint_to_resume(args))
         self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
         if self._resumed is not None:
             self._resumed.check(args)
@@ -211,31 +215,28 @@ class OnlineTrainer:
                 if self._resumed is not None:
                     self.learner.restore(self._resumed.tensors, self._resumed.values["learner"])
                     self._resumed.forget_weights()
-                engine = shared_engine(self.args, self.model, self._params, self.ranks, "generate")
-                state: OnlineTrainerState | None
-                if self.ranks.leads:
-                    state = self._lead(engine, threads, lambda: stop_asked() or self._watch.stop_asked)
-                else:
-                    state = self._follow(engine, stop_asked)
+                state = self._run(threads, stop_asked)
             self._watch.close()
-        if state is None:
-            raise SystemExit(0)
         return state
 
-    def _lead(self, engine: SharedEngine, threads: int | None, stop_asked: Callable[[], bool]) -> OnlineTrainerState:
-        """Run the loop."""
-        folder, resumed = self._folder, self._resumed
-        with self._hold.alone(), ExitStack() as stack:
+    def _run(self, threads: int | None, stop_asked: Callable[[], bool]) -> OnlineTrainerState:
+        """Run the loop. Every rank does, with all that it has of each part."""
+        folder, resumed, leads = self._folder, self._resumed, self.ranks.leads
+        with ExitStack() as stack:
+            if leads:
+                stack.enter_context(self._hold.alone())
             trace = stack.enter_context(closing(Trace()))
+            engine = shared_engine(self.args, self.model, self._params, self.parallel)
             generator = make_generator(self.args, self.model, self._params, trace, threads, engine)
             stack.enter_context(closing(generator))
             if resumed is not None:
                 self._restore(resumed, generator)
             stack.enter_context(self._scorer.started())
-            self._hold.require()
-            folder.clear(self.callbacks.state.best_model_checkpoint)
-            if self.args.trace:
-                trace.write_to(folder.path / folder.trace)
+            if leads:
+                self._hold.require()
+                folder.clear(self.callbacks.state.best_model_checkpoint)
+                if self.args.trace:
+                    trace.write_to(folder.path / folder.trace)
             loop = TrainingLoop(
                 self.args,
                 self._rollouts(generator, trace),
@@ -247,16 +248,9 @@ class OnlineTrainer:
                 None if self._eval_stream is None else (self._eval_stream, self._eval_engine()),
                 self._inputs,
                 stop_asked,
-                self._hold.require,
+                self._hold.require if leads else lambda: None,
             )
-            try:
-                state = loop.run(resumed, resumed.logs if resumed and folder.goes_on else None)
-            except SystemExit as error:
-                if not error.code:  # a signal has asked for it, and the state is saved
-                    self.ranks.end(None)
-                raise
-        self.ranks.end(state)
-        return state
+            return loop.run(resumed, resumed.logs if resumed and folder.goes_on else None)
 
     def _rollouts(self, generator: Generator, trace: Trace) -> Rollouts:
         resumed = self._resumed
@@ -273,27 +267,6 @@ class OnlineTrainer:
             ahead=resumed.ahead if resumed else (),
         )
 
-    def _follow(self, engine: SharedEngine, stop_asked: Callable[[], bool]) -> OnlineTrainerState | None:
-        """Do what rank 0 asks for, until it ends. Returns its state, None where a signal has ended it."""
-
-        def update(*args: Any) -> None:
-            self.learner.calls["update"](*args)
-            if stop_asked():
-                self._watch.ask_to_stop()
-
-        models = {"policy": self.model, "value": self.learner.value}
-        calls: dict[str, Callable[..., Any]] = {
-            **self.learner.calls,
-            "update": update,
-            "weights": lambda name, adapters: deque(iterate_weights(models[name], adapters), maxlen=0),
-            "probe": lambda name, autocast: probe_logprobs(models[name], autocast),
-            "compare": lambda name, *rest: compare(models[name], *rest),
-            engine.name: engine.generate,
-            "evaluate": self._eval_engine().generate,
-            "score": self._scorer.score_batches,
-        }
-        return self.ranks.follow(calls)
-
     def _restore(self, resumed: ResumeState, generator: Generator) -> None:
         """Put callbacks, rewards and what was found of the generator where the checkpoint was written."""
         assert self._checkpoint is not None
@@ -304,9 +277,12 @@ class OnlineTrainer:
         logger.info("resuming after batch %d, from %s", resumed.batch, self._checkpoint)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Of everything that came from outside and decides the run, under the names of the arguments."""
+        """Of everything that came from outside and decides the run, under the names of the arguments. Rank 0 knows."""
+        stream = self._stream.stream
+        if stream is None:
+            return {}
         found = {
-            "train_dataset": self._stream.fingerprint(),
+            "train_dataset": stream.fingerprint(),
             "ref_model": self.learner.fingerprint,
             "reward_funcs": ", ".join(self._scorer.reward_funcs),
         }
@@ -326,8 +302,7 @@ class OnlineTrainer:
         )
 
     def _eval_engine(self) -> SharedEngine:
-        params = replace(self._params, samples_per_prompt=1)
-        return shared_engine(self.args, self.model, params, self.ranks, "evaluate")
+        return shared_engine(self.args, self.model, replace(self._params, samples_per_prompt=1), self.parallel)
 
     def _prompts(self, rows: Rows, prompt_field: str, key: str) -> PromptStream:
         return PromptStream(

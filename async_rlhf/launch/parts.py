@@ -42,11 +42,11 @@ def make_generator(
     threads: int | None,
     engine: SharedEngine,
 ) -> Generator:
-    """The generator that the configuration asks for."""
-    if config.launch == "ray":
+    """The generator that the configuration asks for; of several ranks rank 0 alone has actors."""
+    if config.launch == "ray" and engine.parallel.ranks.leads:
         from async_rlhf.launch.ray_generation import RayGenerator
 
-        return RayGenerator(config, policy, params, trace)
+        return RayGenerator(config, policy, params, trace, engine.parallel)
     return placement.make_generator(config, policy, params, trace, threads, engine)
 
 
@@ -58,13 +58,15 @@ def make_scorer(
     prompt_field: str,
     parallel: Parallel,
 ) -> Scorer:
-    """The scorer that the configuration asks for."""
+    """The scorer that the configuration asks for; of several ranks rank 0 alone has actors."""
     if config.ray.reward_workers:
+        if not parallel.ranks.leads:
+            return Scorer(tokenizer, config, None, reward_funcs, prompt_field, parallel)
         from async_rlhf.launch.ray_rewards import RayScorer
 
-        return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field)
+        return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
     reward_model = None if reward_model is None else parallel.frozen(reward_model)
-    return Scorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel.ranks)
+    return Scorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
 
 
 def reward_device(config: OnlineConfig, learner: torch.device) -> torch.device:

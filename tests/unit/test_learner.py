@@ -36,7 +36,7 @@ def metrics_of(args) -> list[dict[str, float]]:
 
 def scored_batch(trainer, scores_PK=None):
     """One batch as the loop would hand it to the learner."""
-    stream, engine = trainer._stream, trainer._eval_engine().engine
+    stream, engine = trainer._stream.stream, trainer._eval_engine().engine
     engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
     drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
     groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
@@ -418,13 +418,13 @@ def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prom
     kl = KLConfig(coef=0.0 if where == "none" else 0.1, where="loss" if where == "loss" else "reward", estimator="k3")
     args = make_args(algorithm=algorithm, samples_per_prompt=8, total_episodes=16, num_mini_batches=2, kl=kl)
     trainer = TRAINERS[algorithm](make_policy(), args, prompts, reward_funcs=same_at_last, processing_class=tokenizer)
-    update = trainer.learner._update
+    update = trainer.learner.update
 
     def watched(experience, batch):
         weights[batch] = {name: p.clone() for name, p in trainer.model.named_parameters()}
         return update(experience, batch)
 
-    trainer.learner._update = watched
+    trainer.learner.update = watched
     trainer.train()
     metrics = metrics_of(args)
     assert [line["optimizer_steps"] for line in metrics] == ([2, 0] if where == "none" else [2, 2])
