@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedModel
 
+from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.parallel import Parallel
@@ -54,3 +56,11 @@ class SharedEngine:
         share = prompts[ranks.rank * len(prompts) // ranks.count : (ranks.rank + 1) * len(prompts) // ranks.count]
         found = ranks.gather("completions", self.engine.generate(share))
         return [completions for part in found for completions in part]
+
+
+def shared_engine(
+    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
+) -> SharedEngine:
+    """The engine on the learner's own policy, on every rank of it."""
+    autocast = torch.bfloat16 if config.bf16 else None
+    return SharedEngine(TransformersEngine(policy, params, autocast=autocast, device=parallel.device), parallel)

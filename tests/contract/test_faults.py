@@ -29,12 +29,12 @@ from tiny import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOTrainer
-from async_rlhf.checkpoint import verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.manifest import verify
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import StaleWeightsError

@@ -15,10 +15,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.checkpoint import learner_state, restore_learner
 from async_rlhf.config import ConfigError
 from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_logprobs, response_values, reward_scores
-from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
+from async_rlhf.monitor import RatioMonitor
 from async_rlhf.trainers import TRAINERS
 from async_rlhf.types import Experience, PolicyOutput, Rollout, RolloutBatch, RolloutGroup
 
@@ -36,11 +37,11 @@ def metrics_of(args) -> list[dict[str, float]]:
 
 def scored_batch(trainer, scores_PK=None):
     """One batch as the loop would hand it to the learner."""
-    stream, engine = trainer._stream.stream, trainer._eval_engine().engine
+    stream, engine = trainer.run.prompts.stream, trainer.run.eval_engine.engine
     engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
     drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
     groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
-    scored = trainer._scorer(RolloutBatch(1, 0, groups, 0.0))
+    scored = trainer.run.scorer(RolloutBatch(1, 0, groups, 0.0))
     return scored if scores_PK is None else replace(scored, scores_PK=scores_PK)
 
 
@@ -532,7 +533,7 @@ def test_moments_find_their_weights_whatever_the_groups(
     ]
     learners[0].train()
     ours, theirs = (trainer.learner for trainer in learners)
-    theirs.restore(*ours.state())
+    restore_learner(theirs, *learner_state(ours))
     for (name, a), (_, b) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.equal(ours.optimizer.state[a][key], theirs.optimizer.state[b][key]), (name, key)
@@ -629,7 +630,7 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
     Short rows have ratios above 1 and long ones below, so that a mean of the rows' means is far from the mean.
     """
     lengths, logs, entropies = [1, 2, 9, 0, 5, 1, 9], [], []
-    watches = [_Watch(), _Watch()]
+    watches = [RatioMonitor(), RatioMonitor()]
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.zeros(7, 10, dtype=torch.long)
     mask_BT = torch.tensor([[float(0 < t <= length) for t in range(10)] for length in lengths])
@@ -649,13 +650,13 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
         "policy/logprob_difference": math.fsum(map(abs, logs)) / len(logs),
         "policy/entropy_avg": math.fsum(entropies) / len(logs),
     }
-    found = _Watch.of(watches).metrics()
+    found = RatioMonitor.of(watches).metrics()
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_nothing_is_said_of_rows_without_tokens():
     nothing_BT = torch.zeros(2, 3)
     rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
-    watch = _Watch()
+    watch = RatioMonitor()
     watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
-    assert watch.metrics() == _Watch().metrics() == {}
+    assert watch.metrics() == RatioMonitor().metrics() == {}
