@@ -157,7 +157,7 @@ class Callbacks:
         config: of the run.
         learner: its policy, optimiser and scheduler are handed to callbacks.
         processing_class: the tokenizer.
-        callbacks: the user's, classes or instances.
+        callbacks: the user's, classes or instances; they are called on rank 0 alone. The others have the state.
     """
 
     def __init__(
@@ -175,12 +175,13 @@ class Callbacks:
             eval_steps=config.eval_steps or 500,
         )
         self.control = TrainerControl()
-        self._progress = ProgressCallback() if config.progress else None
-        integrations = get_reporting_integration_callbacks(config.report_to)
-        own = [DefaultFlowCallback, *([self._progress] if self._progress else []), *integrations]
-        self._handler = CallbackHandler(
-            [*own, *callbacks], learner.policy, processing_class, learner.optimizer, learner.scheduler
-        )
+        leads = learner.ranks.leads
+        self._progress = ProgressCallback() if config.progress and leads else None
+        called: list[Any] = [DefaultFlowCallback]
+        if leads:
+            integrations = get_reporting_integration_callbacks(config.report_to)
+            called += [*([self._progress] if self._progress else []), *integrations, *callbacks]
+        self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
     def save_state(self, folder: Path) -> None:

@@ -15,37 +15,34 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, OnlineConfig
+from async_rlhf.config import ConfigError, OnlineConfig, algorithm_of
 from async_rlhf.config.base import dotted, require
 from async_rlhf.config.secrets import without_secrets
-from async_rlhf.data.stream import PromptStream
-from async_rlhf.files import naming, whole_folder
-from async_rlhf.types import Batch, Group, Sample
+from async_rlhf.data.stream import SharedPrompts
+from async_rlhf.files import naming
+from async_rlhf.forward import PolicyAndValueWrapper
+from async_rlhf.learner import Learner
+from async_rlhf.lora import has_adapters, is_adapter
+from async_rlhf.manifest import CheckpointError
+from async_rlhf.models import load_policy, load_reward_model, load_value_head, write_model, write_value_head
+from async_rlhf.types import Batch, Group, Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-FINAL = "final"
-"""The folder of the policy after the last batch."""
 FORMAT = 3
 """Of what is written for resuming. It changes with every change that an older or newer version could not read."""
-_MANIFEST = "manifest.json"
-_DELETED = ".deleted.json"
-"""The name of the manifest while its checkpoint is being deleted."""
 _SAMPLE_TYPES = {
     "tokens": "int64",
     "sampled": "bool",
@@ -90,10 +87,6 @@ _MAY_CHANGE = {
     "generation.vllm.sleep",
 }
 """Keys that do not change what is computed, and the length of the run."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged or no checkpoint at all. The message names the file."""
 
 
 @dataclass
@@ -152,10 +145,13 @@ class ResumeState:
             "with the version of async_rlhf that has written it, or start a new run from its policy (model)"
         )
 
-    def read_ahead(self, folder: Path, stream: PromptStream) -> None:
-        """Read the batches that are sampled already; the stream gives their prompts."""
+    def read_ahead(self, folder: Path, stream: SharedPrompts) -> None:
+        """Read the batches that are sampled already; the stream gives their prompts. Every rank must."""
         lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-        self.ahead = [_rollout_batch(json.loads(line), stream) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        draws = [group["draw"] for row in rows for group in row["groups"]]
+        prompts = dict(zip(draws, stream.prompts(draws), strict=True))
+        self.ahead = [_rollout_batch(row, prompts) for row in rows]
 
     def forget_weights(self) -> None:
         """Let go of what the learner has taken; the random generators are still to be restored."""
@@ -179,9 +175,8 @@ class ResumeState:
 
 def as_saved(config: OnlineConfig) -> dict[str, Any]:
     """A configuration as JSON gives it back, keys with dots, with what follows from it and may not change."""
-    algorithm = next(name for name, kind in ALGORITHM_CONFIGS.items() if isinstance(config, kind))
     derived = {
-        "algorithm": algorithm,
+        "algorithm": algorithm_of(config),
         "number of generation.urls": len(config.generation.urls),
         "number of ranks": config.parallel.count,
         "prompts per batch": config.batch_size,
@@ -227,8 +222,8 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
-def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> Batch:
-    groups = tuple(Group(stream.prompt(g["draw"]), tuple(map(_sample_of, g["samples"]))) for g in row["groups"])
+def _rollout_batch(row: dict[str, Any], prompts: Mapping[int, Prompt]) -> Batch:
+    groups = tuple(Group(prompts[g["draw"]], tuple(map(_sample_of, g["samples"]))) for g in row["groups"])
     return Batch(**{**row, "groups": groups, "shares": tuple(row["shares"])})
 
 
@@ -237,89 +232,66 @@ def _sample_of(row: dict[str, Any]) -> Sample:
     return Sample(**{**row, **arrays})
 
 
-def write_whole(folder: Path, write: Iterable[Any]) -> None:
-    """Write a folder, with its manifest, that appears under its name only when all of it is on the disk.
+def save_learner(learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the policy in the standard format, and the value model or head into ``value_model``.
 
-    It takes the place of one that was written in the same way. Anything else is set aside under another name.
+    Every rank must call it; rank 0 writes.
+    """
+    learner.ranks.meet("saving")
+    write_model(learner.policy, tokenizer, folder, learner.parallel)
+    if isinstance(learner.value, PreTrainedModel):
+        write_model(learner.value, tokenizer, folder / "value_model", learner.parallel)
+    elif learner.value is not None:
+        write_value_head(learner.value, folder / "value_model", learner.parallel)
+
+
+def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[str, Tensor], trust: bool) -> None:
+    """Those of everything that is trained, before it is spread.
 
     Args:
-        folder: its place.
-        write: functions that each write into the folder they are given.
+        model: policy and values.
+        folder: as :func:`save_learner` has written it.
+        tensors: of :func:`learner_state`.
+        trust: whether code that comes with a model may be run.
     """
-    if (stranger := stranger_in(folder)) is not None:
-        numbers = (f"{folder.name}.kept-{number}" for number in count(1))
-        aside = next(path for name in numbers if not os.path.lexists(path := folder.with_name(name)))
-        logger.warning("WARNING: %s was not written by a run; %s is kept, as %s", stranger, folder, aside.name)
-        folder.rename(aside)
-    with whole_folder(folder) as temporary:
-        for part in write:
-            part(temporary)
-        files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
-        (temporary / _MANIFEST).write_text(json.dumps(files, indent=1, sort_keys=True), encoding="utf-8")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(tensors[f"adapter.{name}"])
+    if not has_adapters(model.policy):
+        model.policy.load_state_dict(load_policy(str(folder), trust=trust).state_dict())
+    place = folder / "value_model"
+    if isinstance(model.value, nn.Linear):
+        load_value_head(place, model.value)
+    elif model.value is not None:
+        saved = load_reward_model(str(place), key="value_model", trust=trust)
+        if has_adapters(model.value):
+            model.value.score.load_state_dict(saved.score.state_dict())
+        else:
+            model.value.load_state_dict(saved.state_dict())
 
 
-def verify(folder: Path) -> None:
-    """Require every file of the manifest to be as it was written.
+def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What goes on beside the files of :func:`save_learner`: tensors, and values for JSON.
 
-    Raises:
-        CheckpointError: names the first that is not.
+    They do not depend on the number of ranks. Every rank must ask, and rank 0 gets them.
     """
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        names = dict(manifest).items()
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{str(folder / _MANIFEST)!r} cannot be read: {error}") from error
-    for name, digest in names:
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{str(path)!r} is missing")
-        if _digest(path) != digest:
-            raise CheckpointError(f"{str(path)!r} is not what was written: its checksum differs")
+    learner.ranks.meet("state of the learner")
+    parallel = learner.parallel
+    tensors = {f"optimizer.{name}": tensor for name, tensor in parallel.moments().items()}
+    for name, parameter in learner.model.named_parameters():
+        if is_adapter(name):
+            with parallel.gathered([parameter]):
+                tensors[f"adapter.{name}"] = parallel.whole(parameter.data)
+    return tensors, {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
 
 
-def stranger_in(folder: Path) -> Path | None:
-    """What nobody may delete with a folder that :func:`write_whole` would write: the folder itself, where it is a link
-    or was not written so, or the first thing in it that its manifest does not list. None where there is no such thing.
-    """
-    if not os.path.lexists(folder):
-        return None
-    if folder.is_symlink() or not folder.is_dir():
-        return folder
-    inside = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    lists = [folder / _DELETED, folder / _MANIFEST]
-    listing = next((path for path in lists if path.is_file()), None)
-    if listing is None:
-        return folder if inside else None  # nothing is left where deleting was interrupted at its end
-    try:
-        listed = {folder / name for name in dict(json.loads(listing.read_text(encoding="utf-8")))}
-    except (ValueError, TypeError):  # damaged: what it said can no longer be told
-        return None
-    return next((path for path in inside if path not in {*listed, *lists}), None)
-
-
-def delete_whole(folder: Path) -> None:
-    """Delete a folder in which there is no stranger. When that is interrupted it is no checkpoint any more, whatever is
-    left, but still says what was in it.
-    """
-    listing = folder / _DELETED
-    with suppress(FileNotFoundError):
-        (folder / _MANIFEST).replace(listing)
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path != listing:
-            path.unlink()
-    listing.unlink(missing_ok=True)
-    folder.rmdir()
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return f"{path.stat().st_size} bytes, xxh3 {digest.hexdigest()}"
+def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Go back to where :func:`learner_state` was called, once :func:`load_weights` has been. Every rank must."""
+    learner.scheduler.last_epoch = values["scheduler_steps"]
+    # Computed anew: the length of the run may have changed, and with it the rate.
+    for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
+        group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
+    prefix = "optimizer."
+    learner.parallel.load_moments({n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)})
+    learner.kl_coef = values["kl_coef"]

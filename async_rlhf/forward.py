@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.objectives.logprobs import entropies, selected_logprobs
-from async_rlhf.parallel import device_of
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.types import PolicyOutput
 
@@ -253,9 +252,13 @@ def score_in_batches(
 
 
 @torch.no_grad()
-def score_batch(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False) -> Tensor:
-    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU."""
-    device = device_of(model)
+def score_batch(
+    model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False, device: torch.device | None = None
+) -> Tensor:
+    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed where the weights are,
+    or on the device.
+    """
+    device = model.device if device is None else device
     tokens_BT = pad_rows(rows, torch.long).to(device)
     lengths_B = torch.tensor([len(row) for row in rows], device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

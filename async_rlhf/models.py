@@ -26,9 +26,9 @@ from transformers import (
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.config.base import require
 from async_rlhf.lora import has_adapters, save_adapters
-from async_rlhf.parallel import architecture_of, spread_of
+from async_rlhf.parallel import Parallel
 from async_rlhf.ranks import Ranks
-from async_rlhf.weights import checksum, iterate_weights, named_weights
+from async_rlhf.weights import checksum, collected_weights, named_weights
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -245,16 +245,19 @@ def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
     if ranks.count == 1:
         return
     mine = {key: checksum(named_weights(model)) for key, model in models.items() if model is not None}
-    for rank, theirs in enumerate(ranks.gather(mine)):
+    for rank, theirs in enumerate(ranks.gather("models", mine)):
         for key in mine:
             found = f"different weights on ranks {rank} and {ranks.rank}"
             require(theirs.get(key) == mine[key], key, found, "must be the same model on every rank")
 
 
-def write_value_head(head: nn.Linear, folder: Path) -> None:
-    """Write a value head into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.cpu() for name, tensor in iterate_weights(head)}, folder / VALUE_HEAD)
+def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel | None = None) -> None:
+    """Write a value head into a folder; see :func:`write_model`."""
+    parallel = parallel or Parallel()
+    whole = collected_weights(head, parallel=parallel)
+    if parallel.ranks.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(whole, folder / VALUE_HEAD)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str) -> None:
@@ -374,17 +377,25 @@ def stop_token_ids(
     return tuple(sorted(stops))
 
 
-def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def write_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel | None = None
+) -> None:
     """Write model and tokenizer into a folder; adapters are merged, and a language model's written beside it as well.
 
     Of a reward or value model they alone would be no model: its head is trained too, and is none of the adapters.
-    The generation config states the end-of-sequence token, so that generation from the saved model stops.
+    The generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank
+    of those that ``parallel`` says must call it, with the same folder; rank 0 writes.
     """
-    whole = None
+    parallel = parallel or Parallel()
+    adapters = whole = None
     if has_adapters(model) and model.can_generate():
-        save_adapters(model, dict(iterate_weights(model, adapters_only=True)), folder / "adapter")
-    if has_adapters(model) or spread_of(model) is not None:
-        whole = {name: tensor.cpu() for name, tensor in iterate_weights(model)}
+        adapters = collected_weights(model, True, parallel)
+    if has_adapters(model) or parallel.spreads_weights:
+        whole = collected_weights(model, False, parallel)
+    if not parallel.ranks.leads:
+        return
+    if adapters is not None:
+        save_adapters(model, adapters, folder / "adapter")
     if model.can_generate():
         model.generation_config = GenerationConfig(
             eos_token_id=list(stop_token_ids(model, tokenizer)),
@@ -392,18 +403,18 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
             bos_token_id=tokenizer.bos_token_id,
         )
     try:
-        _plain(model).save_pretrained(folder, state_dict=whole)
+        _plain(model, parallel).save_pretrained(folder, state_dict=whole)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)
 
 
-def _plain(model: PreTrainedModel) -> PreTrainedModel:
+def _plain(model: PreTrainedModel, parallel: Parallel) -> PreTrainedModel:
     """The model; of one that is spread over ranks, and so another class with hooks, its form without weights."""
-    if spread_of(model) is None:
+    if not parallel.spreads_weights:
         return model
     with torch.device("meta"):
-        plain = architecture_of(model)(copy.deepcopy(model.config))
+        plain = parallel.architecture_of(model)(copy.deepcopy(model.config))
     if hasattr(model, "_weight_conversions"):  # how transformers renames what it has loaded
         plain._weight_conversions = model._weight_conversions
     if model.can_generate():

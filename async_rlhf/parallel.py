@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ class Parallel:
     """
 
     spreads_weights = False
-    """Whether a forward pass needs every rank."""
+    """Whether every rank has a share of the weights, of which none can compute alone."""
     device: torch.device | None = None
     """Where the ranks compute, if that is not where the weights are."""
 
@@ -114,6 +113,23 @@ class Parallel:
             state.setdefault(places[int(number)], {})[name] = self.share(int(number), tensor)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank has to join in when rank 0 reads the weights, or computes with them for itself."""
+        return self.ranks.leads or self.spreads_weights
+
+    def device_of(self, model: Any) -> torch.device:
+        """Where a model of transformers computes; weights that are spread may wait elsewhere."""
+        return model.device if self.device is None else self.device
+
+    def architecture_of(self, model: nn.Module) -> type[Any]:
+        """The model's own class, which spreading may have replaced."""
+        return type(model)
+
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+        """Of all of a parameter."""
+        return parameter.shape
+
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor of which this rank has a share. Every rank must ask."""
         return tensor
@@ -121,6 +137,12 @@ class Parallel:
     def share(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's share of something that belongs to the trained parameter of that number."""
         return tensor
+
+    def meet(self, place: str, model: nn.Module) -> None:
+        """Before something that needs every rank's share of a model's weights: wait until all have come."""
+        if self.spreads_weights:
+            self.ranks.meet(place)
+            self.settle(model)
 
     def settle(self, model: nn.Module) -> None:
         """Give back what forward passes have left whole."""
@@ -162,57 +184,3 @@ def require_finite(norms: Sequence[float]) -> None:
     for norm in norms:
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient's norm is {norm}; the weights were not touched")
-
-
-class Spread:
-    """A model of which every rank has a share of the weights.
-
-    Args:
-        name: what the ranks call the model.
-        parallel: how it is spread.
-        architecture: the model's own class, which spreading may replace.
-    """
-
-    def __init__(self, name: str, parallel: Parallel, architecture: type[nn.Module]) -> None:
-        self.name, self.parallel, self.architecture = name, parallel, architecture
-
-
-_SPREAD: WeakKeyDictionary[nn.Module, Spread] = WeakKeyDictionary()
-
-
-def mark_spread(model: nn.Module, name: str, parallel: Parallel) -> None:
-    """Have :func:`spread_of` know the model from now on, which is about to be spread."""
-    _SPREAD[model] = Spread(name, parallel, type(model))
-
-
-def spread_of(model: nn.Module) -> Spread | None:
-    """How the model's weights are spread; None where this process has all of them."""
-    return _SPREAD.get(model)
-
-
-def device_of(model: Any) -> torch.device:
-    """Where a model of transformers computes; weights that are spread may wait elsewhere."""
-    spread = spread_of(model) if isinstance(model, nn.Module) else None
-    return spread.parallel.device if spread is not None and spread.parallel.device is not None else model.device
-
-
-def architecture_of(model: nn.Module) -> type[Any]:
-    """The model's class, before it was spread."""
-    spread = spread_of(model)
-    return type(model) if spread is None else spread.architecture
-
-
-@contextmanager
-def with_every_rank(model: nn.Module, call: str, *args: Any) -> Iterator[Parallel]:
-    """Around what needs the weights of a model: where they are spread, rank 0 has the others make a call.
-
-    Yields:
-        How they are spread.
-    """
-    spread = spread_of(model)
-    if spread is None:
-        yield Parallel()
-        return
-    with spread.parallel.ranks.calling(call, spread.name, *args):
-        spread.parallel.settle(model)
-        yield spread.parallel

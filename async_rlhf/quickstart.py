@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.checkpoint import FINAL
 from async_rlhf.config import (
     DataConfig,
     EvaluateConfig,
@@ -24,6 +23,7 @@ from async_rlhf.config import (
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.files import whole_file
+from async_rlhf.run_folder import FINAL
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,30 @@
-"""The ranks of a learner: processes that run the same program, each on a device of its own, led by rank 0.
+"""The ranks of a learner: processes that run the same program, each on a device of its own.
 
-Rank 0 alone has the loop, the schedule, the generators and the logs. Where it needs the others, it says so, and they
-make the same call: a rank that is not the first does nothing but :meth:`Ranks.follow`.
+All run the same lines. What rank 0 alone knows it tells the others, at places that have a name; what each has found of
+its share they put together. Where one comes to another place than the others, that is an error at once: nothing hangs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-_END = "end"
-_NOTHING: tuple[str, Any] = ("", ())
+_LETTERS = 64
+"""Of a place's name, as many as ranks compare."""
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks have come to different places of the program. The message names them."""
 
 
 class Ranks:
     """Who is there, and what they say to each other. Alone, as made without arguments, there is nobody to tell.
+
+    Every rank must make every call, in the same order: they are collectives. A place's name says where one stands.
 
     Args:
         rank: of this process, from 0.
@@ -39,54 +45,44 @@ class Ranks:
         self.rank, self.count = rank, count
         self.local_rank, self.local_count = local_rank, local_count
         self._group = group
-        self._together = False
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this is rank 0, who alone has generators, reward functions, callbacks and logs."""
         return self.rank == 0
 
-    @contextmanager
-    def calling(self, name: str, *args: Any) -> Iterator[None]:
-        """Around something that every rank has to do: rank 0 has the others make the call of that name.
+    def meet(self, place: str) -> None:
+        """Wait for every rank to come to this place, before something in which all take part.
 
-        Within one such call there may be others; all ranks come by them anyway.
+        Raises:
+            OutOfStepError: another one is at another place: it has left out a collective, or made one too many.
         """
-        if self.count == 1 or not self.leads or self._together:
-            yield
-            return
-        self.from_lead((name, args))
-        self._together = True
-        try:
-            yield
-        finally:
-            self._together = False
-
-    def follow(self, calls: Mapping[str, Callable[..., Any]]) -> Any:
-        """Make the calls that rank 0 says, until it ends. Returns what :meth:`end` was given."""
-        while True:
-            name, args = self.from_lead(_NOTHING)
-            if name == _END:
-                return args
-            calls[name](*args)
-
-    def end(self, value: Any = None) -> None:
-        """On rank 0: let the others go on behind :meth:`follow`."""
-        if self.count > 1:
-            self.from_lead((_END, value))
-
-    def from_lead(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
         if self.count == 1:
-            return value
-        box = [value]
+            return
+        mine = torch.frombuffer(bytearray(place.encode()[:_LETTERS].ljust(_LETTERS)), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(found, mine, group=self._group)
+        for rank, theirs in enumerate(found):
+            if not torch.equal(theirs, mine):
+                other = bytes(theirs.tolist()).decode(errors="replace").rstrip()
+                raise OutOfStepError(
+                    f"ranks are out of step: rank {self.rank} has come to {place!r}, rank {rank} to {other!r}"
+                )
+
+    def from_lead(self, place: str, compute: Callable[[], T]) -> T:
+        """What rank 0 computes, on every rank. The others compute nothing."""
+        if self.count == 1:
+            return compute()
+        box: list[Any] = [compute() if self.leads else None]
+        self.meet(place)
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, place: str, value: T) -> list[T]:
         """Every rank's value, in the order of ranks, on every rank."""
         if self.count == 1:
             return [value]
+        self.meet(place)
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._group)
         return values

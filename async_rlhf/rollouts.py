@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.stream import PromptStream
+from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.generation.protocol import Generator, Version
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, drawn_versions
@@ -41,7 +41,7 @@ def batches_for(version: int, staleness: int, num_batches: int, start: int = 0) 
 
 
 class Rollouts:
-    """Batches of completions in order. Iterate, and publish the weights after each batch.
+    """Batches of completions in order. Iterate, and publish the weights after each batch. Every rank does both.
 
     Args:
         generator: who samples.
@@ -59,7 +59,7 @@ class Rollouts:
     def __init__(
         self,
         generator: Generator,
-        prompts: PromptStream,
+        prompts: PromptStream | SharedPrompts,
         *,
         batch_size: int,
         num_batches: int,

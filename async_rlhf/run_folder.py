@@ -15,13 +15,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rlhf.checkpoint import FINAL, CheckpointError, delete_whole, stranger_in, verify
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.files import whole_file
 from async_rlhf.lock import Hold, hold, refuse_in_use
+from async_rlhf.manifest import CheckpointError, delete_whole, stranger_in, verify
 
 logger = logging.getLogger(__name__)
 
+FINAL = "final"
+"""The folder of the policy after the last batch."""
 METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"

@@ -2,192 +2,169 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from async_rlhf import random_state
-from async_rlhf.callbacks import Callbacks, OnlineTrainerState
-from async_rlhf.checkpoint import FINAL, ResumeState, as_saved, write_whole
-from async_rlhf.config import OnlineConfig
-from async_rlhf.data.stream import PromptStream
+from async_rlhf.callbacks import OnlineTrainerState
+from async_rlhf.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.generation.protocol import Sampler
-from async_rlhf.learner import Learner
+from async_rlhf.manifest import write_whole
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts
-from async_rlhf.run_folder import METRICS, SAMPLES, SCHEDULE, Checkpoints, log_names
-from async_rlhf.scoring import Scorer
+from async_rlhf.run_folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.types import Batch, Group, ScoredBatch
-
-logger = logging.getLogger(__name__)
+from async_rlhf.wiring import Run
 
 PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
 """Spans of the learner whose seconds are logged."""
 
 
+@dataclass(frozen=True)
 class TrainingLoop:
-    """Batches in, a better policy out.
+    """Batches in, a better policy out. Every rank of the learner runs it.
+
+    Rank 0 alone has callbacks and logs, and writes; what they decide it tells the others, who then do the same.
 
     Args:
-        config: of the run.
+        run: of which this rank has its part.
         rollouts: the batches, in order.
-        scorer: rollouts to scores.
-        learner: scores to updates.
-        tokenizer: of the policy.
-        callbacks: transformers' callbacks.
         trace: where the spans go.
-        eval_prompts: held-out prompts, if there are any, with the engine that samples for them.
-        inputs: fingerprints of what came from outside, for checkpoints.
-        stop_asked: True once the run shall save and end.
-        require_folder: raises OSError where the folder is gone, or another process has taken it over.
+        logs: open files by name, on rank 0.
+        stop_asked: True once this rank has been told that the run shall save and end.
     """
 
-    def __init__(
-        self,
-        config: OnlineConfig,
-        rollouts: Rollouts,
-        scorer: Scorer,
-        learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
-        callbacks: Callbacks,
-        trace: Trace,
-        eval_prompts: tuple[PromptStream, Sampler] | None = None,
-        inputs: Mapping[str, str] | None = None,
-        stop_asked: Callable[[], bool] = lambda: False,
-        require_folder: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.config = config
-        self.rollouts = rollouts
-        self.scorer = scorer
-        self.learner = learner
-        self.tokenizer = tokenizer
-        self.callbacks = callbacks
-        self.trace = trace
-        self.eval_prompts = eval_prompts
-        self.inputs = dict(inputs or {})
-        self.stop_asked = stop_asked
-        self.require_folder = require_folder
-        self.folder = Path(config.output_dir)
-        self.checkpoints = Checkpoints(self.folder)
+    run: Run
+    rollouts: Rollouts
+    trace: Trace
+    logs: Mapping[str, JsonLines]
+    stop_asked: Callable[[], bool]
 
-    def run(self, resumed: ResumeState | None = None, logs: Mapping[str, int] | None = None) -> OnlineTrainerState:
-        """Train on every batch that is left and save the final policy.
-
-        Args:
-            resumed: the state that learner and callbacks have been put into.
-            logs: bytes of each log file to go on behind.
-        """
-        with self._open_logs(logs or {}):
-            self.callbacks.begin()
-            if resumed is not None:  # only now: a callback may have drawn from the generators as the run began
-                random_state.restore(resumed.tensors, resumed.values["random"])
-            self.rollouts.publish(self.learner.policy, version=self.callbacks.state.global_step)
+    def train(self) -> OnlineTrainerState:
+        """Train on every batch that is left and save the final policy."""
+        run, rollouts, trace = self.run, self.rollouts, self.trace
+        run.callbacks.begin()
+        # Only now: a callback may have drawn from the generators as the run began.
+        if run.resumed is not None and run.ranks.leads:
+            random_state.restore(run.resumed.tensors, run.resumed.values["random"])
+        rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
+        started = time.monotonic()
+        for batch in rollouts:
+            run.callbacks.step_begin()
+            with trace.span("score", batch=batch.index):
+                scored = run.scorer(batch)
+            with trace.span("annotate", batch=batch.index):
+                experience, metrics = run.learner.annotate(scored)
+            with trace.span("train", batch=batch.index):
+                metrics |= run.learner.update(experience, batch.index)
+            rollouts.publish(run.learner.policy, version=batch.index)
+            metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
             started = time.monotonic()
-            for batch in self.rollouts:
-                self.callbacks.step_begin()
-                with self.trace.span("score", batch=batch.index):
-                    scored = self.scorer(batch)
-                with self.trace.span("annotate", batch=batch.index):
-                    experience, metrics = self.learner.annotate(scored)
-                with self.trace.span("train", batch=batch.index):
-                    metrics |= self.learner.update(experience, batch.index)
-                self.rollouts.publish(self.learner.policy, version=batch.index)
-                metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
-                started = time.monotonic()
-                if self._after_batch(scored, metrics):
-                    break
-            self.require_folder()
-            write_whole(self.folder / FINAL, [self._write_policy])
-            self.callbacks.end()
-        return self.callbacks.state
+            if self._after_batch(scored, metrics):
+                break
+        self._write(run.folder.path / FINAL)
+        run.callbacks.end()
+        return run.ranks.from_lead("final state", lambda: run.callbacks.state)
 
-    @contextmanager
-    def _open_logs(self, keep: Mapping[str, int]) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(closing(self.callbacks))
-            self._logs = {
-                name: stack.enter_context(closing(JsonLines(self.folder / name, keep.get(name, 0))))
-                for name in log_names(self.config)
-            }
-            yield
-
-    def _write_policy(self, folder: Path) -> None:
-        self.learner.save(folder, self.tokenizer)
-        self.callbacks.save_state(folder)
+    def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
+        """Write the policy, and what else there is, as one folder. All put the weights together; rank 0 writes."""
+        run = self.run
+        run.require_folder()
+        policy = partial(save_learner, run.learner, run.tokenizer)
+        if run.ranks.leads:
+            write_whole(folder, [policy, run.callbacks.save_state, *([] if resume is None else [resume.write])])
+        else:
+            policy(folder)
 
     def save(self) -> None:
         """Write a checkpoint that the run can go on from, bit for bit, and delete old ones."""
-        state, config = self.callbacks.state, self.config
-        batch, path = state.global_step, self.checkpoints.path(state.global_step)
-        tensors, values = self.learner.state()
+        run, state = self.run, self.run.callbacks.state
+        checkpoints = Checkpoints(run.folder.path)
+        path = checkpoints.path(state.global_step)
+        with self.trace.span("save", batch=state.global_step):
+            resume = self._resume_state(state.global_step)
+            if run.ranks.leads:
+                run.callbacks.note_best(path)
+            self._write(path, resume)
+            if run.ranks.leads:
+                checkpoints.delete_old(run.config.save_total_limit, state.best_model_checkpoint)
+        run.callbacks.saved()
+
+    def _resume_state(self, batch: int) -> ResumeState | None:
+        """What a run needs to go on after a batch, on rank 0. All must ask, for the learner and the batches ahead."""
+        tensors, values = learner_state(self.run.learner)
+        ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
+        if not self.run.ranks.leads:
+            return None
         random_tensors, random_values = random_state.capture()
-        self.require_folder()
-        with self.trace.span("save", batch=batch):
-            ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
-            resume = ResumeState(
-                batch=batch,
-                config=as_saved(config),
-                inputs=self.inputs,
-                values={
-                    "learner": values,
-                    "random": random_values,
-                    "rewards": self.scorer.state(),
-                    "agreement": self.rollouts.generator.agreement.state(),
-                },
-                logs={name: log.position() for name, log in self._logs.items()},
-                tensors=tensors | random_tensors,
-                ahead=ahead,
-            )
-            self.callbacks.note_best(path)
-            write_whole(path, [self._write_policy, resume.write])
-            self.checkpoints.delete_old(config.save_total_limit, state.best_model_checkpoint)
-        self.callbacks.saved()
+        return ResumeState(
+            batch=batch,
+            config=as_saved(self.run.config),
+            inputs=dict(self.run.fingerprints),
+            values={
+                "learner": values,
+                "random": random_values,
+                "rewards": self.run.scorer.state(),
+                "agreement": self.rollouts.generator.agreement.state(),
+            },
+            logs={name: log.position() for name, log in self.logs.items()},
+            tensors=tensors | random_tensors,
+            ahead=ahead,
+        )
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. True where the run shall stop."""
-        groups = scored.batch.groups
-        control = self.callbacks.step_end(len(groups), sum(len(group.samples) for group in groups))
-        state = self.callbacks.state
-        self.require_folder()
-        if SCHEDULE in self._logs:
-            self._logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
-        counters = {"batch": float(state.global_step), "episode": float(state.episode)}
-        if control.should_log:
-            logs = {**counters, "completions": float(state.completions), **metrics}
-            self._logs[METRICS].write(logs)
-            self._log_samples(scored)
-            self.callbacks.log(logs)
-            self.trace.flush()
+        run, groups, state = self.run, scored.batch.groups, self.run.callbacks.state
+        control = run.callbacks.step_end(len(groups), sum(len(group.samples) for group in groups))
+        run.require_folder()
+        if run.ranks.leads:
+            self._log(scored, metrics, control.should_log)
         last = state.global_step == state.max_steps or control.should_training_stop
-        if self.eval_prompts is not None and (control.should_evaluate or last):
+        if run.eval_prompts is not None and run.ranks.from_lead("evaluate?", lambda: control.should_evaluate or last):
             evaluation = self.evaluate()
-            self._logs[METRICS].write({**counters, **evaluation})
-            self.callbacks.log({**counters, **evaluation})
-            self.callbacks.evaluated(evaluation)
-        stop = self.stop_asked()  # asked once: it may become true at any moment
-        if control.should_save or stop:
+            if run.ranks.leads:
+                run.callbacks.log(self._log_metrics(evaluation))
+                run.callbacks.evaluated(evaluation)
+        # Asked once: it may become true at any moment, and on one rank alone.
+        stop = any(run.ranks.gather("end?", self.stop_asked()))
+        if run.ranks.from_lead("save?", lambda: control.should_save or stop):
             self.save()
         if stop:
             raise SystemExit(0)
-        return control.should_training_stop
+        return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
+
+    def _log(self, scored: ScoredBatch, metrics: Mapping[str, float], everything: bool) -> None:
+        """The schedule of every batch; metrics and samples where that is due."""
+        if SCHEDULE in self.logs:
+            self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
+        if everything:
+            logs = self._log_metrics({"completions": float(self.run.callbacks.state.completions), **metrics})
+            self._log_samples(scored)
+            self.run.callbacks.log(logs)
+            self.trace.flush()
+
+    def _log_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        state = self.run.callbacks.state
+        logs = {"batch": float(state.global_step), "episode": float(state.episode), **metrics}
+        self.logs[METRICS].write(logs)
+        return logs
 
     def evaluate(self) -> dict[str, float]:
         """Scores of the policy as it is now on the held-out prompts, one completion each."""
-        assert self.eval_prompts is not None
-        stream, engine = self.eval_prompts
-        prompts = [stream.prompt(draw) for draw in range(len(stream))]
+        run = self.run
+        assert run.eval_prompts is not None
+        prompts = run.eval_prompts.all()
         with self.trace.span("evaluate"):
-            completions = engine.generate(prompts)
+            completions = run.eval_engine.generate(prompts)
             groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
-            scored = self.scorer(Batch(0, self.callbacks.state.global_step, groups, 0.0))
+            scored = run.scorer(Batch(0, run.callbacks.state.global_step, groups, 0.0))
         return {f"eval_{name}": value for name, value in scored.metrics.items()}
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
@@ -210,12 +187,12 @@ class TrainingLoop:
             (group, sample, score)
             for group, scores in zip(batch.groups, scored.scores_PK.tolist(), strict=True)
             for sample, score in zip(group.samples, scores, strict=True)
-        ][: self.config.num_samples_logged]
-        texts = decode_samples(self.tokenizer, [sample for _, sample, _ in samples])
+        ][: self.run.config.num_samples_logged]
+        texts = decode_samples(self.run.tokenizer, [sample for _, sample, _ in samples])
         for (group, sample, score), text in zip(samples, texts, strict=True):
             # A completion without a reward has the score null: JSON knows no NaN.
             reward = None if math.isnan(score) else score
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
-            prompt = self.tokenizer.decode(group.prompt.tokens)
+            prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
-            self._logs[SAMPLES].write(row)
+            self.logs[SAMPLES].write(row)

@@ -1,67 +1,38 @@
-"""The trainers: what a user constructs. Each wires the parts for one algorithm; the loop is trainer.py's."""
+"""The trainers: what a user constructs, one for each algorithm; and what has to be open while one trains."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
+from typing import ClassVar
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from async_rlhf.algorithms import ALGORITHMS
-from async_rlhf.callbacks import Callbacks, OnlineTrainerState, check_integrations
-from async_rlhf.checkpoint import ResumeState
+from async_rlhf.callbacks import Callbacks, OnlineTrainerState
+from async_rlhf.choices import make_generator
 from async_rlhf.config import (
-    ConfigError,
+    ALGORITHM_CONFIGS,
     GRPOConfig,
     OnlineBoKConfig,
     OnlineConfig,
     OnlineDPOConfig,
     PPOConfig,
     RLOOConfig,
+    algorithm_of,
 )
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.agreement import compare
-from async_rlhf.generation.placement import shared_cores, shared_engine
-from async_rlhf.generation.probe import probe_logprobs
-from async_rlhf.generation.protocol import Generator, SamplingParams
-from async_rlhf.generation.shared import SharedEngine
-from async_rlhf.launch.parts import check_launch, make_generator, make_scorer, reward_device
-from async_rlhf.launch.torchrun import make_parallel, rank_device, start_ranks
-from async_rlhf.launch.watch import Watch
+from async_rlhf.generation.placement import shared_cores
+from async_rlhf.generation.protocol import Generator
 from async_rlhf.learner import Learner
-from async_rlhf.lora import add_adapters, has_adapters, only_adapter, unwrap
-from async_rlhf.models import (
-    check_embeddings,
-    check_positions,
-    in_float32,
-    load_policy,
-    new_value_head,
-    require_alike,
-    reward_model_for,
-    stop_token_ids,
-    tokenizer_for,
-    value_model_for,
-)
+from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import Rollouts, read_schedule
-from async_rlhf.run_folder import RunFolder, checkpoint_to_resume, hold_folder
+from async_rlhf.rollouts import Rollouts
+from async_rlhf.run_folder import log_names
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.signals import ending_on_signals
 from async_rlhf.trainer import TrainingLoop
-from async_rlhf.weights import checksum, iterate_weights, named_weights
-
-logger = logging.getLogger(__name__)
-
-Model: TypeAlias = PreTrainedModel | str
+from async_rlhf.wiring import Inputs, Model, Run, build
 
 
 class OnlineTrainer:
@@ -103,96 +74,47 @@ class OnlineTrainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         prompt_field: str = "query",
     ) -> None:
-        self.args = args
-        reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
-        given = reward_model is not None or len(reward_funcs) > 0
-        require(given, "reward_model", None, "give a reward_model, reward_funcs, or both")
-        if ref_model is not None and ref_model is model and not isinstance(model, str):
-            raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
-        check_integrations(args.report_to)
-        self._started = False
-        self.ranks = start_ranks(args)
-        self._watch = Watch(self.ranks)
-        with self._watch.watching(), ExitStack() as stack:
-            check_launch(args, self.ranks)
-            self._find_checkpoint(stack)
-            self.processing_class = tokenizer_for(model, processing_class, args.trust_remote_code)
-            # Data before models: its mistakes are found within seconds.
-            self._read_data(train_dataset, eval_dataset, prompt_field)
-            self._load_models(model, ref_model, reward_model, value_model, reward_funcs, prompt_field)
-            if self.ranks.leads:
-                self.callbacks = Callbacks(args, self.learner, self.processing_class, callbacks)
-                self._inputs = self._fingerprints()
-                if self._resumed is not None:
-                    self._resumed.check_inputs(self._inputs, args.resume_anyway)
-            self._until_trained = stack.pop_all()
-
-    def _read_data(self, train_dataset: Rows, eval_dataset: Rows | None, prompt_field: str) -> None:
-        """Prompts, and a record to repeat. Rank 0 hands them out; the others need none."""
-        args, self._recorded, self._eval_stream = self.args, None, None
-        if not self.ranks.leads:
-            return
-        evaluable = args.eval_steps == 0 or eval_dataset is not None
-        require(evaluable, "eval_steps", args.eval_steps, "must be 0 without eval_dataset")
-        if args.replay_from is not None:
-            self._recorded = read_schedule(Path(args.replay_from), args.generation.shares, args.num_batches)
-        self._stream = self._prompts(train_dataset, prompt_field, "train_dataset")
-        if eval_dataset is not None:
-            self._eval_stream = self._prompts(eval_dataset, prompt_field, "eval_dataset")
-
-    def _load_models(
-        self,
-        model: Model,
-        ref_model: Model | None,
-        reward_model: Model | None,
-        value_model: Model | None,
-        reward_funcs: tuple[RewardFunction, ...],
-        prompt_field: str,
-    ) -> None:
-        args, parallel, trust = self.args, make_parallel(self.args, self.ranks), self.args.trust_remote_code
-        self.device = rank_device(args, self.ranks)
-        # What is spread comes to the device piece by piece.
-        device = torch.device("cpu") if parallel.spreads_weights else self.device
-        named = isinstance(model, str)
-        self.model = load_policy(model, device, trust=trust) if named else in_float32(unwrap(model).to(device))
-        check_positions(self.model, args.max_prompt_length, args.generation.response_length)
-        self._params = self._sampling()
-        # The saved policy then stops where this one did.
-        self.model.generation_config.eos_token_id = list(self._params.stop_token_ids)
-        scoring_model = None
-        if reward_model is not None:
-            scoring_model = reward_model_for(reward_model, self.processing_class, trust)
-            scoring_model.to(reward_device(args, device))
-        self._reward_checksum = None if scoring_model is None else checksum(named_weights(scoring_model))
-        reference = (
-            load_policy(ref_model, device, "ref_model", trust=trust) if isinstance(ref_model, str) else ref_model
+        right = f"must be a {ALGORITHM_CONFIGS[self.algorithm].__name__}"
+        require(algorithm_of(args) == self.algorithm, "args", type(args).__name__, right)
+        inputs = Inputs(
+            model=model,
+            train_dataset=train_dataset,
+            reward_model=reward_model,
+            reward_funcs=(reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs),
+            ref_model=ref_model,
+            value_model=value_model,
+            processing_class=processing_class,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            prompt_field=prompt_field,
         )
-        if reference is not None:
-            check_embeddings(reference.to(device), self.processing_class, "ref_model")
-        value = self._value(value_model, scoring_model, device)
-        require_alike(self.ranks, model=self.model, ref_model=reference, reward_model=scoring_model, value_model=value)
-        if args.lora.rank > 0 and not has_adapters(self.model):
-            add_adapters(self.model, args.lora, args.seed)
-        if args.lora.publish == "adapter":
-            only_adapter(self.model)
-        resumed = self._resumed
-        checkpoint = None if resumed is None or self._checkpoint is None else (self._checkpoint, resumed.tensors)
-        self.learner = Learner(self.model, reference, ALGORITHMS[self.algorithm], args, value, parallel, checkpoint)
-        self._scorer = make_scorer(args, self.processing_class, scoring_model, reward_funcs, prompt_field, parallel)
+        self.run = build(args, inputs)
+        self._started = False
 
-    def _find_checkpoint(self, stack: ExitStack) -> None:
-        """Hold the folder, find what the run goes on from, if anything, and require that nothing else is in the way."""
-        args, found = self.args, None
-        if self.ranks.leads:
-            self._hold = stack.enter_context(hold_folder(Path(args.output_dir)))
-            found = checkpoint_to_resume(args)
-        self._checkpoint = self.ranks.from_lead(found)
-        self._resumed = None if self._checkpoint is None else ResumeState.read(self._checkpoint)
-        if self._resumed is not None:
-            self._resumed.check(args)
-        self._folder = RunFolder(args, self._checkpoint, self._resumed.batch if self._resumed else 0)
-        if self.ranks.leads:
-            self._folder.check()
+    @property
+    def args(self) -> OnlineConfig:
+        """The configuration."""
+        return self.run.config
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy."""
+        return self.run.learner.policy
+
+    @property
+    def learner(self) -> Learner:
+        """Who trains it."""
+        return self.run.learner
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """The callbacks, and the state that they see."""
+        return self.run.callbacks
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self.run.tokenizer
 
     def train(self) -> OnlineTrainerState:
         """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
@@ -206,147 +128,55 @@ class OnlineTrainer:
         if self._started:
             raise RuntimeError("this trainer has trained already; make a new one to train again")
         self._started = True
-        with self._until_trained, self._watch.watching(), ending_on_signals() as stop_asked:
-            with shared_cores(self.args, self.device, self.ranks.local_count) as threads:
-                if self._resumed is not None:
-                    self.learner.restore(self._resumed.tensors, self._resumed.values["learner"])
-                    self._resumed.forget_weights()
-                engine = shared_engine(self.args, self.model, self._params, self.ranks, "generate")
-                state: OnlineTrainerState | None
-                if self.ranks.leads:
-                    state = self._lead(engine, threads, lambda: stop_asked() or self._watch.stop_asked)
-                else:
-                    state = self._follow(engine, stop_asked)
-            self._watch.close()
-        if state is None:
-            raise SystemExit(0)
-        return state
+        return train(self.run)
 
-    def _lead(self, engine: SharedEngine, threads: int | None, stop_asked: Callable[[], bool]) -> OnlineTrainerState:
-        """Run the loop."""
-        folder, resumed = self._folder, self._resumed
-        with self._hold.alone(), ExitStack() as stack:
-            trace = stack.enter_context(closing(Trace()))
-            generator = make_generator(self.args, self.model, self._params, trace, threads, engine)
-            stack.enter_context(closing(generator))
-            if resumed is not None:
-                self._restore(resumed, generator)
-            stack.enter_context(self._scorer.started())
-            self._hold.require()
-            folder.clear(self.callbacks.state.best_model_checkpoint)
-            if self.args.trace:
-                trace.write_to(folder.path / folder.trace)
-            loop = TrainingLoop(
-                self.args,
-                self._rollouts(generator, trace),
-                self._scorer,
-                self.learner,
-                self.processing_class,
-                self.callbacks,
-                trace,
-                None if self._eval_stream is None else (self._eval_stream, self._eval_engine()),
-                self._inputs,
-                stop_asked,
-                self._hold.require,
-            )
-            try:
-                state = loop.run(resumed, resumed.logs if resumed and folder.goes_on else None)
-            except SystemExit as error:
-                if not error.code:  # a signal has asked for it, and the state is saved
-                    self.ranks.end(None)
-                raise
-        self.ranks.end(state)
-        return state
 
-    def _rollouts(self, generator: Generator, trace: Trace) -> Rollouts:
-        resumed = self._resumed
-        return Rollouts(
-            generator,
-            self._stream,
-            batch_size=self.args.batch_size,
-            num_batches=self.args.num_batches,
-            staleness=self.args.staleness,
-            trace=trace,
-            bounded=self.args.staleness_mode == "bounded",
-            recorded=self._recorded,
-            start=resumed.batch if resumed else 0,
-            ahead=resumed.ahead if resumed else (),
-        )
+def train(run: Run) -> OnlineTrainerState:
+    """Train, once; see :meth:`OnlineTrainer.train`."""
+    with run.hold or nullcontext(), run.watch.watching(), ending_on_signals() as stop_asked, ExitStack() as stack:
+        threads = stack.enter_context(shared_cores(run.config, run.device, run.ranks.local_count))
+        if run.hold is not None:
+            stack.enter_context(run.hold.alone())
+        trace = stack.enter_context(closing(Trace()))
+        generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads)))
+        if run.resumed is not None:
+            generator.agreement.restore(run.resumed.values["agreement"])
+        stack.enter_context(run.scorer.started())
+        run.require_folder()
+        logs = {}
+        if run.ranks.leads:
+            run.folder.clear(run.callbacks.state.best_model_checkpoint)
+            if run.config.trace:
+                trace.write_to(run.folder.path / run.folder.trace)
+        stack.enter_context(closing(run.callbacks))
+        if run.ranks.leads:
+            logs = {name: stack.enter_context(closing(_log(run, name))) for name in log_names(run.config)}
+        state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked).train()
+        stack.close()
+        run.watch.close()
+    return state
 
-    def _follow(self, engine: SharedEngine, stop_asked: Callable[[], bool]) -> OnlineTrainerState | None:
-        """Do what rank 0 asks for, until it ends. Returns its state, None where a signal has ended it."""
 
-        def update(*args: Any) -> None:
-            self.learner.calls["update"](*args)
-            if stop_asked():
-                self._watch.ask_to_stop()
+def _log(run: Run, name: str) -> JsonLines:
+    """A log file; where the run goes on in its own folder, behind what was logged up to the checkpoint."""
+    keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
+    return JsonLines(run.folder.path / name, keep)
 
-        models = {"policy": self.model, "value": self.learner.value}
-        calls: dict[str, Callable[..., Any]] = {
-            **self.learner.calls,
-            "update": update,
-            "weights": lambda name, adapters: deque(iterate_weights(models[name], adapters), maxlen=0),
-            "probe": lambda name, autocast: probe_logprobs(models[name], autocast),
-            "compare": lambda name, *rest: compare(models[name], *rest),
-            engine.name: engine.generate,
-            "evaluate": self._eval_engine().generate,
-            "score": self._scorer.score_batches,
-        }
-        return self.ranks.follow(calls)
 
-    def _restore(self, resumed: ResumeState, generator: Generator) -> None:
-        """Put callbacks, rewards and what was found of the generator where the checkpoint was written."""
-        assert self._checkpoint is not None
-        resumed.read_ahead(self._checkpoint, self._stream)
-        self.callbacks.restore_state(self._checkpoint)
-        self._scorer.restore(resumed.values["rewards"])
-        generator.agreement.restore(resumed.values["agreement"])
-        logger.info("resuming after batch %d, from %s", resumed.batch, self._checkpoint)
-
-    def _fingerprints(self) -> dict[str, str]:
-        """Of everything that came from outside and decides the run, under the names of the arguments."""
-        found = {
-            "train_dataset": self._stream.fingerprint(),
-            "ref_model": self.learner.fingerprint,
-            "reward_funcs": ", ".join(self._scorer.reward_funcs),
-        }
-        if self._reward_checksum is not None:
-            found["reward_model"] = self._reward_checksum
-        return found
-
-    def _sampling(self) -> SamplingParams:
-        generation = self.args.generation
-        return SamplingParams(
-            samples_per_prompt=self.args.samples_per_prompt,
-            temperature=generation.temperature,
-            response_length=generation.response_length,
-            stop_token_ids=stop_token_ids(self.model, self.processing_class, generation.stop_tokens),
-            seed=self.args.seed,
-            batch_size=generation.batch_size,
-        )
-
-    def _eval_engine(self) -> SharedEngine:
-        params = replace(self._params, samples_per_prompt=1)
-        return shared_engine(self.args, self.model, params, self.ranks, "evaluate")
-
-    def _prompts(self, rows: Rows, prompt_field: str, key: str) -> PromptStream:
-        return PromptStream(
-            rows,
-            self.processing_class,
-            prompt_field=prompt_field,
-            max_length=self.args.max_prompt_length,
-            seed=self.args.seed,
-            shuffle=key == "train_dataset",
-            key=key,
-        )
-
-    def _value(
-        self, value_model: Model | None, reward_model: PreTrainedModel | None, device: torch.device
-    ) -> PreTrainedModel | nn.Linear | None:
-        """Nothing to estimate values with, but for PPO."""
-        if value_model is not None:
-            raise ConfigError(f"value_model: got {value_model!r}; must be None: {self.algorithm} has no value model")
-        return None
+def _rollouts(run: Run, generator: Generator, trace: Trace) -> Rollouts:
+    config, resumed = run.config, run.resumed
+    return Rollouts(
+        generator,
+        run.prompts,
+        batch_size=config.batch_size,
+        num_batches=config.num_batches,
+        staleness=config.staleness,
+        trace=trace,
+        bounded=config.staleness_mode == "bounded",
+        recorded=run.recorded,
+        start=resumed.batch if resumed else 0,
+        ahead=resumed.ahead if resumed else (),
+    )
 
 
 class OnlineDPOTrainer(OnlineTrainer):
@@ -382,22 +212,6 @@ class PPOTrainer(OnlineTrainer):
 
     algorithm = "ppo"
     args: PPOConfig
-
-    def _value(
-        self, value_model: Model | None, reward_model: PreTrainedModel | None, device: torch.device
-    ) -> PreTrainedModel | nn.Linear:
-        """The value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
-        if self.args.shared_trunk:
-            if not (value_model is None or isinstance(value_model, str)):
-                right = "with shared_trunk it must be None or the folder of a head"
-                raise ConfigError(f"value_model: got a model; {right}")
-            return new_value_head(self.model, value_model).to(device)
-        value = value_model_for(value_model, reward_model, self.model, device, self.args.trust_remote_code)
-        check_embeddings(value, self.processing_class, "value_model")
-        value = in_float32(value).to(device).requires_grad_(True)
-        if self.args.lora.rank > 0:
-            add_adapters(value, self.args.lora, self.args.seed, "SEQ_CLS").score.requires_grad_(True)
-        return value
 
 
 TRAINERS: dict[str, type[OnlineTrainer]] = {

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.lora import has_adapters, is_adapter, merged_parameters
-from async_rlhf.parallel import with_every_rank
+from async_rlhf.parallel import Parallel
 
 _ALIGNMENT = 64
 
@@ -41,22 +41,41 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(iterate_weights(model))
 
 
-def iterate_weights(model: nn.Module, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def iterate_weights(
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The same one after the other, so that merged weights need not all be in memory together.
-
-    Of a model whose weights are spread over ranks they are put together one by one; rank 0 has the others do it too.
 
     Args:
         model: a policy.
         adapters_only: give the adapters' own parameters instead.
+        parallel: how its weights are spread over ranks; they are put together one by one, and every rank must iterate
+            to the end.
     """
-    saved = model.state_dict().keys()
-    with with_every_rank(model, "weights", adapters_only) as parallel:
-        for name, parameters, compute in _parameters(model, adapters_only):
-            with parallel.gathered(parameters):
-                yield name, parallel.whole(compute())
+    parallel = parallel or Parallel()
+    parallel.meet("reading weights", model)
+    for name, parameters, compute in _parameters(model, adapters_only):
+        with parallel.gathered(parameters):
+            yield name, parallel.whole(compute())
     if not adapters_only:
-        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+        yield from _saved_buffers(model)
+
+
+def collected_weights(
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel | None = None
+) -> dict[str, Tensor]:
+    """The same, whole, in the memory of rank 0's host. Every rank must ask; the others get nothing."""
+    parallel, found = parallel or Parallel(), {}
+    if parallel.takes_part:
+        for name, tensor in iterate_weights(model, adapters_only, parallel):
+            if parallel.ranks.leads:
+                found[name] = tensor.cpu()
+    return found
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _parameters(
@@ -102,11 +121,11 @@ class Snapshots(Protocol):
     published: dict[int, dict[str, str]]
     """The versions there are, with the digest of each tensor."""
 
-    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
-        """Copy the weights, and return their digests."""
+    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+        """Copy the weights, and return their digests. Every rank must, see :func:`iterate_weights`."""
 
-    def views(self, version: int) -> dict[str, Tensor]:
-        """The tensors of a version."""
+    def views(self, version: int) -> Mapping[str, Tensor | None]:
+        """The tensors of a version; on ranks but the first None in the place of each."""
 
     @property
     def newest(self) -> int:
@@ -161,9 +180,16 @@ class SnapshotRing:
         return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd))
 
     @classmethod
-    def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> SnapshotRing:
+    def for_model(
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype,
+        slots: int,
+        adapters_only: bool = False,
+        parallel: Parallel | None = None,
+    ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
-        return cls(*layout(model, dtype, adapters_only), slots, adapters_only=adapters_only)
+        return cls(*layout(model, dtype, adapters_only, parallel), slots, adapters_only=adapters_only)
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
@@ -175,11 +201,11 @@ class SnapshotRing:
         """The version published last, seen from any process."""
         return int(self._bytes[:8].view(torch.int64)[0])
 
-    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
         """Copy the weights into the version's slot and return their digests."""
         views = self.views(version)
         with torch.no_grad():
-            for name, tensor in iterate_weights(model, self.adapters_only):
+            for name, tensor in iterate_weights(model, self.adapters_only, parallel):
                 views[name].copy_(tensor)
         self.published.pop(version - self.slots, None)
         self.published[version] = digests(views)
@@ -220,8 +246,15 @@ class DeviceRing(SnapshotRing):
         return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
 
     @classmethod
-    def for_model(cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False) -> DeviceRing:
-        specs, slot_bytes = layout(model, dtype, adapters_only)
+    def for_model(
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype,
+        slots: int,
+        adapters_only: bool = False,
+        parallel: Parallel | None = None,
+    ) -> DeviceRing:
+        specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
         device = next(model.parameters()).device
         memory = torch.zeros(_ALIGNMENT + slot_bytes * slots, dtype=torch.uint8, device=device)
         return cls(specs, slot_bytes, slots, memory, adapters_only)
@@ -247,13 +280,13 @@ class SnapshotFolder:
         """The file of one version."""
         return self.folder / f"version-{version}.safetensors"
 
-    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
         """Write the weights and return their digests."""
         buffers = dict(model.named_buffers())
         with torch.no_grad():
             tensors = {
                 name: tensor.to("cpu", _kept_dtype(name, tensor, buffers, self.dtype)).contiguous()
-                for name, tensor in iterate_weights(model)
+                for name, tensor in iterate_weights(model, parallel=parallel)
             }
         try:
             temporary = self.file(version).with_suffix(".tmp")
@@ -278,19 +311,52 @@ class SnapshotFolder:
         self.published.clear()
 
 
+class NoSnapshots:
+    """The snapshots as the other ranks have them: their shares of the weights go to rank 0, and only names are kept.
+
+    Args:
+        adapters_only: see iterate_weights.
+    """
+
+    def __init__(self, adapters_only: bool = False) -> None:
+        self.adapters_only, self.newest = adapters_only, -1
+        self.published: dict[int, dict[str, str]] = {}
+        self._names: list[str] = []
+
+    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+        """Take part where rank 0 puts the weights together. There are no digests here."""
+        if parallel is not None and parallel.takes_part:
+            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel)]
+        self.newest = version
+        return {}
+
+    def views(self, version: int) -> Mapping[str, None]:
+        """Of a version the names."""
+        return dict.fromkeys(self._names)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
 def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
     """Parameters are rounded, buffers are not: the frequencies of rotary positions would suffer."""
     return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
 
 
-def layout(model: nn.Module, dtype: torch.dtype, adapters_only: bool = False) -> tuple[tuple[TensorSpec, ...], int]:
-    """Where the tensors of a snapshot lie within a slot, and the bytes of a slot."""
-    specs, offset = [], 0
+def layout(
+    model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel | None = None
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Where the tensors of a snapshot lie within a slot, and the bytes of a slot. No rank but this one is needed."""
+    parallel, specs, offset = parallel or Parallel(), [], 0
     buffers = dict(model.named_buffers())
-    for name, tensor in iterate_weights(model, adapters_only):
+    # Merged adapters do not change the shape of the weight below them, which comes first.
+    sizes: list[tuple[str, Tensor, torch.Size]] = []
+    sizes += [(name, own[0], parallel.shape_of(own[0])) for name, own, _ in _parameters(model, adapters_only)]
+    sizes += [(name, buffer, buffer.shape) for name, buffer in _saved_buffers(model) if not adapters_only]
+    for name, tensor, shape in sizes:
         kept = _kept_dtype(name, tensor, buffers, dtype)
-        specs.append(TensorSpec(name, tuple(tensor.shape), kept, offset))
-        size = tensor.numel() * kept.itemsize
+        specs.append(TensorSpec(name, tuple(shape), kept, offset))
+        size = shape.numel() * kept.itemsize
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     return tuple(specs), offset
 

@@ -38,7 +38,7 @@ from killed_run import ENDING, OPTIONS, PHASES, SPANS, SURVIVED, Kill  # noqa: E
 from test_kill import BrokenPromise, Program, difference  # noqa: E402
 from tiny import PROMPTS, byte_tokenizer, tiny_config  # noqa: E402
 
-from async_rlhf.checkpoint import CheckpointError  # noqa: E402
+from async_rlhf.manifest import CheckpointError  # noqa: E402
 
 LATEST = 3
 """The last occurrence of a phase to kill in. Checkpoints are 2 batches apart, so the first two rarely get further."""

@@ -12,6 +12,7 @@ from async_rlhf.config.algorithms import (
     PPOConfig,
     RatioConfig,
     RLOOConfig,
+    algorithm_of,
 )
 from async_rlhf.config.base import ConfigError
 from async_rlhf.config.evaluation import EvaluateConfig, GenerateConfig
@@ -63,4 +64,5 @@ __all__ = [
     "SFTConfig",
     "ServeConfig",
     "VLLMConfig",
+    "algorithm_of",
 ]

@@ -279,3 +279,8 @@ ALGORITHM_CONFIGS: dict[str, type[OnlineConfig]] = {
     "grpo": GRPOConfig,
 }
 """The configuration of each algorithm, under its name in YAML."""
+
+
+def algorithm_of(config: OnlineConfig) -> str:
+    """The name of the algorithm that a configuration is of."""
+    return next(name for name, kind in ALGORITHM_CONFIGS.items() if isinstance(config, kind))

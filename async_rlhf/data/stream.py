@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, check_columns
 from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.ranks import Ranks
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -109,3 +111,36 @@ class PromptStream:
         if not self.shuffle:
             return np.arange(len(self))
         return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
+
+
+class SharedPrompts:
+    """Rank 0's prompts, on every rank of the learner. Every rank must ask.
+
+    Their columns stay on rank 0: they may be large, and only rewards need them.
+
+    Args:
+        stream: of rank 0; the others have none.
+        ranks: who gets them.
+    """
+
+    def __init__(self, stream: PromptStream | None, ranks: Ranks) -> None:
+        self.stream, self.ranks = stream, ranks
+
+    def batch(self, index: int, size: int) -> Sequence[Prompt]:
+        """See :meth:`PromptStream.batch`."""
+        return self._share(f"prompts of batch {index}", lambda stream: stream.batch(index, size))
+
+    def all(self) -> Sequence[Prompt]:
+        """One epoch."""
+        return self._share("all prompts", lambda stream: [stream.prompt(draw) for draw in range(len(stream))])
+
+    def prompts(self, draws: Sequence[int]) -> Sequence[Prompt]:
+        """Those of some draws."""
+        return self._share("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
+
+    def _share(self, place: str, draw: Callable[[PromptStream], Sequence[Prompt]]) -> Sequence[Prompt]:
+        mine = () if self.stream is None else draw(self.stream)
+        if self.ranks.count == 1:
+            return mine
+        told = self.ranks.from_lead(place, lambda: [replace(prompt, columns={}) for prompt in mine])
+        return mine if self.ranks.leads else told

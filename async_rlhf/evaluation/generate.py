@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.checkpoint import FINAL
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import load_rows
@@ -27,7 +26,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.lock import InUseError
 from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
-from async_rlhf.run_folder import Checkpoints, batch_of
+from async_rlhf.run_folder import FINAL, Checkpoints, batch_of
 from async_rlhf.stage import Source, Stage
 from async_rlhf.types import FinishReason, Prompt
 from async_rlhf.weights import named_weights

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.parallel import Parallel, device_of, with_every_rank
+from async_rlhf.parallel import Parallel
 from async_rlhf.rows import sampled_rows
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
@@ -113,12 +112,19 @@ class Agreement:
         params: how the engine samples.
         dtype: of the engine's weights.
         autocast: type that the learner computes in; None for that of its weights.
+        parallel: how the learner's weights are spread over ranks. All measure; rank 0 judges.
     """
 
     def __init__(
-        self, config: GenerationConfig, params: SamplingParams, dtype: torch.dtype, autocast: torch.dtype | None
+        self,
+        config: GenerationConfig,
+        params: SamplingParams,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None,
+        parallel: Parallel | None = None,
     ) -> None:
         self.config, self.params, self.autocast = config, params, autocast
+        self.parallel = parallel or Parallel()
         kinds = [dtype, autocast or torch.float32]
         if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
             kinds.append(torch.float16)  # TF32 has as many digits
@@ -132,7 +138,7 @@ class Agreement:
         self,
         batch: int,
         policy: PreTrainedModel,
-        snapshots: Callable[[int], Mapping[str, Tensor]],
+        snapshots: Callable[[int], Mapping[str, Tensor | None]],
         groups: Sequence[Group],
     ) -> dict[str, float]:
         """Compare some completions of a batch with what the learner computes for them.
@@ -145,18 +151,21 @@ class Agreement:
 
         Returns:
             Mean and maximum of the absolute difference of log-probabilities, in nats per token, KL(engine, learner) per
-            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`.
+            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`. Nothing on other
+            ranks than the first.
 
         Raises:
             GeneratorError: the difference is more than rounding, or the draws more than chance, can explain.
         """
         samples = self.config.mismatch_samples
-        if samples == 0:
+        if samples == 0 or not self.parallel.takes_part:
             return {}
         flat = [Row(group.prompt, k, sample) for group in groups for k, sample in enumerate(group.samples)]
         chosen = [flat[i] for i in rows_of_batch(batch, len(flat), samples)]
         versions = sorted(drawn_versions(row.sample for row in chosen))
-        found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast) for v in versions]
+        found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast, self.parallel) for v in versions]
+        if not self.parallel.ranks.leads:
+            return {}
         tokens = Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         differences_N = tokens.log_ratios_N.abs()
         far = self.noise.far
@@ -250,25 +259,25 @@ def compare(
     rows: Sequence[Row],
     params: SamplingParams,
     autocast: torch.dtype | None,
+    parallel: Parallel,
 ) -> Comparison:
     """Look at every token that a version has drawn.
 
     Args:
-        policy: computes the learner's probabilities; with weights spread over ranks, all of them compute.
+        policy: computes the learner's probabilities.
         snapshot: that version's tensors; none for the policy as it is. Ranks but the first give None for each.
         version: of the tokens.
         rows: completions, perhaps of several versions.
         params: of sampling.
         autocast: type that the learner computes in; None for that of its weights.
+        parallel: how its weights are spread over ranks, which then must all compute.
     """
     rows = [row for row in rows if version in row.sample.versions]
     batch = sampled_rows([row.sample for row in rows])
-    mask_BT, device = batch["sampled_BT"].bool(), device_of(policy)
+    mask_BT, device = batch["sampled_BT"].bool(), parallel.device_of(policy)
     drawn_N = torch.from_numpy(np.concatenate([s.versions[s.sampled] == version for _, _, s in rows]))
-    # The columns of prompts stay on rank 0: they may be large, and only rewards need them.
-    stripped = [row._replace(prompt=replace(row.prompt, columns={})) for row in rows]
-    told = (dict.fromkeys(snapshot), version, stripped, params, autocast)
-    with with_every_rank(policy, "compare", *told) as parallel, ExitStack() as stack:
+    parallel.meet("comparing", policy)
+    with ExitStack() as stack:
         model: Any = policy
         if snapshot and parallel.spreads_weights:
             stack.enter_context(_holding(policy, snapshot, parallel))

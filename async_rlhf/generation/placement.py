@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,15 +17,10 @@ from async_rlhf import random_state
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.inline import InlineGenerator, InlineVLLMGenerator
+from async_rlhf.generation.inline import InlineVLLMGenerator
 from async_rlhf.generation.messages import ModelSpec
-from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.generation.protocol import Generator, SamplingParams
-from async_rlhf.generation.server import ServerGenerator
-from async_rlhf.generation.shared import SharedEngine
-from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.lora import only_adapter, write_base
-from async_rlhf.ranks import Ranks
 from async_rlhf.reports.trace import Trace
 
 
@@ -63,38 +57,7 @@ def check_engine(config: GenerationConfig) -> None:
     require(not here or find_spec("vllm") is not None, "generation.engine", config.engine, right)
 
 
-def shared_engine(
-    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, ranks: Ranks, name: str
-) -> SharedEngine:
-    """The engine on the learner's own policy, on every rank of it."""
-    autocast = torch.bfloat16 if config.bf16 else None
-    return SharedEngine(TransformersEngine(policy, params, autocast=autocast), ranks, name)
-
-
-def make_generator(
-    config: OnlineConfig,
-    policy: PreTrainedModel,
-    params: SamplingParams,
-    trace: Trace,
-    threads: int | None,
-    engine: SharedEngine,
-) -> Generator:
-    """The generator that the configuration asks for; inline, it samples with the given engine unless that is vLLM."""
-    autocast = torch.bfloat16 if config.bf16 else None
-    generation = replace(config.generation, num_threads=threads)
-    max_length = config.max_prompt_length + generation.response_length
-    adapters_only = config.lora.publish == "adapter"
-    if config.placement == "inline":
-        return _inline(generation, policy, params, trace, autocast, max_length, adapters_only, engine)
-    if config.placement == "server":
-        folder = Path(config.output_dir) / "weights"
-        if generation.weights_dir is not None:  # perhaps one that several runs use
-            folder = Path(generation.weights_dir) / f"async_rlhf-{uuid.uuid4().hex[:12]}"
-        return ServerGenerator(policy, params, generation, config.staleness, trace, folder, max_length, autocast)
-    return ProcessGenerator(policy, params, generation, config.staleness, trace, autocast, max_length, adapters_only)
-
-
-def _inline(
+def inline_vllm(
     config: GenerationConfig,
     policy: PreTrainedModel,
     params: SamplingParams,
@@ -102,10 +65,8 @@ def _inline(
     autocast: torch.dtype | None,
     max_length: int,
     adapters_only: bool,
-    engine: SharedEngine,
-) -> InlineGenerator:
-    if config.engine == "transformers":
-        return InlineGenerator(engine, trace, Agreement(config, params, torch.float32, autocast))
+) -> InlineVLLMGenerator:
+    """vLLM in this process; see :class:`~async_rlhf.generation.inline.InlineVLLMGenerator`."""
     from async_rlhf.generation.vllm_engine import VLLMEngine
 
     dtype, device = getattr(torch, config.dtype), policy.device

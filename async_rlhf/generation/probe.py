@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.forward import response_logprobs
-from async_rlhf.parallel import device_of, with_every_rank
+from async_rlhf.parallel import Parallel
 
 ROWS, LENGTH = 4, 16
 
@@ -21,19 +21,19 @@ def probe_tokens(vocabulary: int) -> Tensor:
 
 
 @torch.no_grad()
-def probe_logprobs(model: PreTrainedModel, autocast: torch.dtype | None = None) -> list[float]:
+def probe_logprobs(
+    model: PreTrainedModel, autocast: torch.dtype | None = None, parallel: Parallel | None = None
+) -> list[float]:
     """Log-probability of each token of :func:`probe_tokens` but the first of each.
 
     Args:
-        model: the policy, wherever it runs; with weights spread over ranks, all of them compute.
+        model: the policy, wherever it runs.
         autocast: compute in this type.
+        parallel: how its weights are spread over ranks; every rank must compute.
     """
-    with with_every_rank(model, "probe", autocast):
-        return _logprobs(model, autocast)
-
-
-def _logprobs(model: PreTrainedModel, autocast: torch.dtype | None) -> list[float]:
-    device = device_of(model)
+    parallel = parallel or Parallel()
+    parallel.meet("probing", model)
+    device = parallel.device_of(model)
     tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(device)
     mask_BT = torch.ones(ROWS, LENGTH, device=device)
     mask_BT[:, 0] = 0

@@ -29,7 +29,7 @@ from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.lora import only_adapter, write_base
-from async_rlhf.parallel import architecture_of, device_of
+from async_rlhf.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import DeviceRing, SnapshotRing
 
@@ -46,6 +46,7 @@ class ProcessGenerator(RestartingGenerator):
         autocast: see TransformersEngine.
         max_length: most tokens of prompt and response together.
         adapters_only: publish the adapters of the policy, not its weights with the adapters merged.
+        parallel: how the policy's weights are spread over ranks.
     """
 
     kind = "generator process"
@@ -61,13 +62,16 @@ class ProcessGenerator(RestartingGenerator):
         autocast: torch.dtype | None = None,
         max_length: int | None = None,
         adapters_only: bool = False,
+        parallel: Parallel | None = None,
     ) -> None:
+        parallel = parallel or Parallel()
         dtype = getattr(torch, config.dtype)
-        device = device_of(policy)
+        device = parallel.device_of(policy)
         devices = [worker_device(config.device, number, device) for number in range(config.workers)]
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
-        self.ring = (DeviceRing if shared else SnapshotRing).for_model(policy, dtype, staleness + 1, adapters_only)
-        architecture = architecture_of(policy)
+        kind = DeviceRing if shared else SnapshotRing
+        self.ring = kind.for_model(policy, dtype, staleness + 1, adapters_only, parallel)
+        architecture = parallel.architecture_of(policy)
         if architecture.__module__ == "__main__":
             raise ConfigError(
                 f"model: {architecture.__name__} is defined in the script itself, where generator processes cannot "
@@ -93,7 +97,7 @@ class ProcessGenerator(RestartingGenerator):
             _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
             for number in range(config.workers)
         ]
-        super().__init__(arrived, policy, params, workers, self.ring, config, trace, autocast)
+        super().__init__(arrived, policy, params, workers, self.ring, config, trace, autocast, parallel)
         # Before multiprocessing's own exit, which would wait for ever for processes that do not heed SIGTERM.
         atexit.register(self.close)
 

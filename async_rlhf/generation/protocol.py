@@ -71,7 +71,9 @@ class Resumable(Protocol):
 
 
 class Generator(Protocol):
-    """Engines and their weights, wherever they run."""
+    """Engines and their weights, wherever they run. Every rank of the learner has one, and makes the same calls of it;
+    those of the others only take part where rank 0's needs all ranks.
+    """
 
     @property
     def agreement(self) -> Resumable:
@@ -84,7 +86,7 @@ class Generator(Protocol):
         """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
 
     def collect(self, index: int) -> Batch:
-        """The completions of batch ``index``. Blocks until they are there; raises what went wrong."""
+        """The completions of batch ``index``, on every rank. Blocks until they are there; raises what went wrong."""
 
     def close(self) -> None:
         """End every process and free what is held. Safe to call twice."""

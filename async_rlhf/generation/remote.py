@@ -16,8 +16,9 @@ from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
+from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
+from async_rlhf.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 from async_rlhf.weights import Snapshots, differing
@@ -47,14 +48,17 @@ class Worker(Protocol):
 class RemoteGenerator:
     """Workers that share the prompts of every batch; subclasses wait for them.
 
+    Rank 0 has the workers. This class itself, without any, is what the other ranks have.
+
     Args:
         policy: what they sample from.
         params: how to sample.
-        workers: at least one.
+        workers: at least one on rank 0.
         snapshots: where the workers find the weights.
         config: of generation.
         trace: where generation is recorded.
         autocast: type that the learner computes in; None for that of its weights.
+        parallel: how the policy's weights are spread over ranks.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class RemoteGenerator:
         config: GenerationConfig,
         trace: Trace,
         autocast: torch.dtype | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
+        self.parallel = parallel or Parallel()
         self.workers = workers
         self.snapshots = snapshots
         self.config = config
@@ -74,7 +80,7 @@ class RemoteGenerator:
         self._autocast = autocast
         self._probing = config.probe_steps > 0
         self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
-        self.agreement = Agreement(config, params, getattr(torch, config.dtype), autocast)
+        self.agreement = Agreement(config, params, getattr(torch, config.dtype), autocast, self.parallel)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
@@ -82,11 +88,12 @@ class RemoteGenerator:
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights to where the workers find them."""
+        self.parallel.ranks.meet(f"publishing version {version}")
         self._policy = policy
-        self.snapshots.publish(policy, version)
+        self.snapshots.publish(policy, version, self.parallel)
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
-        if self._probing and version % self.config.probe_steps == 0:
-            self._probes[version] = probe_logprobs(policy, self._autocast)
+        if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
+            self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Give each worker its share of the batch."""
@@ -107,6 +114,14 @@ class RemoteGenerator:
         Raises:
             GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
         """
+        replies = self._await(index)
+        place = f"completions of batch {index}"
+        completions, seconds, shares = self.parallel.ranks.from_lead(place, lambda: _answer(replies))
+        groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
+        return Batch(index, min(shares), groups, seconds, shares, self._measure(index, replies, groups))
+
+    def _await(self, index: int) -> list[Reply]:
+        """Every worker's share, in their order."""
         replies = self._replies[index]
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < len(self.workers):
@@ -114,12 +129,7 @@ class RemoteGenerator:
             if answered:
                 deadline = time.monotonic() + self.config.timeout
         del self._replies[index]
-        ordered = [replies[worker.number] for worker in self.workers]
-        completions = [group for reply in ordered for group in reply.completions]
-        groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
-        seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
-        shares = tuple(_oldest(reply) for reply in ordered)
-        return Batch(index, min(shares), groups, seconds, shares, self._measure(index, ordered, groups))
+        return [replies[worker.number] for worker in self.workers]
 
     def close(self) -> None:
         """End the workers."""
@@ -279,6 +289,13 @@ class RestartingGenerator(RemoteGenerator):
         worker.start()
         for request in worker.open:
             worker.send(request)
+
+
+def _answer(replies: Sequence[Reply]) -> tuple[Completions, float, tuple[int, ...]]:
+    """Completions, the seconds that they took, and of each worker's share the oldest version."""
+    completions = [group for reply in replies for group in reply.completions]
+    seconds = max(reply.ended for reply in replies) - min(reply.started for reply in replies)
+    return completions, seconds, tuple(_oldest(reply) for reply in replies)
 
 
 def _oldest(reply: Reply) -> int:

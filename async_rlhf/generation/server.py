@@ -31,6 +31,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
+from async_rlhf.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Sample
 from async_rlhf.weights import SnapshotFolder, SnapshotRing, Snapshots, differing
@@ -55,6 +56,7 @@ class ServerGenerator(RemoteGenerator):
         folder: learner and servers find the weights there; of this run's own, deleted at the beginning and the end.
         max_length: most tokens of prompt and response together.
         autocast: type that the learner computes in; None for that of its weights.
+        parallel: how the policy's weights are spread over ranks.
 
     Raises:
         ConfigError: a server is none that can be used, or serves another model.
@@ -72,6 +74,7 @@ class ServerGenerator(RemoteGenerator):
         folder: Path,
         max_length: int,
         autocast: torch.dtype | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         described = [check_server(url, policy.config, config, max_length) for url in config.urls]
         run, dtype = uuid.uuid4().hex[:12], getattr(torch, config.dtype)
@@ -83,7 +86,7 @@ class ServerGenerator(RemoteGenerator):
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
             roads: list[_Road] = [_FolderRoad(snapshots) for _ in config.urls]
         else:
-            snapshots = SnapshotRing.for_model(policy, dtype, staleness + 1)
+            snapshots = SnapshotRing.for_model(policy, dtype, staleness + 1, parallel=parallel)
             roads = [
                 _NetworkRoad(snapshots, url, len(processes), _device(policy.device, processes))
                 for url, processes in zip(config.urls, described, strict=True)
@@ -95,7 +98,7 @@ class ServerGenerator(RemoteGenerator):
             _Server(number, url, key, run, params, snapshots, road, vocabulary, lambda *one: self._arrived.put(one))
             for number, (url, road) in enumerate(zip(config.urls, roads, strict=True))
         ]
-        super().__init__(policy, params, workers, snapshots, config, trace, autocast)
+        super().__init__(policy, params, workers, snapshots, config, trace, autocast, parallel)
 
     def _wait(self, seconds: float) -> bool:
         try:

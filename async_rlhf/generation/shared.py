@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+import torch
 from transformers import PreTrainedModel
 
+from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.parallel import spread_of
-from async_rlhf.ranks import Ranks
+from async_rlhf.parallel import Parallel
 from async_rlhf.types import Prompt
 
 
@@ -22,12 +22,11 @@ class SharedEngine:
 
     Args:
         engine: on this rank's policy.
-        ranks: who samples.
-        name: what the ranks call this engine.
+        parallel: who samples, and how they hold the weights.
     """
 
-    def __init__(self, engine: TransformersEngine, ranks: Ranks, name: str) -> None:
-        self.engine, self.ranks, self.name = engine, ranks, name
+    def __init__(self, engine: TransformersEngine, parallel: Parallel) -> None:
+        self.engine, self.parallel = engine, parallel
 
     @property
     def model(self) -> PreTrainedModel:
@@ -41,21 +40,27 @@ class SharedEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights, as rank 0 counts them."""
+        """Of the weights."""
         return self.engine.version
 
     @version.setter
     def version(self, version: int) -> None:
         self.engine.version = version
 
-    def generate(self, prompts: Sequence[Prompt], version: int | None = None) -> Completions:
-        """See :class:`~async_rlhf.generation.protocol.Engine`. Ranks but the first are told the version."""
-        if version is not None:
-            self.version = version
-        stripped = [replace(prompt, columns={}) for prompt in prompts] if self.ranks.count > 1 else prompts
-        with self.ranks.calling(self.name, stripped, self.version):
-            if spread_of(self.model) is not None:
-                return self.engine.generate(stripped)
-            count, rank = self.ranks.count, self.ranks.rank
-            share = stripped[rank * len(prompts) // count : (rank + 1) * len(prompts) // count]
-            return [completions for part in self.ranks.gather(self.engine.generate(share)) for completions in part]
+    def generate(self, prompts: Sequence[Prompt]) -> Completions:
+        """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must ask, for the same prompts."""
+        ranks = self.parallel.ranks
+        ranks.meet("sampling")
+        if self.parallel.spreads_weights:
+            return self.engine.generate(prompts)
+        share = prompts[ranks.rank * len(prompts) // ranks.count : (ranks.rank + 1) * len(prompts) // ranks.count]
+        found = ranks.gather("completions", self.engine.generate(share))
+        return [completions for part in found for completions in part]
+
+
+def shared_engine(
+    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
+) -> SharedEngine:
+    """The engine on the learner's own policy, on every rank of it."""
+    autocast = torch.bfloat16 if config.bf16 else None
+    return SharedEngine(TransformersEngine(policy, params, autocast=autocast, device=parallel.device), parallel)

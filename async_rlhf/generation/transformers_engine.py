@@ -17,7 +17,6 @@ from async_rlhf.generation.decode_cache import join, keep_rows, only_grows
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
-from async_rlhf.parallel import device_of
 from async_rlhf.types import Prompt, Sample
 from async_rlhf.weights import digests, named_weights
 
@@ -34,12 +33,19 @@ class TransformersEngine:
         params: how to sample.
         version: number of the weights that the model holds now.
         autocast: compute in this type where the weights are float32; None computes in the weights' own.
+        device: where it computes, if that is not where the weights wait.
     """
 
     def __init__(
-        self, model: PreTrainedModel, params: SamplingParams, version: int = 0, autocast: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        params: SamplingParams,
+        version: int = 0,
+        autocast: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
+        self._device = device
         self.params = params
         self.version = version
         self.autocast = autocast
@@ -49,6 +55,11 @@ class TransformersEngine:
         self._takes_positions = "position_ids" in accepted
         self._cache_only_grows = only_grows(DynamicCache(config=model.config))
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.model.device if self._device is None else self._device
 
     def beat_with(self, beat: Callable[[], None]) -> None:
         """Call ``beat`` before every layer of every forward pass: a sign of life, also within a long one."""
@@ -99,7 +110,7 @@ class TransformersEngine:
         return [completions[i] for i in range(len(prompts))]
 
     def _decode(self, prompts: Sequence[Prompt]) -> Completions:
-        params, device = self.params, device_of(self.model)
+        params, device = self.params, self.device
         rows = len(prompts) * params.samples_per_prompt
         uniforms = row_uniforms(params.seed, prompts, params.samples_per_prompt, params.response_length)
         uniforms_TR = torch.from_numpy(uniforms).reshape(rows, -1).T.contiguous().to(device)
@@ -145,7 +156,7 @@ class TransformersEngine:
         Returns:
             Logits (B, V) for the next token, the mask (B, T) of these tokens and of ``room`` more, and their cache.
         """
-        device = device_of(self.model)
+        device = self.device
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens_PT = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -176,7 +187,7 @@ class TransformersEngine:
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT
-        with torch.autocast(device_of(self.model).type, dtype=self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         return output.logits[:, -1]
 

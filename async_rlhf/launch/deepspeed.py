@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rlhf.config import ConfigError, OnlineConfig, ParallelConfig
-from async_rlhf.parallel import Model, Parallel, mark_spread, require_finite
+from async_rlhf.parallel import Model, Parallel, require_finite
 from async_rlhf.ranks import Ranks
 
 
@@ -40,9 +40,6 @@ class ZeRO(Parallel):
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        if self.spreads_weights:
-            for name, part in zip(("policy", "value"), parts, strict=False):
-                mark_spread(part, name, self)
         super().prepare(model, parts, make)
         options = {"model": model, "optimizer": self.optimizer, "config": self._options(self.stage)}
         self._engine, self._zero, *_ = self._deepspeed.initialize(**options)
@@ -51,7 +48,6 @@ class ZeRO(Parallel):
     def frozen(self, model: Model) -> Model:
         """With stage 3 an inference engine that spreads the weights; a smaller stage has nothing to spread."""
         if self.spreads_weights:
-            mark_spread(model, "frozen", self)
             options = {key: value for key, value in self._options(3).items() if key != "gradient_clipping"}
             self._deepspeed.initialize(model=model, config=options)
         return model
@@ -116,6 +112,9 @@ class ZeRO(Parallel):
         mine = safe_get_local_optimizer_state(parameter, name)
         part = value.flatten()[self.ranks.rank * mine.numel() :][: mine.numel()]
         mine[: len(part)].copy_(part)
+
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

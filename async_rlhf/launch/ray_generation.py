@@ -29,6 +29,7 @@ from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.launch.ray import Actor, Place, Signs, generator_place, is_lost
+from async_rlhf.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import TensorSpec, digests, iterate_weights, layout, tensors_in
 
@@ -44,20 +45,21 @@ class ObjectStoreSnapshots:
         model: gives names and sizes.
         dtype: parameters are rounded to it.
         slots: S + 1.
+        parallel: how the model's weights are spread over ranks.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int) -> None:
-        self.specs, size = layout(model, dtype)
+    def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
+        self.specs, size = layout(model, dtype, parallel=parallel)
         self.slots, self.newest = slots, -1
         self.published: dict[int, dict[str, str]] = {}
         self._references: dict[int, ray.ObjectRef] = {}
         self._draft = torch.empty(size, dtype=torch.uint8)
 
-    def publish(self, model: nn.Module, version: int) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
         """Copy the weights into the store and return their digests."""
         views = tensors_in(self._draft, self.specs)
         with torch.no_grad():
-            for name, tensor in iterate_weights(model):
+            for name, tensor in iterate_weights(model, parallel=parallel):
                 views[name].copy_(tensor)
         for kept in (self.published, self._references):
             kept.pop(version - self.slots, None)
@@ -155,17 +157,26 @@ class RayGenerator(RestartingGenerator):
         policy: its architecture is built again in each actor.
         params: how to sample.
         trace: where generation is recorded.
+        parallel: how the policy's weights are spread over ranks.
     """
 
     kind = "generator actor"
     workers: list[_Worker]
 
-    def __init__(self, config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, trace: Trace) -> None:
+    def __init__(
+        self,
+        config: OnlineConfig,
+        policy: PreTrainedModel,
+        params: SamplingParams,
+        trace: Trace,
+        parallel: Parallel | None = None,
+    ) -> None:
+        parallel = parallel or Parallel()
         generation, place = config.generation, generator_place(config.ray)
         dtype = getattr(torch, generation.dtype)
         autocast = torch.bfloat16 if config.bf16 else None
         spec = ModelSpec(
-            type(policy),
+            parallel.architecture_of(policy),
             policy.config,
             dtype,
             place.device,
@@ -174,13 +185,13 @@ class RayGenerator(RestartingGenerator):
             vllm=generation.vllm if generation.engine == "vllm" else None,
             max_length=config.max_prompt_length + generation.response_length,
         )
-        snapshots = ObjectStoreSnapshots(policy, dtype, config.staleness + 1)
+        snapshots = ObjectStoreSnapshots(policy, dtype, config.staleness + 1, parallel)
         arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]] = queue.SimpleQueue()
         workers = [
             _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
             for number in range(generation.workers)
         ]
-        super().__init__(arrived, policy, params, workers, snapshots, generation, trace, autocast)
+        super().__init__(arrived, policy, params, workers, snapshots, generation, trace, autocast, parallel)
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into the object store, and have every actor fetch them."""

@@ -28,13 +28,13 @@ from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import Strategy, launched_on_host, launched_ranks
 from async_rlhf.models import default_device
-from async_rlhf.parallel import Model, Parallel, mark_spread
+from async_rlhf.parallel import Model, Parallel
 from async_rlhf.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 _FOR_EVER = timedelta(days=365)
-"""Followers wait for rank 0 as long as it takes; that it is alive is watched otherwise (launch/watch.py)."""
+"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (launch/watch.py)."""
 
 _ZERO: dict[str, Strategy] = {"1": "zero1", "2": "zero2", "3": "zero3"}
 
@@ -178,13 +178,11 @@ class FullyShardedDataParallel(Parallel):
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        for name, part in zip(("policy", "value"), parts, strict=False):
-            mark_spread(part, name, self)
+        for part in parts:
             self._shard(part)
         return super().prepare(model, parts, make)
 
     def frozen(self, model: Model) -> Model:
-        mark_spread(model, "frozen", self)
         self._shard(model)
         return model
 
@@ -206,6 +204,9 @@ class FullyShardedDataParallel(Parallel):
                 fully_shard(child, **options)
         else:
             fully_shard(model, **options)
+
+    def architecture_of(self, model: nn.Module) -> type[Any]:
+        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
     def _clip(self, parameters: list[nn.Parameter], limit: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)

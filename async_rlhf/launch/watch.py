@@ -49,8 +49,6 @@ class Watch:
         # Not the ranks themselves: their process group must not be left to a thread that outlives the main one.
         self._rank = ranks.rank
         self.failure: str | None = None
-        self.stop_asked = False
-        """Whether another rank has been told to end."""
         self._watching = False
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -65,10 +63,10 @@ class Watch:
         host = _LOOPBACK if ranks.local_count == ranks.count else master
         if ranks.leads:
             door = open_door(host)
-            ranks.from_lead((door.port, door.secret))
+            ranks.from_lead("watch", lambda: (door.port, door.secret))
             self._connections = door.admit(range(1, ranks.count), _ARRIVAL)
         else:
-            port, secret = ranks.from_lead((0, b""))
+            port, secret = ranks.from_lead("watch", lambda: (0, b""))
             self._connections = {0: knock(host, port, secret, ranks.rank, _ARRIVAL)}
         for rank, connection in self._connections.items():
             _notice_lost_hosts(connection)
@@ -76,9 +74,6 @@ class Watch:
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
         message = _read_line(connection)
-        while message is not None and "stop" in message:
-            self.stop_asked = True
-            message = _read_line(connection)
         if message is None:
             self._fail(f"rank {rank} is gone, without a word (killed, or out of memory?)")
         elif message.get("end") != _WELL:
@@ -140,12 +135,6 @@ class Watch:
                 self._told = True
             self._tell(f"rank {self._rank} failed: {_described(error)}")
             raise
-
-    def ask_to_stop(self) -> None:
-        """Tell rank 0 that this one has been told to end."""
-        for connection in self._connections.values():
-            with suppress(OSError):
-                _write_line(connection, {"stop": True})
 
     def _raise(self, number: int, frame: object) -> None:
         if self.failure is None:  # a watch around this one means it

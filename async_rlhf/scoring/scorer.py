@@ -17,7 +17,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.forward import score_batch, score_in_batches
-from async_rlhf.ranks import Ranks
+from async_rlhf.parallel import Parallel
 from async_rlhf.rows import dealt
 from async_rlhf.scoring.functions import (
     RewardError,
@@ -43,7 +43,7 @@ class Scorer:
         reward_model: reads the score at the last real token.
         reward_funcs: see :data:`~async_rlhf.scoring.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
-        ranks: share the reward model's work; None for a single one.
+        parallel: how the ranks share the reward model's work, and perhaps its weights; None for a single one.
 
     Raises:
         ConfigError: the number of ``reward_weights`` is not that of the functions, or one's state does not fit a file.
@@ -56,9 +56,10 @@ class Scorer:
         reward_model: PreTrainedModel | None = None,
         reward_funcs: Sequence[RewardFunction] = (),
         prompt_field: str = "query",
-        ranks: Ranks | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        self.ranks = ranks or Ranks()
+        self.parallel = parallel or Parallel()
+        self.ranks = self.parallel.ranks
         self.tokenizer = tokenizer
         self.config = config
         self.reward_model = reward_model
@@ -84,17 +85,25 @@ class Scorer:
             raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
 
     def __call__(self, batch: Batch) -> ScoredBatch:
-        """Score every sample.
+        """Score every sample. Every rank must, for the reward model; the rest rank 0 does, and tells the others.
 
         Raises:
             RewardError: not with ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
+        by_model_R = None if self.reward_model is None else self._model_scores(batch.samples)
+        place = f"scores of batch {batch.index}"
+        scores_PK, metrics = self.ranks.from_lead(place, lambda: self._score(batch, by_model_R))
+        return ScoredBatch(batch, scores_PK, metrics)
+
+    def _score(self, batch: Batch, by_model_R: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+        """Scores (P, K) and metrics, from what the reward model says."""
         samples = batch.samples
         rewards: dict[str, Tensor] = {}
         failed_R = torch.zeros(len(samples), dtype=torch.bool)
         metrics: dict[str, float] = {}
-        if self.reward_model is not None:
-            rewards["model"] = self._model_scores(samples)
+        if by_model_R is not None:
+            message = "the reward model gave {score} for {text!r}"
+            rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message)
             failed_R = rewards["model"].isnan()
         if self.reward_funcs:
             self._prepare()
@@ -111,11 +120,14 @@ class Scorer:
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
         metrics |= _metrics(scores_R, rewards, ended_R, samples)
-        return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics)
+        return scores_R.view(len(batch.groups), -1), metrics
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Within, what scores is there: the processes of functions that a time limit can stop."""
+        """Within, what scores is there: on rank 0 the processes of functions that a time limit can stop."""
+        if not self.ranks.leads:
+            yield
+            return
         if self.config.reward_timeout is not None:
             for name, function in self.reward_funcs.items():
                 if isinstance(why := source_of(function), str):
@@ -153,22 +165,21 @@ class Scorer:
             functions[name].load_state_dict(state[name])
 
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
-        """float64, NaN where the model gave no finite number."""
+        """float64, as the model gave them."""
         rows = [tuple(sample.tokens.tolist()) for sample in samples]
-        scores_R = score_in_batches(self.score_batches, rows, self.config.annotate_batch_size).double()
-        message = "the reward model gave {score} for {text!r}"
-        return self._finite(scores_R, ~scores_R.isfinite(), samples, message)
+        return score_in_batches(self.score_batches, rows, self.config.annotate_batch_size).double()
 
     def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
         """Scores of each batch of rows by the reward model, which every rank computes some of."""
         assert self.reward_model is not None
+        self.ranks.meet("computing rewards")
         found = {}
-        with self.ranks.calling("score", batches):
-            for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
-                scores_B = score_batch(self.reward_model, batches[number], self.config.bf16)
-                if counts:
-                    found[number] = scores_B
-            everyone = {number: scores for part in self.ranks.gather(found) for number, scores in part.items()}
+        for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
+            scores_B = score_batch(self.reward_model, batches[number], self.config.bf16, self.parallel.device)
+            if counts:
+                found[number] = scores_B
+        parts = self.ranks.gather("rewards", found)
+        everyone = {number: scores for part in parts for number, scores in part.items()}
         return [everyone[number] for number in range(len(batches))]
 
     def _call_functions(

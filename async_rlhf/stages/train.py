@@ -43,7 +43,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         if ranks.leads:
             refuse_second(folder)  # at once: fingerprints of large models take their time
         stage = train_stage(config)
-        results = ranks.from_lead(_done(stage, config) if ranks.leads else None)
+        results = ranks.from_lead("finished run", lambda: _done(stage, config))
         if results is None:
             if ranks.leads:  # until the run is marked as finished, which its trainer does not know of
                 stack.enter_context(hold_folder(folder))

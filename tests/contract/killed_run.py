@@ -255,10 +255,9 @@ class Saving:
 def watched(watch: Watch) -> Iterator[None]:
     """Within, the package tells the watch what it does."""
     from async_rlhf import trainer
-    from async_rlhf.checkpoint import FINAL
     from async_rlhf.reports.log import JsonLines
     from async_rlhf.reports.trace import Trace
-    from async_rlhf.run_folder import Checkpoints
+    from async_rlhf.run_folder import FINAL, Checkpoints
 
     span, write_line = Trace.span, JsonLines.write
     write_whole, delete_old = trainer.write_whole, Checkpoints.delete_old

@@ -29,12 +29,12 @@ from tiny import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOTrainer
-from async_rlhf.checkpoint import verify
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.manifest import verify
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import StaleWeightsError
@@ -426,13 +426,13 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             from async_rlhf.generation.inline import InlineGenerator
             from async_rlhf.generation.shared import SharedEngine
             from async_rlhf.generation.transformers_engine import TransformersEngine
-            from async_rlhf.ranks import Ranks
+            from async_rlhf.parallel import Parallel
 
             self.model = make_policy()
             params = SamplingParams(2, 0.7, 4, (256,), 0)
             engine = TransformersEngine(self.model, params)
             self.inner = InlineGenerator(
-                SharedEngine(engine, Ranks(), "generate"),
+                SharedEngine(engine, Parallel()),
                 Trace(),
                 Agreement(GenerationConfig(mismatch_samples=0), params, torch.float32, None),
             )

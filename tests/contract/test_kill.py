@@ -22,7 +22,7 @@ import pytest
 from killed_run import PHASES, PROMPTS, Kill
 from killed_run import main as run_here
 
-from async_rlhf.checkpoint import verify, write_whole
+from async_rlhf.manifest import verify, write_whole
 from async_rlhf.run_folder import Checkpoints
 
 PROGRAM = Path(__file__).with_name("killed_run.py")

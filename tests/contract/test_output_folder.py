@@ -17,9 +17,9 @@ from tiny import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer, callbacks
-from async_rlhf.checkpoint import delete_whole, stranger_in, verify, write_whole
 from async_rlhf.config import ConfigError
 from async_rlhf.lock import InUseError
+from async_rlhf.manifest import delete_whole, stranger_in, verify, write_whole
 from async_rlhf.run_folder import Checkpoints, hold_folder
 from async_rlhf.stage import Stage
 
@@ -284,7 +284,7 @@ def test_links_are_read_but_never_deleted_through(make, make_args, tmp_path):
     shutil.rmtree(folder / "checkpoint-6")
     before = files_in(moved)
     trainer = make(make_args(save_steps=1, save_total_limit=1, resume=True))
-    assert trainer._checkpoint == folder / "checkpoint-4"
+    assert trainer.run.folder.checkpoint == folder / "checkpoint-4"
     state = trainer.train()
     assert state.global_step == whole.global_step
     assert (folder / "checkpoint-4").is_symlink()

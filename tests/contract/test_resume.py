@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
-from async_rlhf.checkpoint import FORMAT, ResumeState, as_saved, write_whole
+from async_rlhf.checkpoint import FORMAT, ResumeState, as_saved
 from async_rlhf.config import ConfigError
+from async_rlhf.manifest import write_whole
 from async_rlhf.trainers import TRAINERS
 
 RUNS = {
@@ -279,7 +280,7 @@ def test_resuming_from_elsewhere_deletes_no_other_run(make_policy, tokenizer, pr
     branch = make_args("third", save_steps=2, resume_from=source, resume=True)
     run(make_policy, tokenizer, prompts, branch, callbacks=[StopAfter(5)])
     trainer, metrics, _ = run(make_policy, tokenizer, prompts, branch)
-    assert trainer._checkpoint.name == "checkpoint-5"
+    assert trainer.run.folder.checkpoint.name == "checkpoint-5"
     assert [row["batch"] for row in metrics] == [3, 4, 5, 6]
 
 

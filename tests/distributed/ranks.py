@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,7 +21,9 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
+from async_rlhf.learner import Learner
 from async_rlhf.trainers import TRAINERS
+from async_rlhf.weights import NoSnapshots
 
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
@@ -47,6 +50,10 @@ def new_reward_model() -> GPTNeoXForSequenceClassification:
     return widened(GPTNeoXForSequenceClassification(config)).eval()
 
 
+LEFT_OUT = {"an update": (Learner, "update"), "its share of the weights": (NoSnapshots, "publish")}
+"""Calls that every rank has to make."""
+
+
 def break_down(rank: int, how: str, after: float = 0.0) -> None:
     """Break this process as told, if it is that rank: at once, or while it waits for what rank 0 says next."""
 
@@ -54,6 +61,9 @@ def break_down(rank: int, how: str, after: float = 0.0) -> None:
         print("FAILING", flush=True)
         if how == "raise":
             raise RuntimeError("told to fail")
+        if how in LEFT_OUT:
+            setattr(*LEFT_OUT[how], lambda *_: {})
+            return
         os.kill(os.getpid(), signal.SIGKILL)
 
     if int(os.environ.get("RANK", 0)) == rank:
@@ -111,15 +121,14 @@ def train(
         eval_dataset=PROMPTS[:5] if evaluate else None,
     )
     if fail is not None:
-        update = trainer.learner._update
+        annotate, batches = trainer.learner.annotate, count(1)
 
-        def failing(experience, batch):
-            found = update(experience, batch)
-            if batch == 1 + (not slow_rewards):
+        def failing(scored):
+            if next(batches) == 1 + (not slow_rewards):
                 break_down(**fail)
-            return found
+            return annotate(scored)
 
-        trainer.learner._update = failing
+        trainer.learner.annotate = failing
     trainer.train()
     print(f"rank {rank}: {name} is done", flush=True)
 

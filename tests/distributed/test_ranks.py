@@ -257,6 +257,15 @@ FAILURES = {
         {"fail": {"rank": 1, "how": "kill", "after": 2.0}, "slow_rewards": 120.0},
         "rank 1 is gone, without a word",
     ),
+    # Each waits for the others somewhere else, for ever if nothing compared the places.
+    "rank 1 leaves out an update": (
+        {"fail": {"rank": 1, "how": "an update"}},
+        "rank 0 has come to 'training on batch 2', rank 1 to 'publishing version 2'",
+    ),
+    "rank 1 leaves out its share of the weights": (
+        {"strategy": "fsdp", "fail": {"rank": 1, "how": "its share of the weights"}},
+        "rank 0 has come to 'reading weights', rank 1 to 'prompts of batch 4'",
+    ),
 }
 
 

@@ -15,10 +15,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.checkpoint import learner_state, restore_learner
 from async_rlhf.config import ConfigError
 from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_logprobs, response_values, reward_scores
-from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
+from async_rlhf.monitor import RatioMonitor
 from async_rlhf.trainers import TRAINERS
 from async_rlhf.types import Batch, Experience, Group, PolicyOutput, Sample
 
@@ -36,11 +37,11 @@ def metrics_of(args) -> list[dict[str, float]]:
 
 def scored_batch(trainer, scores_PK=None):
     """One batch as the loop would hand it to the learner."""
-    stream, engine = trainer._stream, trainer._eval_engine().engine
+    stream, engine = trainer.run.prompts.stream, trainer.run.eval_engine.engine
     engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
     drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
     groups = tuple(Group(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
-    scored = trainer._scorer(Batch(1, 0, groups, 0.0))
+    scored = trainer.run.scorer(Batch(1, 0, groups, 0.0))
     return scored if scores_PK is None else replace(scored, scores_PK=scores_PK)
 
 
@@ -420,13 +421,13 @@ def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prom
     kl = KLConfig(coef=0.0 if where == "none" else 0.1, where="loss" if where == "loss" else "reward", estimator="k3")
     args = make_args(algorithm=algorithm, samples_per_prompt=8, total_episodes=16, num_mini_batches=2, kl=kl)
     trainer = TRAINERS[algorithm](make_policy(), args, prompts, reward_funcs=same_at_last, processing_class=tokenizer)
-    update = trainer.learner._update
+    update = trainer.learner.update
 
     def watched(experience, batch):
         weights[batch] = {name: p.clone() for name, p in trainer.model.named_parameters()}
         return update(experience, batch)
 
-    trainer.learner._update = watched
+    trainer.learner.update = watched
     trainer.train()
     metrics = metrics_of(args)
     assert [line["optimizer_steps"] for line in metrics] == ([2, 0] if where == "none" else [2, 2])
@@ -534,7 +535,7 @@ def test_moments_find_their_weights_whatever_the_groups(
     ]
     learners[0].train()
     ours, theirs = (trainer.learner for trainer in learners)
-    theirs.restore(*ours.state())
+    restore_learner(theirs, *learner_state(ours))
     for (name, a), (_, b) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.equal(ours.optimizer.state[a][key], theirs.optimizer.state[b][key]), (name, key)
@@ -631,7 +632,7 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
     Short rows have ratios above 1 and long ones below, so that a mean of the rows' means is far from the mean.
     """
     lengths, logs, entropies = [1, 2, 9, 0, 5, 1, 9], [], []
-    watches = [_Watch(), _Watch()]
+    watches = [RatioMonitor(), RatioMonitor()]
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.zeros(7, 10, dtype=torch.long)
     mask_BT = torch.tensor([[float(0 < t <= length) for t in range(10)] for length in lengths])
@@ -654,14 +655,13 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
         "policy/logprob_difference": math.fsum(map(abs, logs)) / len(logs),
         "policy/entropy_avg": math.fsum(entropies) / len(logs),
     }
-    found = _Watch.of(watches).metrics()
+    found = RatioMonitor.of(watches).metrics()
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_nothing_is_said_of_rows_without_tokens():
     nothing_BT = torch.zeros(2, 3)
-    ones_B = torch.ones(2)
-    rows = Experience(nothing_BT.long(), ones_B, nothing_BT, nothing_BT, nothing_BT, ones_B, ones_B)
-    watch = _Watch()
+    rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
+    watch = RatioMonitor()
     watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
-    assert watch.metrics() == _Watch().metrics() == {}
+    assert watch.metrics() == RatioMonitor().metrics() == {}

@@ -11,14 +11,15 @@ import pytest
 from conftest import LONGEST, new_policy, run, served_by
 from tiny import PROMPTS, drawn
 
+from async_rlhf.choices import make_generator
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import server_client
-from async_rlhf.generation.placement import make_generator, shared_engine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server import _Server
-from async_rlhf.ranks import Ranks
+from async_rlhf.generation.shared import shared_engine
+from async_rlhf.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -84,8 +85,8 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
     """Two versions are published while one large batch is being sampled by the first."""
     policy = new_policy(max_position_embeddings=LONGEST)
     params = SamplingParams(2, 0.7, 200, (256,), 0, batch_size=64)
-    engine = shared_engine(flying_args, policy, params, Ranks(), "generate")  # for inline alone
-    with closing(make_generator(flying_args, policy, params, Trace(), 1, engine)) as generator:
+    engine = shared_engine(flying_args, policy, params, Parallel())  # for inline alone
+    with closing(make_generator(flying_args, engine, Trace(), 1)) as generator:
         generator.publish(policy, 0)
         generator.submit(1, None, PromptStream(PROMPTS, tokenizer).batch(1, 150))
         deadline = time.monotonic() + 120

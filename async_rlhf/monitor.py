@@ -1,0 +1,48 @@
+"""How far the policy being trained is from the one that sampled: policy lag plus engine noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from async_rlhf.objectives.ratios import ratio_statistics
+from async_rlhf.types import Experience, PolicyOutput
+
+
+class RatioMonitor:
+    """What the micro-batches of one update have shown. Every rank has one, of its share."""
+
+    def __init__(self) -> None:
+        self._token_entropies: list[Tensor] = []
+        self._token_log_ratios: list[Tensor] = []
+        self._row_log_ratios: list[Tensor] = []
+
+    @classmethod
+    def of(cls, parts: Sequence[RatioMonitor]) -> RatioMonitor:
+        """All that several have seen."""
+        whole = cls()
+        for part in parts:
+            whole._token_entropies += part._token_entropies
+            whole._token_log_ratios += part._token_log_ratios
+            whole._row_log_ratios += part._row_log_ratios
+        return whole
+
+    def add(self, output: PolicyOutput, rows: Experience) -> None:
+        """Note the rows of one micro-batch."""
+        mask_BT = rows.sampled_BT
+        log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * mask_BT
+        self._token_entropies.append(output.entropies_BT[mask_BT.bool()].cpu())
+        self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()].cpu())
+        self._row_log_ratios.append(log_ratios_BT.sum(dim=1).cpu())
+
+    def metrics(self) -> dict[str, float]:
+        """Means over all tokens alike, for the mean over rows of means over tokens weighs those of short rows more: its
+        ratio is not 1 where that is expected. And statistics of the ratios of tokens and of whole completions.
+        """
+        if not any(map(len, self._token_log_ratios)):
+            return {}
+        entropy = torch.cat(self._token_entropies).double().mean().item()
+        statistics = ratio_statistics(torch.cat(self._token_log_ratios), torch.cat(self._row_log_ratios))
+        return {"policy/entropy_avg": entropy, **statistics}
