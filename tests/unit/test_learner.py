@@ -661,7 +661,8 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
 
 def test_nothing_is_said_of_rows_without_tokens():
     nothing_BT = torch.zeros(2, 3)
-    rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
+    ones_B = torch.ones(2)
+    rows = Experience(nothing_BT.long(), ones_B, nothing_BT, nothing_BT, nothing_BT, ones_B, ones_B)
     watch = RatioMonitor()
     watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
     assert watch.metrics() == RatioMonitor().metrics() == {}

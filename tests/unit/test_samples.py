@@ -146,8 +146,8 @@ def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     """By the names of their fields."""
 
     class Stream:
-        def prompt(self, draw: int) -> Prompt:
-            return Prompt(draw, draw, (7,))
+        def prompts(self, draws) -> list[Prompt]:
+            return [Prompt(draw, draw, (7,)) for draw in draws]
 
     first = replace(two_turns(rewards=rewards), logprobs=np.full(9, np.float32(-1 / 3)))
     group = Group(Prompt(5, 5, (7,)), (first, two_turns(second="d")))
