@@ -26,7 +26,7 @@ from transformers import (
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.config.base import require
 from async_rlhf.lora import has_adapters, save_adapters
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.ranks import Ranks
 from async_rlhf.weights import checksum, collected_weights, named_weights
 
@@ -251,9 +251,8 @@ def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
             require(theirs.get(key) == mine[key], key, found, "must be the same model on every rank")
 
 
-def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel | None = None) -> None:
+def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel = ALONE) -> None:
     """Write a value head into a folder; see :func:`write_model`."""
-    parallel = parallel or Parallel()
     whole = collected_weights(head, parallel=parallel)
     if parallel.ranks.leads:
         folder.mkdir(parents=True, exist_ok=True)
@@ -378,7 +377,7 @@ def stop_token_ids(
 
 
 def write_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel = ALONE
 ) -> None:
     """Write model and tokenizer into a folder; adapters are merged, and a language model's written beside it as well.
 
@@ -386,7 +385,6 @@ def write_model(
     The generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank
     of those that ``parallel`` says must call it, with the same folder; rank 0 writes.
     """
-    parallel = parallel or Parallel()
     adapters = whole = None
     if has_adapters(model) and model.can_generate():
         adapters = collected_weights(model, True, parallel)

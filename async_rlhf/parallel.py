@@ -161,6 +161,10 @@ class Parallel:
         raise NotImplementedError(f"{type(self).__name__} spreads no weights")
 
 
+ALONE = Parallel()
+"""One process with all of the weights, for what only asks where they are."""
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The model's parameters that are trained."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

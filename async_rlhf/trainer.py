@@ -18,8 +18,8 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.manifest import write_whole
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import Rollouts
 from async_rlhf.run_folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
+from async_rlhf.schedule import Rollouts
 from async_rlhf.types import Batch, Group, ScoredBatch
 from async_rlhf.wiring import Run
 

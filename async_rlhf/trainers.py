@@ -18,7 +18,6 @@ from async_rlhf.config import (
     OnlineDPOConfig,
     PPOConfig,
     RLOOConfig,
-    algorithm_of,
 )
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
@@ -27,8 +26,8 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.learner import Learner
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import Rollouts
 from async_rlhf.run_folder import log_names
+from async_rlhf.schedule import Rollouts
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.signals import ending_on_signals
 from async_rlhf.trainer import TrainingLoop
@@ -74,8 +73,8 @@ class OnlineTrainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         prompt_field: str = "query",
     ) -> None:
-        right = f"must be a {ALGORITHM_CONFIGS[self.algorithm].__name__}"
-        require(algorithm_of(args) == self.algorithm, "args", type(args).__name__, right)
+        kind = ALGORITHM_CONFIGS[self.algorithm]
+        require(isinstance(args, kind), "args", type(args).__name__, f"must be of type {kind.__name__}")
         inputs = Inputs(
             model=model,
             train_dataset=train_dataset,

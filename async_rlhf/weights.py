@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.lora import has_adapters, is_adapter, merged_parameters
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 
 _ALIGNMENT = 64
 
@@ -42,7 +42,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def iterate_weights(
-    model: nn.Module, adapters_only: bool = False, parallel: Parallel | None = None
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one after the other, so that merged weights need not all be in memory together.
 
@@ -52,7 +52,6 @@ def iterate_weights(
         parallel: how its weights are spread over ranks; they are put together one by one, and every rank must iterate
             to the end.
     """
-    parallel = parallel or Parallel()
     parallel.meet("reading weights", model)
     for name, parameters, compute in _parameters(model, adapters_only):
         with parallel.gathered(parameters):
@@ -61,11 +60,9 @@ def iterate_weights(
         yield from _saved_buffers(model)
 
 
-def collected_weights(
-    model: nn.Module, adapters_only: bool = False, parallel: Parallel | None = None
-) -> dict[str, Tensor]:
+def collected_weights(model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE) -> dict[str, Tensor]:
     """The same, whole, in the memory of rank 0's host. Every rank must ask; the others get nothing."""
-    parallel, found = parallel or Parallel(), {}
+    found = {}
     if parallel.takes_part:
         for name, tensor in iterate_weights(model, adapters_only, parallel):
             if parallel.ranks.leads:
@@ -121,7 +118,7 @@ class Snapshots(Protocol):
     published: dict[int, dict[str, str]]
     """The versions there are, with the digest of each tensor."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
         """Copy the weights, and return their digests. Every rank must, see :func:`iterate_weights`."""
 
     def views(self, version: int) -> Mapping[str, Tensor | None]:
@@ -186,7 +183,7 @@ class SnapshotRing:
         dtype: torch.dtype,
         slots: int,
         adapters_only: bool = False,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         return cls(*layout(model, dtype, adapters_only, parallel), slots, adapters_only=adapters_only)
@@ -201,7 +198,7 @@ class SnapshotRing:
         """The version published last, seen from any process."""
         return int(self._bytes[:8].view(torch.int64)[0])
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
         """Copy the weights into the version's slot and return their digests."""
         views = self.views(version)
         with torch.no_grad():
@@ -252,7 +249,7 @@ class DeviceRing(SnapshotRing):
         dtype: torch.dtype,
         slots: int,
         adapters_only: bool = False,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> DeviceRing:
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
         device = next(model.parameters()).device
@@ -280,7 +277,7 @@ class SnapshotFolder:
         """The file of one version."""
         return self.folder / f"version-{version}.safetensors"
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
         """Write the weights and return their digests."""
         buffers = dict(model.named_buffers())
         with torch.no_grad():
@@ -323,9 +320,9 @@ class NoSnapshots:
         self.published: dict[int, dict[str, str]] = {}
         self._names: list[str] = []
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
         """Take part where rank 0 puts the weights together. There are no digests here."""
-        if parallel is not None and parallel.takes_part:
+        if parallel.takes_part:
             self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel)]
         self.newest = version
         return {}
@@ -344,10 +341,10 @@ def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype:
 
 
 def layout(
-    model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel | None = None
+    model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel = ALONE
 ) -> tuple[tuple[TensorSpec, ...], int]:
     """Where the tensors of a snapshot lie within a slot, and the bytes of a slot. No rank but this one is needed."""
-    parallel, specs, offset = parallel or Parallel(), [], 0
+    specs, offset = [], 0
     buffers = dict(model.named_buffers())
     # Merged adapters do not change the shape of the weight below them, which comes first.
     sizes: list[tuple[str, Tensor, torch.Size]] = []

@@ -43,8 +43,8 @@ from async_rlhf.models import (
 )
 from async_rlhf.parallel import Parallel
 from async_rlhf.ranks import Ranks
-from async_rlhf.rollouts import read_schedule
 from async_rlhf.run_folder import RunFolder, checkpoint_to_resume, hold_folder
+from async_rlhf.schedule import read_schedule
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.weights import checksum, named_weights
@@ -204,15 +204,15 @@ def _read_prompts(
             key=key,
         )
 
-    evaluates, rows = inputs.eval_dataset is not None, inputs.eval_dataset
-    if not ranks.leads:
-        evaluates = ranks.from_lead("held-out prompts", lambda: evaluates)
-        return SharedPrompts(None, ranks), SharedPrompts(None, ranks) if evaluates else None
-    require(config.eval_steps == 0 or evaluates, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
-    train = SharedPrompts(stream("train_dataset", inputs.train_dataset), ranks)
-    evaluated = None if rows is None else SharedPrompts(stream("eval_dataset", rows), ranks)
-    ranks.from_lead("held-out prompts", lambda: evaluates)
-    return train, evaluated
+    train = evaluated = None
+    if ranks.leads:
+        rows = inputs.eval_dataset
+        evaluable = config.eval_steps == 0 or rows is not None
+        require(evaluable, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
+        train = stream("train_dataset", inputs.train_dataset)
+        evaluated = None if rows is None else stream("eval_dataset", rows)
+    evaluates = ranks.from_lead("held-out prompts", lambda: evaluated is not None)
+    return SharedPrompts(train, ranks), SharedPrompts(evaluated, ranks) if evaluates else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.rows import sampled_rows
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
@@ -121,10 +121,10 @@ class Agreement:
         params: SamplingParams,
         dtype: torch.dtype,
         autocast: torch.dtype | None,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         self.config, self.params, self.autocast = config, params, autocast
-        self.parallel = parallel or Parallel()
+        self.parallel = parallel
         kinds = [dtype, autocast or torch.float32]
         if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
             kinds.append(torch.float16)  # TF32 has as many digits

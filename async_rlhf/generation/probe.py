@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.forward import response_logprobs
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 
 ROWS, LENGTH = 4, 16
 
@@ -22,7 +22,7 @@ def probe_tokens(vocabulary: int) -> Tensor:
 
 @torch.no_grad()
 def probe_logprobs(
-    model: PreTrainedModel, autocast: torch.dtype | None = None, parallel: Parallel | None = None
+    model: PreTrainedModel, autocast: torch.dtype | None = None, parallel: Parallel = ALONE
 ) -> list[float]:
     """Log-probability of each token of :func:`probe_tokens` but the first of each.
 
@@ -31,7 +31,6 @@ def probe_logprobs(
         autocast: compute in this type.
         parallel: how its weights are spread over ranks; every rank must compute.
     """
-    parallel = parallel or Parallel()
     parallel.meet("probing", model)
     device = parallel.device_of(model)
     tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(device)

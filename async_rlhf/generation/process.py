@@ -29,7 +29,7 @@ from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.lora import only_adapter, write_base
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import DeviceRing, SnapshotRing
 
@@ -62,9 +62,8 @@ class ProcessGenerator(RestartingGenerator):
         autocast: torch.dtype | None = None,
         max_length: int | None = None,
         adapters_only: bool = False,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
-        parallel = parallel or Parallel()
         dtype = getattr(torch, config.dtype)
         device = parallel.device_of(policy)
         devices = [worker_device(config.device, number, device) for number in range(config.workers)]

@@ -18,7 +18,7 @@ from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 from async_rlhf.weights import Snapshots, differing
@@ -70,9 +70,9 @@ class RemoteGenerator:
         config: GenerationConfig,
         trace: Trace,
         autocast: torch.dtype | None = None,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
-        self.parallel = parallel or Parallel()
+        self.parallel = parallel
         self.workers = workers
         self.snapshots = snapshots
         self.config = config

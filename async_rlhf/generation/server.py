@@ -31,7 +31,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Sample
 from async_rlhf.weights import SnapshotFolder, SnapshotRing, Snapshots, differing
@@ -74,7 +74,7 @@ class ServerGenerator(RemoteGenerator):
         folder: Path,
         max_length: int,
         autocast: torch.dtype | None = None,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         described = [check_server(url, policy.config, config, max_length) for url in config.urls]
         run, dtype = uuid.uuid4().hex[:12], getattr(torch, config.dtype)

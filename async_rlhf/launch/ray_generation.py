@@ -29,7 +29,7 @@ from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.launch.ray import Actor, Place, Signs, generator_place, is_lost
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.weights import TensorSpec, digests, iterate_weights, layout, tensors_in
 
@@ -55,7 +55,7 @@ class ObjectStoreSnapshots:
         self._references: dict[int, ray.ObjectRef] = {}
         self._draft = torch.empty(size, dtype=torch.uint8)
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel | None = None) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
         """Copy the weights into the store and return their digests."""
         views = tensors_in(self._draft, self.specs)
         with torch.no_grad():
@@ -169,9 +169,8 @@ class RayGenerator(RestartingGenerator):
         policy: PreTrainedModel,
         params: SamplingParams,
         trace: Trace,
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
-        parallel = parallel or Parallel()
         generation, place = config.generation, generator_place(config.ray)
         dtype = getattr(torch, generation.dtype)
         autocast = torch.bfloat16 if config.bf16 else None

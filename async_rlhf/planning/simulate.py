@@ -1,4 +1,4 @@
-"""The schedule of rollouts.py as a simulation of events: who is busy when, given how long everything takes.
+"""The schedule of schedule.py as a simulation of events: who is busy when, given how long everything takes.
 
 Version v of the weights is published after batch v; batch b is sampled by version max(0, b - 1 - S), so publishing
 version v lets batches up to v + 1 + S begin. Every generator samples its share of each batch, one batch after the

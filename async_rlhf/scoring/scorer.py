@@ -17,7 +17,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.forward import score_batch, score_in_batches
-from async_rlhf.parallel import Parallel
+from async_rlhf.parallel import ALONE, Parallel
 from async_rlhf.rows import dealt
 from async_rlhf.scoring.functions import (
     RewardError,
@@ -43,7 +43,7 @@ class Scorer:
         reward_model: reads the score at the last real token.
         reward_funcs: see :data:`~async_rlhf.scoring.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
-        parallel: how the ranks share the reward model's work, and perhaps its weights; None for a single one.
+        parallel: how the ranks share the reward model's work, and perhaps its weights.
 
     Raises:
         ConfigError: the number of ``reward_weights`` is not that of the functions, or one's state does not fit a file.
@@ -56,9 +56,9 @@ class Scorer:
         reward_model: PreTrainedModel | None = None,
         reward_funcs: Sequence[RewardFunction] = (),
         prompt_field: str = "query",
-        parallel: Parallel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
-        self.parallel = parallel or Parallel()
+        self.parallel = parallel
         self.ranks = self.parallel.ranks
         self.tokenizer = tokenizer
         self.config = config

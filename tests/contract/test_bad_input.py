@@ -342,6 +342,11 @@ def test_a_checkpoint_of_the_wrong_kind_is_refused(files, make_reward_model, tok
         load_policy(str(files["model"]))
 
 
+def test_a_trainer_needs_the_configuration_of_its_algorithm(prompts, make_args):
+    with pytest.raises(ConfigError, match="args: got 'RLOOConfig'; must be of type OnlineDPOConfig"):
+        OnlineDPOTrainer("no/such/model", make_args(algorithm="rloo"), prompts, reward_funcs=count_letters)
+
+
 def test_the_reference_must_be_another_model(make_policy, tokenizer, prompts, make_args):
     policy = make_policy()
     options = {"reward_funcs": count_letters, "processing_class": tokenizer}

@@ -20,7 +20,7 @@ from async_rlhf.generation import process
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import Rollouts, read_schedule
+from async_rlhf.schedule import Rollouts, read_schedule
 from async_rlhf.trainers import TRAINERS
 from async_rlhf.types import drawn_versions
 

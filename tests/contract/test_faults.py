@@ -37,8 +37,8 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.manifest import verify
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
-from async_rlhf.rollouts import StaleWeightsError
 from async_rlhf.run_folder import Checkpoints
+from async_rlhf.schedule import StaleWeightsError
 from async_rlhf.scoring import RewardError
 
 
@@ -414,7 +414,7 @@ def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prom
 
 
 def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompts, make_args):
-    from async_rlhf.rollouts import Rollouts
+    from async_rlhf.schedule import Rollouts
     from async_rlhf.types import Batch, Group
 
     class Stale:

@@ -18,7 +18,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner import Learner
 from async_rlhf.models import new_value_model
-from async_rlhf.rollouts import batches_for, version_for
+from async_rlhf.schedule import batches_for, version_for
 from async_rlhf.scoring import Scorer
 from async_rlhf.trainers import TRAINERS
 from async_rlhf.types import Batch, Group

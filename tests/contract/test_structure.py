@@ -36,7 +36,7 @@ LAYERS = [
     {"weights"},
     {"algorithms", "forward", "models", "random_state", "reports"},
     {"data", "scoring", "generation"},
-    {"checkpoint", "choices", "launch", "learner", "manifest", "monitor", "rollouts", "run_folder", "stage"},
+    {"checkpoint", "choices", "launch", "learner", "manifest", "monitor", "run_folder", "schedule", "stage"},
     {"callbacks"},
     {"wiring"},
     {"trainer"},
@@ -83,7 +83,7 @@ def test_imports_go_downward():
 
 
 def test_the_loop_knows_no_engine_and_objectives_know_only_tensors():
-    for name in ("trainer.py", "rollouts.py", "learner.py", "algorithms.py"):
+    for name in ("trainer.py", "schedule.py", "learner.py", "algorithms.py"):
         modules = imports(FILES[PACKAGE / name])
         assert {m for m in modules if m.startswith("async_rlhf.generation")} <= {"async_rlhf.generation.protocol"}, name
     for path in (PACKAGE / "objectives").glob("*.py"):

@@ -37,11 +37,10 @@ def metrics_of(args) -> list[dict[str, float]]:
 
 def scored_batch(trainer, scores_PK=None):
     """One batch as the loop would hand it to the learner."""
-    stream, engine = trainer.run.prompts.stream, trainer.run.eval_engine.engine
-    engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
-    drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
-    groups = tuple(Group(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
-    scored = trainer.run.scorer(Batch(1, 0, groups, 0.0))
+    run = trainer.run
+    drawn = run.prompts.prompts(range(run.config.batch_size))
+    groups = tuple(Group(p, c) for p, c in zip(drawn, run.engine.generate(drawn), strict=True))
+    scored = run.scorer(Batch(1, 0, groups, 0.0))
     return scored if scores_PK is None else replace(scored, scores_PK=scores_PK)
 
 
