@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, OnlineConfig, algorithm_of
-from async_rlhf.config.base import dotted, require
+from async_rlhf.config.base import dotted, may_change, require
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.files import naming
@@ -50,43 +50,6 @@ _SAMPLE_TYPES = {
     "versions": "int64",
     "rewards": "float32",
 }
-_MAY_CHANGE = {
-    "output_dir",
-    "overwrite_output_dir",
-    "resume",
-    "resume_from",
-    "resume_anyway",
-    "total_episodes",
-    "save_steps",
-    "save_total_limit",
-    "metric_for_best_model",
-    "greater_is_better",
-    "logging_steps",
-    "eval_steps",
-    "num_samples_logged",
-    "report_to",
-    "run_name",
-    "progress",
-    "trace",
-    "trust_remote_code",
-    "reward_timeout",
-    "parallel.ranks",
-    "parallel.timeout",
-    "generation.max_restarts",
-    "generation.timeout",
-    "generation.heartbeat_timeout",
-    "generation.start_timeout",
-    "generation.probe_steps",
-    "generation.mismatch_samples",
-    "generation.urls",
-    "generation.weights_dir",
-    "launch",
-    "generation.weights_road",
-    "generation.vllm.gpu_memory_utilization",
-    "generation.vllm.kv_cache_gb",
-    "generation.vllm.sleep",
-}
-"""Keys that do not change what is computed, and the length of the run."""
 
 
 @dataclass
@@ -166,7 +129,11 @@ class ResumeState:
         seen = self.batch * config.batch_size
         right = f"must be at least the {seen} that the checkpoint has seen"
         require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
-        _require_same(without_secrets(self.config), as_saved(config), config.resume_anyway)
+        old, new = (
+            {key: value for key, value in values.items() if not may_change(config, key)}
+            for values in (without_secrets(self.config), as_saved(config))
+        )
+        _require_same(old, new, config.resume_anyway)
 
     def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
         """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
@@ -178,7 +145,6 @@ def as_saved(config: OnlineConfig) -> dict[str, Any]:
     derived = {
         "algorithm": algorithm_of(config),
         "number of generation.urls": len(config.generation.urls),
-        "number of ranks": config.parallel.count,
         "prompts per batch": config.batch_size,
     }
     return json.loads(json.dumps({**derived, **without_secrets(dotted(asdict(config)))}))
@@ -188,7 +154,7 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) 
     differences = [
         f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if key not in _MAY_CHANGE and not key.startswith("ray.") and old.get(key) != new.get(key)
+        if old.get(key) != new.get(key)
     ]
     if differences and not anyway:
         raise ConfigError(

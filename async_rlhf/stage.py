@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import dotted
+from async_rlhf.config.base import decides_result, dotted
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.files import whole_file, whole_folder
@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 Source = str | Sequence[str] | Mapping[str, str] | None
 """One file, folder or hub name, or several."""
 
-# Fields that change no result. A field of a group counts by its own name.
-_ELSEWHERE = {"overwrite", "overwrite_output_dir", "device", "num_threads", "report_to", "run_name", "logging_steps"}
-_ELSEWHERE |= {"num_samples_logged", "progress", "trace", "resume", "resume_from", "resume_anyway", "trust_remote_code"}
-_PLACES = ("output_dir", "output", "out")  # the marker lies there: a folder that was moved is still done
 _MODEL_FILES = [
     "config.json",
     "generation_config.json",
@@ -87,7 +83,7 @@ class Stage:
     def identity(self) -> dict[str, Any]:
         """What the marker says of configuration and inputs."""
         values = dotted(dataclasses.asdict(self.config))
-        config = {key: value for key, value in values.items() if key.rpartition(".")[2] not in _ELSEWHERE}
+        config = {key: value for key, value in values.items() if decides_result(self.config, key)}
         # Through JSON and back, so that it equals what a marker says.
         return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))
 
@@ -202,7 +198,8 @@ class Stage:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
-        return {**found, "config": without_secrets(found["config"])}
+        config = {key: value for key, value in found["config"].items() if decides_result(self.config, key)}
+        return {**found, "config": without_secrets(config)}
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
@@ -215,8 +212,8 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterabl
     inputs = tuple(old.keys() | new.keys())
     old, new = found["config"], wanted["config"]
     for key in sorted(old.keys() | new.keys()):
-        place = key.rpartition(".")[2] in _PLACES or any(key == name or key.startswith(f"{name}.") for name in inputs)
-        if not place and old.get(key) != new.get(key):
+        compared = any(key == name or key.startswith(f"{name}.") for name in inputs)
+        if not compared and old.get(key) != new.get(key):
             yield f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
 
 

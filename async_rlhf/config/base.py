@@ -1,4 +1,8 @@
-"""What every configuration shares: type checks and errors that name the key, the value and what would be right."""
+"""What every configuration shares: keys with their rules and roles, and errors that name key, value and what is right.
+
+A key is a field of a frozen dataclass. Its explanation is the text below it, which ``--help`` shows. Beside it stand
+type and default, and with :func:`key` its rules and its role. Everything else that is said of keys derives from these.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked
 
@@ -110,8 +116,89 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+Role = Literal["result", "speed", "place", "log"]
+"""What a key decides: what comes out; how fast, and how long is waited; where things are read, computed and written,
+and what may be used or replaced there; or what is told. A finished stage is refused for another "result" alone; a run
+may be resumed with other values of the other roles."""
+SUMS = "the last digits of sums depend on it"
+"""Why a run cannot be resumed bit for bit on another device, or with another number of threads."""
+REQUIRED: Any = MISSING
+"""In the place of a default."""
+
+
+class Rule(NamedTuple):
+    """What the value of one key has to be, where it is not null."""
+
+    holds: Callable[[Any], bool]
+    right: str
+    """For the error, such as "must be at least 1"."""
+
+
+def key(default: Any, *rules: Rule, role: Role = "result", may_change: str = "", must_stay: str = "") -> Any:
+    """A field of a configuration.
+
+    Args:
+        default: REQUIRED for none; of a group its class, or a function that makes it.
+        rules: that a value has to keep. What concerns several keys is for :meth:`Checked.check`.
+        role: what the key decides.
+        may_change: why a run may be resumed with another value although it decides the result.
+        must_stay: why it may not, although the key does not.
+    """
+    known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=known)
+    if isinstance(default, (list, dict)):  # each configuration has its own
+        return dataclasses.field(default_factory=lambda: copy(default), metadata=known)
+    return dataclasses.field(default=default, metadata=known)
+
+
+def at_least(minimum: float) -> Rule:
+    """No smaller."""
+    return Rule(lambda value: value >= minimum, f"must be at least {minimum}")
+
+
+def above(bound: float) -> Rule:
+    """Larger."""
+    return Rule(lambda value: value > bound, f"must be above {bound}")
+
+
+def at_most(maximum: float, why: str = "") -> Rule:
+    """No larger; ``why`` is for the error."""
+    return Rule(lambda value: value <= maximum, f"must be at most {maximum:,}{why and f': {why}'}")
+
+
+def below(bound: float, why: str = "") -> Rule:
+    """Smaller."""
+    return Rule(lambda value: value < bound, f"must be below {bound}{why}")
+
+
+def inside(interval: str, why: str = "") -> Rule:
+    """Within "[0, 1]", or "[0, 1)" where the end does not count."""
+    low, high = map(float, interval[1:-1].split(","))
+    closed = interval.endswith("]")
+    return Rule(lambda x: low <= x < high or (closed and x == high), f"must be in {interval}{why}")
+
+
+def _no_file(value: str) -> bool:
+    place = Path(value).expanduser()
+    return place.is_dir() or not place.exists()
+
+
+FOLDER = Rule(_no_file, "is there and is no folder; must name a folder")
+"""There, or to be made."""
+DEVICE = Rule(
+    lambda value: re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", value) is not None,
+    'must be "cpu", "cuda", "cuda:1" or the like, "mps" or "xpu"',
+)
+
+EACH_ONCE = Rule(lambda names: len(set(names)) == len(names), "must name each once")
+
+
 class Checked:
-    """Base of the frozen configs: checks the type of every field; subclasses add what the types cannot say."""
+    """Base of the frozen configs: checks type and rules of every field; subclasses add what concerns several."""
+
+    _group = ""
+    """What errors put before the names of keys."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -122,43 +209,38 @@ class Checked:
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")
             problem = next(filter(None, map(problem_of_text, _texts(value))), None)
             require(problem is None, item.name, value, str(problem))
+            self.keeps(item.name, *item.metadata.get("rules", ()))
         self.check()
 
     def check(self) -> None:
-        """Checks beyond types. Raises :class:`ConfigError`."""
+        """Checks of several keys together. Raises :class:`ConfigError`."""
 
-    def at_least(self, minimum: float, *keys: str) -> None:
-        """Every given field is None or at least ``minimum``."""
-        for key in keys:
-            value = getattr(self, key)
-            require(value is None or value >= minimum, key, value, f"must be at least {minimum}")
+    def keeps(self, name: str, *rules: Rule) -> None:
+        """The key is null or keeps the rules. Raises :class:`ConfigError`."""
+        value = getattr(self, name)
+        for rule in rules if value is not None else ():
+            try:
+                holds, right = rule.holds(value), rule.right
+            except (OSError, RuntimeError) as error:  # a path that is too long, links that go round in circles
+                holds, right = False, f"must name a folder: {error}"
+            require(holds, f"{self._group}{name}", value, right)
 
-    def at_most(self, maximum: float, why: str, *keys: str) -> None:
-        """Every given field is None or at most ``maximum``; ``why`` is for the error."""
-        for key in keys:
-            value = getattr(self, key)
-            require(value is None or value <= maximum, key, value, f"must be at most {maximum:,}: {why}")
 
-    def is_folder(self, key: str) -> None:
-        """The field is None, or names a folder, there or to be made."""
-        value = getattr(self, key)
-        if value is None:
-            return
-        try:
-            place = Path(value).expanduser()
-            other = place.exists() and not place.is_dir()
-        except (OSError, RuntimeError) as error:  # a name that is too long, links that go round in circles
-            require(False, key, value, f"must name a folder: {error}")
-        require(not other, key, value, "is there and is no folder; must name a folder")
+def known_of(config: Any, name: str) -> Mapping[str, Any]:
+    """What :func:`key` says of the field with a dotted name; empty where it says nothing, or there is none."""
+    first, _, rest = name.partition(".")
+    item, value = config.__dataclass_fields__.get(first), getattr(config, first, None)
+    if rest and isinstance(value, Checked):
+        return known_of(value, rest)
+    return {} if item is None else item.metadata
 
-    def is_device(self, key: str) -> None:
-        """The field is None or the name of a device."""
-        value = getattr(self, key)
-        right = 'must be "cpu", "cuda", "cuda:1" or the like, "mps" or "xpu"'
-        require(value is None or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", value) is not None, key, value, right)
 
-    def above(self, bound: float, *keys: str) -> None:
-        """Every given field is None or above ``bound``."""
-        for key in keys:
-            value = getattr(self, key)
-            require(value is None or value > bound, key, value, f"must be above {bound}")
+def decides_result(config: Any, name: str) -> bool:
+    """Whether a finished stage with another value of this key is another one."""
+    return known_of(config, name).get("role", "result") == "result"
+
+
+def may_change(config: Any, name: str) -> bool:
+    """Whether a run can be resumed with another value of this key."""
+    known = known_of(config, name)
+    return bool(known.get("may_change")) or (known.get("role", "result") != "result" and not known.get("must_stay"))

@@ -2,60 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from async_rlhf.config.base import Checked, require
-from async_rlhf.config.generation import Dtype, VLLMConfig, check_temperature
-from async_rlhf.config.online import MAX_SEED
+from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, key, require
+from async_rlhf.config.generation import TEMPERATURE, Dtype, VLLMConfig
+from async_rlhf.config.online import SEED
 from async_rlhf.config.rewards import JudgeConfig, check_one_judge
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig(Checked):
-    """Models that answer held-out prompts, and how.
+    """Models that answer held-out prompts, and how."""
 
-    Args:
-        models: name -> folder or hub name, e.g. {"sft": "runs/sft", "policy": "runs/policy"}.
-        run: the output folder of ``train``: all its checkpoints and its final model, under those names.
-        checkpoints: of ``run``, only these, e.g. ["checkpoint-128", "final"]; empty for all.
-        data: rows with `query` (see prompt_field).
-        split: the split to take where there are several.
-        prompt_field: the column with the prompt, as text or as messages of a chat.
-        output_dir: where the results go.
-        engine: "transformers" or "vllm".
-        temperature: of sampling, and of the log-probabilities in the KL; with generations, that which they have.
-        response_length: most new tokens.
-        max_prompts: take only so many prompts; null for all.
-        max_prompt_length: prompts with more tokens are dropped, and counted.
-        batch_size: completions decoded together.
-        dtype: of the weights that sample.
-        vllm: options of vLLM.
-        seed: of sampling.
-        device: e.g. "cuda:0"; null takes the first GPU, or the CPU.
-        trust_remote_code: run Python code that comes with a model; false makes it an error that a model needs that.
-        overwrite: do it again where it is done already.
-    """
-
-    models: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = key({})
+    """Name -> folder or hub name, e.g. {"sft": "runs/sft", "policy": "runs/policy"}."""
     run: str | None = None
-    checkpoints: list[str] = field(default_factory=list)
+    """The output folder of ``train``: all its checkpoints and its final model, under those names."""
+    checkpoints: list[str] = key([])
+    """Of ``run``, only these, e.g. ["checkpoint-128", "final"]; empty for all."""
     data: str = ""
+    """Rows with `query` (see prompt_field)."""
     split: str = "validation"
+    """The split to take where there are several."""
     prompt_field: str = "query"
-    output_dir: str
+    """The column with the prompt, as text or as messages of a chat."""
+    output_dir: str = key(REQUIRED, FOLDER, role="place")
+    """Where the results go."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    temperature: float = 0.7
-    response_length: int = 53
-    max_prompts: int | None = None
-    max_prompt_length: int = 512
-    batch_size: int = 256
+    """ "transformers" or "vllm"."""
+    temperature: float = key(0.7, *TEMPERATURE)
+    """Of sampling, and of the log-probabilities in the KL; with generations, that which they have."""
+    response_length: int = key(53, at_least(1))
+    """Most new tokens."""
+    max_prompts: int | None = key(None, at_least(1))
+    """Take only so many prompts; null for all."""
+    max_prompt_length: int = key(512, at_least(1))
+    """Prompts with more tokens are dropped, and counted."""
+    batch_size: int = key(256, at_least(1))
+    """Completions decoded together."""
     dtype: Dtype = "float32"
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    seed: int = 0
-    device: str | None = None
-    trust_remote_code: bool = False
-    overwrite: bool = False
+    """Of the weights that sample."""
+    vllm: VLLMConfig = key(VLLMConfig)
+    """Options of vLLM."""
+    seed: int = key(0, *SEED)
+    """Of sampling."""
+    device: str | None = key(None, DEVICE, role="place")
+    """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    trust_remote_code: bool = key(False, role="place")
+    """Run Python code that comes with a model; false makes it an error that a model needs that."""
+    overwrite: bool = key(False, role="place")
+    """Do it again where it is done already."""
 
     def check(self) -> None:
         require(self.data != "", "data", self.data, "give the held-out prompts: a file, a folder, or a name on the hub")
@@ -68,11 +65,6 @@ class HeldOutConfig(Checked):
             require(name != "" and "/" not in name and not name.startswith("."), "models", name, right)
             right = "is the name of the human responses; must be another"
             require(name != "reference_response", "models", name, right)
-        self.at_least(1, "response_length", "max_prompts", "max_prompt_length", "batch_size")
-        self.is_device("device")
-        check_temperature(self.temperature)
-        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
-        self.is_folder("output_dir")
         right = 'must be left out unless engine is "vllm"'
         require(self.engine == "vllm" or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
 
@@ -90,26 +82,24 @@ class EvaluateConfig(HeldOutConfig):
     """Evaluation on held-out prompts: ``async-rlhf evaluate``. Samples as ``generate`` does, then judges.
 
     Rows may have `reference_response` or `query_reference_response`, the human answers.
-
-    Args:
-        generations: the output folder of ``generate`` to judge, instead of models or a run with data.
-        reference: the name of the model that win-rates and KL are taken against; null for the first.
-        ref_model: a folder or hub name: KL and perplexity are taken under this model instead.
-        reward_model: the gold reward: a reward model,
-        reward_funcs: or functions, as in ``train``,
-        judge: or a language model that compares.
-        reward_tokenizer: of the reward model; null takes the one beside it.
-        num_samples: prompts shown side by side.
     """
 
     generations: str | None = None
+    """The output folder of ``generate`` to judge, instead of models or a run with data."""
     reference: str | None = None
+    """The name of the model that win-rates and KL are taken against; null for the first."""
     ref_model: str | None = None
+    """A folder or hub name: KL and perplexity are taken under this model instead."""
     reward_model: str | None = None
-    reward_funcs: list[str] = field(default_factory=list)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """The gold reward: a reward model,"""
+    reward_funcs: list[str] = key([])
+    """Or functions, as in ``train``,"""
+    judge: JudgeConfig = key(JudgeConfig)
+    """Or a language model that compares."""
     reward_tokenizer: str | None = None
-    num_samples: int = 10
+    """Of the reward model; null takes the one beside it."""
+    num_samples: int = key(10, at_least(0))
+    """Prompts shown side by side."""
 
     def check(self) -> None:
         if self.generations is None:
@@ -118,7 +108,7 @@ class EvaluateConfig(HeldOutConfig):
             right = "must be left out with generations, which were sampled already"
             require(not self.models, "models", self.models, right)
             require(self.run is None, "run", self.run, right)
-            for key in (
+            for name in (
                 "data",
                 "split",
                 "prompt_field",
@@ -129,10 +119,9 @@ class EvaluateConfig(HeldOutConfig):
                 "seed",
                 "checkpoints",
             ):
-                value = getattr(self, key)
-                default = [] if key == "checkpoints" else type(self).__dataclass_fields__[key].default
-                require(value == default, key, value, right)
-        self.at_least(0, "num_samples")
+                value = getattr(self, name)
+                default = [] if name == "checkpoints" else type(self).__dataclass_fields__[name].default
+                require(value == default, name, value, right)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
         require(known, "reference", self.reference, right)
@@ -143,6 +132,6 @@ class EvaluateConfig(HeldOutConfig):
             require(alone, "reward_tokenizer", self.reward_tokenizer, right)
         else:
             right = "must be left out with judge.url"
-            for key in ("reward_model", "reward_tokenizer"):
-                require(getattr(self, key) is None, key, getattr(self, key), right)
+            for name in ("reward_model", "reward_tokenizer"):
+                require(getattr(self, name) is None, name, getattr(self, name), right)
             require(not self.reward_funcs, "reward_funcs", self.reward_funcs, right)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from async_rlhf.config.base import Checked, require
+from async_rlhf.config.base import (
+    DEVICE,
+    FOLDER,
+    SUMS,
+    Checked,
+    Rule,
+    above,
+    at_least,
+    at_most,
+    inside,
+    key,
+    require,
+)
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
 MAX_STALENESS = 128
 """Twice the largest that the study of asynchronous RLHF has tried; a ring of a million takes a minute to zero."""
-MAX_SEED = 2**32 - 1
-MAX_LEARNING_RATE = 10.0
-MAX_LEARNING_RATE_WHY = "AdamW moves every weight by about the rate at each step, which leaves no model"
+SEED = (at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
+_RATE_LEAVES = "AdamW moves every weight by about the rate at each step, which leaves no model"
+LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
 MAX_COEFFICIENT = 1e15
-MAX_THREADS = 4096
+_STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
+_FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {_STAYS}")
+_KEPT = "it decides what is kept, not what is trained"
 
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
@@ -25,33 +39,23 @@ LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "po
 
 @dataclass(frozen=True)
 class AdapterConfig(Checked):
-    """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight. Dropout stays off.
+    """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight. Dropout stays off."""
 
-    Args:
-        rank: of the adapters; 0 trains every weight.
-        alpha: the adapters' output is scaled by alpha / rank.
-        target_modules: names of the modules to adapt; empty takes every linear layer but the head.
-    """
-
-    rank: int = 0
-    alpha: float = 32.0
-    target_modules: list[str] = field(default_factory=list)
-
-    def check(self) -> None:
-        self.at_least(0, "rank")
-        self.above(0, "alpha")
+    rank: int = key(0, at_least(0))
+    """Of the adapters; 0 trains every weight."""
+    alpha: float = key(32.0, above(0))
+    """The adapters' output is scaled by alpha / rank."""
+    target_modules: list[str] = key([])
+    """Names of the modules to adapt; empty takes every linear layer but the head."""
 
 
 @dataclass(frozen=True)
 class LoRAConfig(AdapterConfig):
-    """Adapters in online training. The reference policy is then the policy with its adapters off.
-
-    Args:
-        publish: "merged" hands generators weights with the adapters merged in; "adapter" the adapters alone, a small
-            part of the bytes, which the engine applies at every step (vLLM in a process or inline).
-    """
+    """Adapters in online training. The reference policy is then the policy with its adapters off."""
 
     publish: Literal["merged", "adapter"] = "merged"
+    """ "merged" hands generators weights with the adapters merged in; "adapter" the adapters alone, a small part of the
+    bytes, which the engine applies at every step (vLLM in a process or inline)."""
 
 
 @dataclass(frozen=True)
@@ -61,150 +65,138 @@ class OnlineConfig(Checked):
     One *batch* is ``per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches`` prompts, times the
     ranks of the learner, with ``samples_per_prompt`` completions each. It is trained on for ``num_epochs`` epochs of
     ``num_mini_batches`` optimiser steps. An *episode* is a prompt.
-
-    Args:
-        output_dir: where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. One process at a time writes
-            there; a second one is refused.
-        overwrite_output_dir: delete what an earlier run left there, and nothing else; without it, that is an error.
-        resume: go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning.
-        resume_from: go on from this checkpoint instead.
-        resume_anyway: go on although a key differs that makes the run another one.
-        staleness: S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous, 128 the most.
-        staleness_mode: "exact" as said; "bounded" takes the newest weights that there are when a worker starts, never
-            older than that, and records them in schedule.jsonl: another run may see others.
-        replay_from: a schedule.jsonl whose versions are used again, so that the losses are those of that run.
-        total_episodes: prompts to train on in all; a multiple of the batch.
-        samples_per_prompt: K, completions per prompt.
-        per_device_train_batch_size: what one forward and backward pass holds: pairs of completions for DPO, else
-            completions.
-        gradient_accumulation_steps: with num_mini_batches it makes up the batch, see above. An optimiser step has so
-            many passes; of RLOO, PPO and GRPO, which train on every completion, samples_per_prompt times as many.
-        num_mini_batches: N, optimiser steps per epoch over a batch.
-        num_epochs: T, epochs over each batch.
-        learning_rate: peak rate of AdamW.
-        lr_scheduler_type: transformers' schedule of that name, stepped once after every optimiser step.
-        warmup_steps: optimiser steps of linear warm-up.
-        weight_decay: of AdamW; biases and the weights of normalisation, which have one dimension, are spared.
-        adam_beta1: of AdamW.
-        adam_beta2: of AdamW.
-        adam_epsilon: of AdamW.
-        max_grad_norm: gradients are clipped to this norm; 0 turns clipping off.
-        bf16: forward and backward under bfloat16 autocast; the weights stay float32.
-        head_float32: with bf16, compute the logits in float32, in the reference too: much of the error of a token's
-            log-probability is the head's.
-        gradient_checkpointing: trade compute for memory in what is trained.
-        annotate_batch_size: rows of one pass without gradient (reference, reward and value model, old policy).
-        max_prompt_length: prompts with more tokens are dropped, and counted.
-        non_eos_penalty: what a completion that did not end by itself scores: "replace" (or true) has it score
-            penalty_reward_value instead, "add" adds that to its score, false changes nothing.
-        penalty_reward_value: see there.
-        length_penalty: subtracted from the score for each token of a completion.
-        reward_weights: what each of the reward functions is multiplied by; empty for 1 each.
-        reward_model_weight: what the reward model's score is multiplied by.
-        reward_errors: what a reward function that raises, or is too slow, or returns something that is no finite
-            number does: "error" stops the run, "skip" leaves the prompts concerned out of the batch and counts them.
-        reward_timeout: seconds that the reward functions of a batch may take together; null for no limit. Those that
-            can be found by name are then called in processes of their own, which are killed at the limit.
-        logging_steps: batches between two lines in the log.
-        save_steps: batches between two checkpoints; 0 saves the final model only.
-        save_total_limit: checkpoints to keep, the newest and the best; null for all.
-        metric_for_best_model: a metric, such as "eval_objective/scores"; the checkpoint where it was best is kept.
-        greater_is_better: whether more of it is better.
-        eval_steps: batches between two evaluations on eval_dataset; 0 evaluates at the end only.
-        num_samples_logged: completions of each logged batch that go to samples.jsonl.
-        report_to: transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"].
-        run_name: name for those integrations.
-        progress: show a progress bar.
-        trace: write the spans of generate, score, train, publish and wait to trace.json.
-        seed: decides prompts, samples and mini-batches.
-        device: of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU.
-        trust_remote_code: run Python code that comes with a model, here and where completions are sampled; false makes
-            it an error that a model needs that.
-        num_threads: CPU threads of the learner; null leaves torch's choice, less the generators' share.
-        lora: train low-rank adapters instead of every weight.
-        generation: how completions are sampled.
-        parallel: the learner on several ranks.
-        launch: "local" has generators and rewards on this host (or in servers); "ray" as actors in a Ray cluster.
-        ray: where that cluster is, and what the actors need.
     """
 
-    output_dir: str = "runs/online"
-    overwrite_output_dir: bool = False
-    resume: bool = False
-    resume_from: str | None = None
-    resume_anyway: bool = False
-    staleness: int = 1
+    output_dir: str = key("runs/online", FOLDER, role="place")
+    """Where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. One process at a time writes there; a second
+    one is refused."""
+    overwrite_output_dir: bool = key(False, role="place")
+    """Delete what an earlier run left there, and nothing else; without it, that is an error."""
+    resume: bool = key(False, role="place")
+    """Go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning."""
+    resume_from: str | None = key(None, role="place")
+    """Go on from this checkpoint instead."""
+    resume_anyway: bool = key(False, role="place")
+    """Go on although a key differs that makes the run another one."""
+    staleness: int = key(1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"))
+    """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous."""
     staleness_mode: Literal["exact", "bounded"] = "exact"
+    """ "exact" as said; "bounded" takes the newest weights that there are when a worker starts, never older than that,
+    and records them in schedule.jsonl: another run may see others."""
     replay_from: str | None = None
-    total_episodes: int = 131_072
-    samples_per_prompt: int = 2
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    num_mini_batches: int = 1
-    num_epochs: int = 1
-    learning_rate: float = 3e-6
+    """A schedule.jsonl whose versions are used again, so that the losses are those of that run."""
+    total_episodes: int = key(131_072, at_least(1), may_change="the run becomes longer")
+    """Prompts to train on in all; a multiple of the batch."""
+    samples_per_prompt: int = key(2, at_least(1))
+    """K, completions per prompt; more give clearer pairs and better baselines, for more sampling."""
+    per_device_train_batch_size: int = key(8, at_least(1))
+    """What one forward and backward pass holds: pairs of completions for DPO, else completions."""
+    gradient_accumulation_steps: int = key(1, at_least(1))
+    """With num_mini_batches it makes up the batch, see above. An optimiser step has so many passes; of RLOO, PPO and
+    GRPO, which train on every completion, samples_per_prompt times as many."""
+    num_mini_batches: int = key(1, at_least(1))
+    """N, optimiser steps per epoch over a batch."""
+    num_epochs: int = key(1, at_least(1))
+    """T, epochs over each batch."""
+    learning_rate: float = key(3e-6, *LEARNING_RATE)
+    """Peak rate of AdamW."""
     lr_scheduler_type: LRSchedule = "linear"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    """transformers' schedule of that name, stepped once after every optimiser step."""
+    warmup_steps: int = key(0, at_least(0))
+    """Optimiser steps of linear warm-up."""
+    weight_decay: float = key(0.0, at_least(0), at_most(MAX_COEFFICIENT, _STAYS))
+    """Of AdamW; biases and the weights of normalisation, which have one dimension, are spared."""
+    adam_beta1: float = key(0.9, inside("[0, 1)"))
+    """Of AdamW."""
+    adam_beta2: float = key(0.999, inside("[0, 1)"))
+    """Of AdamW."""
+    adam_epsilon: float = key(1e-8, above(0), at_most(MAX_COEFFICIENT, _STAYS))
+    """Of AdamW."""
+    max_grad_norm: float = key(1.0, at_least(0))
+    """Gradients are clipped to this norm; 0 turns clipping off."""
     bf16: bool = False
+    """Forward and backward under bfloat16 autocast; the weights stay float32."""
     head_float32: bool = False
+    """With bf16, compute the logits in float32, in the reference too: much of the error of a token's log-probability is
+    the head's."""
     gradient_checkpointing: bool = False
-    annotate_batch_size: int = 64
-    max_prompt_length: int = 512
+    """Trade compute for memory in what is trained."""
+    annotate_batch_size: int = key(64, at_least(1))
+    """Rows of one pass without gradient (reference, reward and value model, old policy)."""
+    max_prompt_length: int = key(512, at_least(1))
+    """Prompts with more tokens are dropped, and counted."""
     non_eos_penalty: NonEosPenalty = True
-    penalty_reward_value: float = -1.0
-    length_penalty: float = 0.0
-    reward_weights: list[float] = field(default_factory=list)
-    reward_model_weight: float = 1.0
+    """What a completion that did not end by itself scores: "replace" (or true) has it score penalty_reward_value
+    instead, "add" adds that to its score, false changes nothing."""
+    penalty_reward_value: float = key(-1.0, _FACTOR)
+    """See there."""
+    length_penalty: float = key(0.0, _FACTOR)
+    """Subtracted from the score for each token of a completion."""
+    reward_weights: list[float] = key([])
+    """What each of the reward functions is multiplied by; empty for 1 each."""
+    reward_model_weight: float = key(1.0, _FACTOR)
+    """What the reward model's score is multiplied by."""
     reward_errors: Literal["error", "skip"] = "error"
-    reward_timeout: float | None = None
-    logging_steps: int = 1
-    save_steps: int = 0
-    save_total_limit: int | None = None
-    metric_for_best_model: str | None = None
-    greater_is_better: bool = True
-    eval_steps: int = 0
-    num_samples_logged: int = 4
-    report_to: list[str] = field(default_factory=list)
-    run_name: str | None = None
-    progress: bool = True
-    trace: bool = True
-    seed: int = 0
-    device: str | None = None
-    trust_remote_code: bool = False
-    num_threads: int | None = None
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    launch: Literal["local", "ray"] = "local"
-    ray: RayConfig = field(default_factory=RayConfig)
+    """What a reward function that raises, or is too slow, or returns something that is no finite number does: "error"
+    stops the run, "skip" leaves the prompts concerned out of the batch and counts them."""
+    reward_timeout: float | None = key(None, above(0), may_change="the machine may be slower")
+    """Seconds that the reward functions of a batch may take together; null for no limit. Those that can be found by
+    name are then called in processes of their own, which are killed at the limit."""
+    logging_steps: int = key(1, at_least(1), role="log")
+    """Batches between two lines in the log."""
+    save_steps: int = key(0, at_least(0), may_change=_KEPT)
+    """Batches between two checkpoints; 0 saves the final model only."""
+    save_total_limit: int | None = key(None, at_least(1), may_change=_KEPT)
+    """Checkpoints to keep, the newest and the best; null for all."""
+    metric_for_best_model: str | None = key(None, may_change=_KEPT)
+    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
+    greater_is_better: bool = key(True, may_change=_KEPT)
+    """Whether more of it is better."""
+    eval_steps: int = key(0, at_least(0), may_change="evaluation trains nothing")
+    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only."""
+    num_samples_logged: int = key(4, at_least(0), role="log")
+    """Completions of each logged batch that go to samples.jsonl."""
+    report_to: list[str] = key([], role="log")
+    """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
+    run_name: str | None = key(None, role="log")
+    """Name for those integrations."""
+    progress: bool = key(True, role="log")
+    """Show a progress bar."""
+    trace: bool = key(True, role="log")
+    """Write the spans of generate, score, train, publish and wait to trace.json."""
+    seed: int = key(0, *SEED)
+    """Decides prompts, samples and mini-batches."""
+    device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
+    """Of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    trust_remote_code: bool = key(False, role="place")
+    """Run Python code that comes with a model, here and where completions are sampled; false makes it an error that a
+    model needs that."""
+    num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
+    """CPU threads of the learner; null leaves torch's choice, less the generators' share."""
+    lora: LoRAConfig = key(LoRAConfig)
+    """Train low-rank adapters instead of every weight."""
+    generation: GenerationConfig = key(GenerationConfig)
+    """How completions are sampled."""
+    parallel: ParallelConfig = key(ParallelConfig)
+    """The learner on several ranks."""
+    launch: Literal["local", "ray"] = key("local", role="place")
+    """ "local" has generators and rewards on this host (or in servers); "ray" as actors in a Ray cluster."""
+    ray: RayConfig = key(RayConfig)
+    """Where that cluster is, and what the actors need."""
 
     def check(self) -> None:
-        self.at_least(0, "staleness", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
-        self.at_least(0, "save_steps", "eval_steps", "num_samples_logged")
-        self.at_least(1, "samples_per_prompt", "per_device_train_batch_size", "gradient_accumulation_steps")
-        self.at_least(1, "num_mini_batches", "num_epochs", "annotate_batch_size", "max_prompt_length")
-        self.at_least(1, "logging_steps", "num_threads", "total_episodes", "save_total_limit")
-        self.above(0, "learning_rate", "adam_epsilon", "reward_timeout")
-        self._check_sizes()
-        self.is_device("device")
-        self.is_folder("output_dir")
+        large = next((weight for weight in self.reward_weights if not _FACTOR.holds(weight)), None)
+        require(large is None, "reward_weights", large, _FACTOR.right)
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
-        for key in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must be in [0, 1)")
         require(
             self.total_episodes % self.batch_size == 0,
             "total_episodes",
             self.total_episodes,
             f"must be a multiple of the batch of {self.batch_size} prompts (per_device_train_batch_size "
             f"{self.per_device_train_batch_size} x gradient_accumulation_steps "
-            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.count} "
+            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.ranks} "
             f"ranks), such as "
             f"{max(1, round(self.total_episodes / self.batch_size)) * self.batch_size}",
         )
@@ -233,22 +225,6 @@ class OnlineConfig(Checked):
         self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
-
-    def _check_sizes(self) -> None:
-        """Nothing that would take memory or time without end, or leave no model."""
-        self.at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once", "staleness")
-        self.at_most(MAX_SEED, "numpy's generators take no larger", "seed")
-        self.at_most(MAX_LEARNING_RATE, MAX_LEARNING_RATE_WHY, "learning_rate")
-        self.at_most(MAX_THREADS, "no machine has more", "num_threads")
-        why = "what a weight or a penalty multiplies has to stay a number of 32 bits"
-        self.at_most(MAX_COEFFICIENT, why, "weight_decay", "adam_epsilon")
-        for key in ("length_penalty", "penalty_reward_value", "reward_model_weight"):
-            value = getattr(self, key)
-            right = f"must be at most {MAX_COEFFICIENT:g} in size: {why}"
-            require(abs(value) <= MAX_COEFFICIENT, key, value, right)
-        large = next((weight for weight in self.reward_weights if abs(weight) > MAX_COEFFICIENT), None)
-        right = f"must be at most {MAX_COEFFICIENT:g} in size: {why}"
-        require(large is None, "reward_weights", large, right)
 
     def _check_generation(self) -> None:
         """What an engine needs for adapters alone, and for weights that change in flight."""
@@ -279,12 +255,12 @@ class OnlineConfig(Checked):
         parallel = self.parallel
         alone = 'must be "process" or "server" with parallel.ranks above 1 and generation.engine "vllm"'
         inline_vllm = self.placement == "inline" and self.generation.engine == "vllm"
-        require(parallel.count == 1 or not inline_vllm, "generation.placement", self.generation.placement, alone)
+        require(parallel.ranks == 1 or not inline_vllm, "generation.placement", self.generation.placement, alone)
         right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
-        spread = parallel.count > 1 and parallel.strategy in ("fsdp", "zero3")
+        spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
         require(not spread or self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
         right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
-        own = parallel.count == 1 or self.device in (None, "cpu", "cuda")
+        own = parallel.ranks == 1 or self.device in (None, "cpu", "cuda")
         require(own, "device", self.device, right)
 
     def _check_launch(self) -> None:
@@ -312,7 +288,7 @@ class OnlineConfig(Checked):
     def batch_size(self) -> int:
         """Prompts of one batch."""
         per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
-        return per_rank * self.parallel.count
+        return per_rank * self.parallel.ranks
 
     @property
     def num_batches(self) -> int:
@@ -345,7 +321,7 @@ class OnlineConfig(Checked):
             "optimiser steps": self.num_optimizer_steps,
             "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
             "generation": f"{self.generation.engine}, {'Ray actors' if self.launch == 'ray' else self.placement}",
-            "learner": f"{self.parallel.count} ranks, {self.parallel.strategy}"
-            if self.parallel.count > 1
+            "learner": f"{self.parallel.ranks} ranks, {self.parallel.strategy}"
+            if self.parallel.ranks > 1
             else "1 rank",
         }

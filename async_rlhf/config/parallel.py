@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from async_rlhf.config.base import Checked, require
+from async_rlhf.config.base import Checked, above, at_least, key, require
 
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 DECIDED = (
@@ -49,31 +49,27 @@ def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
 class ParallelConfig(Checked):
     """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch,
     or srun as in recipes/slurm.
-
-    Args:
-        strategy: "ddp" keeps all of the weights on every rank; "zero1" spreads the optimiser's state (DeepSpeed),
-            "zero2" the gradients too; "zero3" and "fsdp" (PyTorch's FSDP2) spread everything; "auto" takes what an
-            accelerate config file says, else "ddp".
-        ranks: R, processes of the learner in all; null takes as many as were launched. Set, it is checked at the
-            start, and --dry-run shows the sizes of such a run.
-        cpu_offload: keep what is spread in the memory of the host, but for the weights at hand.
-        reshard_after_forward: with "fsdp", give back the others' weights after the forward pass, and fetch them again
-            for the backward pass: less memory, more traffic.
-        timeout: seconds after which a rank that waits for the others gives up.
-        deepspeed: more of DeepSpeed's own configuration, such as {"zero_optimization": {"stage3_prefetch_bucket_size":
-            5e7}}; what follows from the keys here is not to be set.
     """
 
     strategy: Literal["auto", "ddp", "fsdp", "zero1", "zero2", "zero3"] = "auto"
-    ranks: int | None = None
+    """ "ddp" keeps all of the weights on every rank; "zero1" spreads the optimiser's state (DeepSpeed), "zero2" the
+    gradients too; "zero3" and "fsdp" (PyTorch's FSDP2) spread everything; "auto" takes what an accelerate config file
+    says, else "ddp"."""
+    ranks: int = key(launched_ranks, at_least(1))
+    """R, processes of the learner in all: as many as were launched with the one that makes this configuration. Set, it
+    is checked at the start, and --dry-run shows the sizes of such a run."""
     cpu_offload: bool = False
+    """Keep what is spread in the memory of the host, but for the weights at hand."""
     reshard_after_forward: bool = True
-    timeout: float = 1800.0
-    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """With "fsdp", give back the others' weights after the forward pass, and fetch them again for the backward pass:
+    less memory, more traffic."""
+    timeout: float = key(1800.0, above(0), role="speed")
+    """Seconds after which a rank that waits for the others gives up."""
+    deepspeed: dict[str, Any] = key({})
+    """More of DeepSpeed's own configuration, such as {"zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}; what
+    follows from the keys here is not to be set."""
 
     def check(self) -> None:
-        self.at_least(1, "ranks")
-        self.above(0, "timeout")
         zero = self.strategy in ("auto", "zero1", "zero2", "zero3")
         right = 'must be empty unless strategy is "zero1", "zero2" or "zero3"'
         require(zero or not self.deepspeed, "deepspeed", self.deepspeed, right)
@@ -91,8 +87,3 @@ class ParallelConfig(Checked):
         right = 'must be true unless strategy is "fsdp"'
         fsdp = self.strategy in ("auto", "fsdp")
         require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
-
-    @property
-    def count(self) -> int:
-        """R."""
-        return launched_ranks() if self.ranks is None else self.ranks

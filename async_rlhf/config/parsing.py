@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import itertools
 import json
@@ -27,7 +28,11 @@ _MESSAGE = 1500
 """Characters of an error of jsonargparse, which repeats the whole value once for every type that it might have had."""
 
 # A configuration is what its type says: keys of a group are options of their own, and there is no choice of class.
-set_parsing_settings(subclasses_disabled=[lambda kind: isinstance(kind, type) and issubclass(kind, Checked)])
+# Their explanations stand below the fields.
+set_parsing_settings(
+    subclasses_disabled=[lambda kind: isinstance(kind, type) and issubclass(kind, Checked)],
+    docstring_parse_attribute_docstrings=True,
+)
 
 
 class _Parser(ArgumentParser):
@@ -49,14 +54,34 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
         description=(kind.__doc__ or "").split("\n\n")[0].replace("``", ""),
         epilog=f"Every option can also be set by a YAML file (--config) or an environment variable: "
         f"{ENVIRONMENT_PREFIX}_TRAIN__SEED sets --train.seed. The command line wins over the environment, the "
-        "environment over the file.",
+        "environment over the file. An option marked [speed], [place] or [log] decides no result: what is finished is "
+        "not done again for another value, and a run can be resumed with one.",
         default_config_files=[glob.escape(config_file)] if config_file else [],
         default_env=True,
         env_prefix=ENVIRONMENT_PREFIX,
         allow_abbrev=False,
     )
     parser.add_class_arguments(kind, as_group=False)
+    more = dict(_rules_and_roles(kind))
+    for action in parser._actions:
+        action.help = f"{action.help}{more.get(action.dest, '')}"
     return parser
+
+
+def _rules_and_roles(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What the help says of each key beside its explanation."""
+    hints = get_type_hints(kind)
+    for item in dataclasses.fields(typing.cast(Any, kind)):
+        hint, known = hints[item.name], item.metadata
+        if isinstance(hint, type) and issubclass(hint, Checked):
+            yield from _rules_and_roles(hint, f"{prefix}{item.name}.")
+        elif known:
+            rules = [rule.right.partition(": ")[0] for rule in known["rules"] if rule.right.startswith("must be ")]
+            text = f" Must be {' and '.join(rule.removeprefix('must be ') for rule in rules)}." if rules else ""
+            text += f" [{known['role']}]" if known["role"] != "result" else ""
+            text += f" [may change on resume: {known['may_change']}]" if known["may_change"] else ""
+            text += f" [must stay on resume: {known['must_stay']}]" if known["must_stay"] else ""
+            yield f"{prefix}{item.name}", text
 
 
 def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[Config, str]:
@@ -76,7 +101,9 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
         with read_by_jsonargparse():
             values: Namespace = parser.parse_args(list(arguments))
             text = parser.dump(_shown(values), skip_unset=False)
-            config = kind(**vars(parser.instantiate(values)))
+            # Of a run, not what RunConfig.of made for the parser: the same as one that is made in Python.
+            made = typing.cast(type[Config], RunConfig if issubclass(kind, RunConfig) else kind)
+            config = made(**vars(parser.instantiate(values)))
     except ConfigError:
         raise
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:

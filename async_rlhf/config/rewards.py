@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, key, require
 from async_rlhf.config.secrets import HIDDEN, is_masked
 
 GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
@@ -93,34 +93,34 @@ class JudgeConfig(Checked):
 
     Each pair is shown twice, the second time in the other order; a completion wins when both verdicts name it, and
     two verdicts that contradict each other count as a tie.
-
-    Args:
-        url: up to and including the version, such as "http://localhost:8000/v1"; null for no such judge.
-        model: its name there.
-        prompt_file: a text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a
-            general question about helpfulness.
-        api_key_variable: the environment variable with the key; it may be unset where none is needed.
-        concurrency: requests under way at the same time.
-        timeout: seconds for one request.
-        max_retries: how often a request that failed is made again.
-        max_tokens: most tokens of a verdict.
     """
 
-    url: str | None = None
+    _group = "judge."
+
+    url: str | None = key(
+        None,
+        Rule(
+            lambda url: url.startswith(("http://", "https://")),
+            'must begin with http:// or https://, such as "http://localhost:8000/v1"',
+        ),
+        Rule(lambda url: not is_masked(url), f"must have its user and password again in the place of {HIDDEN}"),
+    )
+    """Up to and including the version, such as "http://localhost:8000/v1"; null for no such judge."""
     model: str = ""
+    """Its name there."""
     prompt_file: str | None = None
-    api_key_variable: str = "OPENAI_API_KEY"
-    concurrency: int = 8
-    timeout: float = 120.0
-    max_retries: int = 5
-    max_tokens: int = 16
+    """A text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a general
+    question about helpfulness."""
+    api_key_variable: str = key("OPENAI_API_KEY", role="place")
+    """The environment variable with the key; it may be unset where none is needed."""
+    concurrency: int = key(8, at_least(1), role="speed")
+    """Requests under way at the same time."""
+    timeout: float = key(120.0, above(0), role="speed")
+    """Seconds for one request."""
+    max_retries: int = key(5, at_least(0), role="speed")
+    """How often a request that failed is made again."""
+    max_tokens: int = key(16, at_least(1))
+    """Most tokens of a verdict."""
 
     def check(self) -> None:
-        right = 'must begin with http:// or https://, such as "http://localhost:8000/v1"'
-        require(self.url is None or self.url.startswith(("http://", "https://")), "judge.url", self.url, right)
-        right = f"must have its user and password again in the place of {HIDDEN}"
-        require(self.url is None or not is_masked(self.url), "judge.url", self.url, right)
         require(self.url is None or self.model != "", "judge.model", self.model, "name the model at judge.url")
-        self.at_least(1, "concurrency", "max_tokens")
-        self.at_least(0, "max_retries")
-        self.above(0, "timeout")

@@ -6,60 +6,54 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Literal, get_type_hints
 
 from async_rlhf.config.algorithms import ALGORITHM_CONFIGS, OnlineDPOConfig
-from async_rlhf.config.base import Checked, require
+from async_rlhf.config.base import FOLDER, Checked, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions
 
 
 @dataclass(frozen=True)
 class DataConfig(Checked):
-    """Where prompts come from.
-
-    Args:
-        train: a .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub.
-        eval: the same, for held-out prompts; null for none.
-        prompt_field: the column with the prompt.
-        train_split: the split to take where there are several.
-        eval_split: the same, for held-out prompts.
-    """
+    """Where prompts come from."""
 
     train: str
+    """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
     eval: str | None = None
+    """The same, for held-out prompts; null for none."""
     prompt_field: str = "query"
+    """The column with the prompt."""
     train_split: str = "train"
+    """The split to take where there are several."""
     eval_split: str = "validation"
+    """The same, for held-out prompts."""
 
 
 @dataclass(frozen=True)
 class RunConfig(Checked):
-    """Online training: ``async-rlhf train``.
-
-    Args:
-        model: the policy to start from, a folder or a name on the hub.
-        data: where prompts come from.
-        reward_model: a sequence-classification model with one output, a folder or a name on the hub.
-        reward_funcs: instead of or beside it, Python functions as "module:function" or "file.py:function",
-            called as f(prompts=..., completions=..., **columns) and returning one number per completion. They may be
-            async; all are called at the same time.
-        ref_model: the reference policy; null takes the policy's starting weights.
-        value_model: the value model that PPO starts from, such as the value_model folder of an earlier run's
-            checkpoint; null takes the reward model.
-        tokenizer: a folder or a name on the hub; null takes the policy's.
-        callbacks: transformers' callbacks as "module:Class" or "file.py:Class".
-        train: everything about the training itself; the keys depend on the algorithm.
-        algorithm: the objective.
-    """
+    """Online training: ``async-rlhf train``."""
 
     model: str
+    """The policy to start from, a folder or a name on the hub."""
     data: DataConfig
+    """Where prompts come from."""
     reward_model: str | None = None
-    reward_funcs: list[str] = field(default_factory=list)
+    """A sequence-classification model with one output, read at the last token: a folder or a name on the hub."""
+    reward_funcs: list[str] = key([])
+    """Instead of or beside it, Python functions as "module:function" or "file.py:function", maybe with literal keyword
+    arguments, called as f(prompts=..., completions=..., **columns) and returning one number per completion. They may be
+    async; all are called at the same time."""
     ref_model: str | None = None
+    """The reference policy; null takes the policy's starting weights."""
     value_model: str | None = None
+    """The value model that PPO starts from, such as the value_model folder of an earlier run's checkpoint; null takes
+    the reward model."""
     tokenizer: str | None = None
-    callbacks: list[str] = field(default_factory=list)
-    train: OnlineConfig = field(default_factory=OnlineDPOConfig)
+    """A folder or a name on the hub; null takes the policy's."""
+    callbacks: list[str] = key([])
+    """transformers' callbacks as "module:Class" or "file.py:Class"."""
+    train: OnlineConfig = key(OnlineDPOConfig)
+    """Everything about the training itself; the keys depend on the algorithm."""
     algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo", "grpo"] = "online_dpo"
+    """The objective."""
 
     @staticmethod
     def of(algorithm: str) -> type[RunConfig]:
@@ -103,17 +97,11 @@ class RunConfig(Checked):
 
 @dataclass(frozen=True)
 class ReplayConfig(Checked):
-    """Repeat a run from its record: ``async-rlhf replay RUN``. Needed for bounded staleness; exact runs repeat anyway.
-
-    Args:
-        run: the output folder of a run of ``async-rlhf train``.
-        output_dir: where the repetition goes; null for the folder "replay" within it.
-        overwrite: delete what an earlier replay left there.
-    """
+    """Repeat a run from its record: ``async-rlhf replay RUN``. Bounded staleness needs it; exact runs repeat anyway."""
 
     run: str
-    output_dir: str | None = None
-    overwrite: bool = False
-
-    def check(self) -> None:
-        self.is_folder("output_dir")
+    """The output folder of a run of ``async-rlhf train``."""
+    output_dir: str | None = key(None, FOLDER, role="place")
+    """Where the repetition goes; null for the folder "replay" within it."""
+    overwrite: bool = key(False, role="place")
+    """Delete what an earlier replay left there."""

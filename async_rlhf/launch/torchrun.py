@@ -46,11 +46,11 @@ def start_ranks(config: OnlineConfig) -> Ranks:
         ConfigError: there are not as many as ``parallel.ranks`` says.
     """
     launched = launched_ranks()
-    right = f"must be {launched}, the processes that were launched, or null"
+    right = f"must be {launched}, the processes that were launched, or left out"
     if launched == 1:
         right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
         right += f" {config.parallel.ranks} -m async_rlhf.cli train ..."
-    require(config.parallel.count == launched, "parallel.ranks", config.parallel.ranks, right)
+    require(config.parallel.ranks == launched, "parallel.ranks", config.parallel.ranks, right)
     if launched == 1:
         if config.parallel.strategy not in ("auto", "ddp"):
             logger.warning(

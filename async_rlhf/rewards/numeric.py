@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from async_rlhf.config.base import at_least, key
 from async_rlhf.rewards.base import Reward, column_values
 
 _DASHES = "\N{MINUS SIGN}\N{EN DASH}"
@@ -54,11 +55,8 @@ class NumericAnswer(Reward):
     """
 
     column: str = "answer"
-    tolerance: float = 0.0
+    tolerance: float = key(0.0, at_least(0))
     strict: bool = False
-
-    def check(self) -> None:
-        self.at_least(0, "tolerance")
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         references = column_values(columns, self.column)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import regex as matching
 
-from async_rlhf.config.base import require
+from async_rlhf.config.base import at_least, key, require
 from async_rlhf.rewards.base import Reward, column_values
 
 _FLAGS = matching.VERSION0  # as Python's own module reads an expression
@@ -112,14 +112,12 @@ class Length(Reward):
     """
 
     unit: Literal["words", "characters"] = "words"
-    target: int | None = None
-    minimum: int | None = None
+    target: int | None = key(None, at_least(1))
+    minimum: int | None = key(None, at_least(0))
     maximum: int | None = None
 
     def check(self) -> None:
-        self.at_least(1, "target")
-        self.at_least(0, "minimum")
-        self.at_least(self.minimum or 0, "maximum")
+        self.keeps("maximum", at_least(self.minimum or 0))
         right = "must be left out with minimum or maximum"
         require(self.target is None or self.minimum is self.maximum is None, "target", self.target, right)
 

@@ -58,4 +58,7 @@ def run_replay(config: ReplayConfig) -> dict[str, Any]:
 
 def _metrics(folder: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{key: x for key, x in row.items() if not key.startswith("time/") and key != "eps"} for row in rows]
+    return [
+        {key: x for key, x in row.items() if not key.startswith(("time/", "eval_time/")) and key != "eps"}
+        for row in rows
+    ]

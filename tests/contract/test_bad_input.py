@@ -421,6 +421,8 @@ def test_the_command_trains_then_skips_what_is_done(files):
     second = run_command("train", "--config", files["config.yml"])
     assert second.returncode == 0
     assert "train: done already" in second.stderr
+    patient = run_command("train", "--config", files["config.yml"], "--train.generation.timeout", "60")
+    assert "train: done already" in patient.stderr, "it changes no result"
     relative = os.path.relpath(files["out"])
     moved = run_command("train", "--config", files["config.yml"], "--train.output_dir", relative)
     assert "train: done already" in moved.stderr

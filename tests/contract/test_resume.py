@@ -373,5 +373,5 @@ def test_as_many_ranks_with_as_large_a_batch(make_args):
     before = make_args(parallel=ParallelConfig(ranks=2), total_episodes=96)
     state = ResumeState(batch=1, config=as_saved(before), inputs={}, values={}, logs={})
     state.check(make_args(parallel=ParallelConfig(ranks=2), total_episodes=192))
-    with pytest.raises(ConfigError, match=r"number of ranks: was 2, is 1\n +prompts per batch: was 16, is 8"):
+    with pytest.raises(ConfigError, match=r"parallel.ranks: was 2, is 1\n +prompts per batch: was 16, is 8"):
         state.check(make_args(total_episodes=96))

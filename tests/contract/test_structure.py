@@ -1,30 +1,13 @@
-"""The structure that the design promises: who imports whom, what importing costs, and that every key is read."""
+"""The structure that the design promises: who imports whom, what importing costs, and how long a function may be."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import async_rlhf
-from async_rlhf.config import (
-    algorithms,
-    base,
-    evaluation,
-    generation,
-    online,
-    parallel,
-    plan,
-    quickstart,
-    ray,
-    rewards,
-    run,
-    stages,
-)
 
 PACKAGE = Path(async_rlhf.__file__).parent
 FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -109,33 +92,6 @@ def test_importing_the_package_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-CONFIGS = [
-    kind
-    for module in (generation, online, parallel, algorithms, run, stages, rewards, evaluation, quickstart, plan, ray)
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, base.Checked) and kind.__module__ == module.__name__
-]
-
-
-@pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
-def test_every_configuration_field_is_read_and_documented(kind):
-    """Read outside the configuration, as an attribute or by a derived property that is; and explained to the user."""
-    outside = [tree for path, tree in FILES.items() if "config" not in path.relative_to(PACKAGE).parts]
-    read = {node.attr for tree in outside for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    properties = {
-        node.name: {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
-        for path, tree in FILES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and "config" in path.relative_to(PACKAGE).parts
-    }
-    for _ in range(3):  # properties of properties
-        read |= {name for derived, names in properties.items() if derived in read for name in names}
-    documented = "\n".join(parent.__doc__ or "" for parent in kind.__mro__)
-    for item in dataclasses.fields(kind):
-        assert item.name in read, f"{kind.__name__}.{item.name} is read nowhere"
-        assert f"        {item.name}: " in documented, f"{kind.__name__}.{item.name} is not documented"
 
 
 def test_no_function_outgrows_its_reader():

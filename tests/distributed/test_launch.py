@@ -94,7 +94,7 @@ def test_the_command_under_torchrun(inputs, tmp_path):
     assert wrong.wait(120) != 0
     kill_all(wrong)
     text = (tmp_path / "wrong").read_text()
-    assert text.count("parallel.ranks: got 3; must be 2, the processes that were launched, or null") == 1
+    assert text.count("parallel.ranks: got 3; must be 2, the processes that were launched, or left out") == 1
     assert 'File "' not in text.split("torch.distributed.elastic")[0].split("Traceback")[0]
 
 

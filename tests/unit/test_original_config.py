@@ -359,7 +359,7 @@ def test_batches_are_those_of_the_original(row, monkeypatch, capsys):
     config = resolved("train", values)
     train = config.train
     assert config.algorithm == algorithm
-    assert (train.parallel.count, train.batch_size, train.num_batches) == (ranks, prompts, batches)
+    assert (train.parallel.ranks, train.batch_size, train.num_batches) == (ranks, prompts, batches)
     assert train.batch_size * train.samples_per_prompt == completions
     assert train.num_optimizer_steps == batches
     assert (train.save_steps, train.eval_steps) == (batches // 4, batches // 4)

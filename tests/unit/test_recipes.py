@@ -198,7 +198,7 @@ def small_run(name: str, folder: Path, output: Path) -> RunConfig:
         "train.generation.workers": 1,
         "train.generation.response_length": 6,
         "train.generation.vllm": "{}",
-        "train.parallel.ranks": None,
+        "train.parallel.ranks": 1,
         "train.parallel.strategy": "auto",
     }
     if "reward_model" in asked:

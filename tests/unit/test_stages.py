@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
+from async_rlhf.config.base import key
 from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.models import load_policy, load_tokenizer, write_model
 from async_rlhf.stage import Stage, fingerprint, json_lines
@@ -31,8 +32,8 @@ from async_rlhf.weights import checksum, named_weights
 class Settings:
     source: str
     rate: float = 1.0
-    device: str | None = None
-    overwrite: bool = False
+    device: str | None = key(None, role="place")
+    overwrite: bool = key(False, role="place")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from async_rlhf.config import evaluation, run, stages
-from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
 from async_rlhf.config.original import as_yaml, translate
 from async_rlhf.config.yaml_text import read_yaml
 
@@ -34,24 +34,21 @@ class MigrateConfig(Checked):
     """A YAML file of the original, written in our format: ``async-rlhf config migrate FILE``.
 
     Only keys that it has, or whose default there is another one, are written, each with a comment on where it is from.
-
-    Args:
-        file: the original's file.
-        command: what it is for; null finds out by its keys.
-        algorithm: of a file for ``train``; null finds out by its keys and names.
-        output: the file to write; null for standard output.
-        ranks: ranks of the learner that the shares of the batches (save_steps, num_sample_generations) are computed
-            for, and train.parallel.ranks; null for one.
     """
 
     file: str
+    """The original's file."""
     command: Literal["train", "sft", "reward", "relabel", "generate", "evaluate"] | None = None
+    """What it is for; null finds out by its keys."""
     algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo"] | None = None
-    output: str | None = None
-    ranks: int | None = None
+    """Of a file for ``train``; null finds out by its keys and names."""
+    output: str | None = key(None, role="place")
+    """The file to write; null for standard output."""
+    ranks: int | None = key(None, at_least(1))
+    """Ranks of the learner that the shares of the batches (save_steps, num_sample_generations) are computed for, and
+    train.parallel.ranks; null for one."""
 
     def check(self) -> None:
-        self.at_least(1, "ranks")
         require(Path(self.file).is_file(), "file", self.file, "there is no such file")
         right = "is there already: it is not replaced"
         require(self.output is None or not Path(self.output).exists(), "output", self.output, right)

@@ -1,0 +1,175 @@
+"""What is said beside a key holds: what may change on resume, what a finished stage compares, what ``--help`` shows."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+from test_fuzz import SEEDS
+from tiny import new_args
+
+from async_rlhf.checkpoint import ResumeState, as_saved
+from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, DataConfig, OnlineDPOConfig, PairsConfig, RunConfig
+from async_rlhf.config.base import Checked, key, known_of
+from async_rlhf.config.parsing import make_parser, parse
+from async_rlhf.stages.train import train_stage
+
+FILES = {**SEEDS, **{f"train {name}": f"{SEEDS['train']}algorithm: {name}\n" for name in ALGORITHM_CONFIGS}}
+FILES["config"] = "file: config.yml\n"  # itself
+FILES["evaluate"] += "judge: {max_tokens: 2}\nvllm: {options: {}}\n"
+
+
+def built(kind: type[Any], values: dict[str, Any]) -> Any:
+    """The configuration that the values of a file are, made as in Python."""
+    hints = get_type_hints(kind)
+    if kind is RunConfig:
+        hints["train"] = ALGORITHM_CONFIGS[values.get("algorithm", "online_dpo")]
+    return kind(**{name: built(hints[name], x) if is_dataclass(hints[name]) else x for name, x in values.items()})
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_what_is_parsed_is_what_is_made_in_python_and_can_be_pickled(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yml").write_text(FILES[case])
+    command = case.split()[0]
+    kind = _find(COMMANDS[command].config)
+    parsed, text = parse(kind, command, ["--config", "config.yml"])
+    assert parsed == built(kind, yaml.safe_load(FILES[case]))
+    assert type(parsed) is kind
+    again = pickle.loads(pickle.dumps(parsed))
+    assert (again, type(again)) == (parsed, type(parsed))
+    Path("config.yml").write_text(text)
+    assert parse(kind, command, ["--config", "config.yml"])[0] == parsed
+
+
+def test_a_configuration_does_not_follow_the_environment_once_it_is_made(monkeypatch):
+    """A worker is one of several ranks no more, but its configuration is still that of the run."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    config = OnlineDPOConfig(total_episodes=320)
+    sent = pickle.dumps(config)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert pickle.loads(sent) == config
+    assert pickle.loads(sent).batch_size == config.batch_size == 32
+    assert OnlineDPOConfig(total_episodes=320).batch_size == 8
+
+
+def leaves(config: Checked, prefix: str = "") -> list[str]:
+    """Every key that is no group, with dots."""
+    found = []
+    for item in fields(config):
+        value = getattr(config, item.name)
+        found += leaves(value, f"{prefix}{item.name}.") if isinstance(value, Checked) else [f"{prefix}{item.name}"]
+    return found
+
+
+def with_other(config: Any, name: str) -> Any:
+    """The configuration with another value of that key, of its type; whether it goes with the others is not asked."""
+    first, _, rest = name.partition(".")
+    value = getattr(config, first)
+    other = with_other(value, rest) if rest else another(value, get_type_hints(type(config))[first])
+    changed = pickle.loads(pickle.dumps(config))
+    object.__setattr__(changed, first, other)
+    return changed
+
+
+def another(value: Any, hint: Any) -> Any:
+    options = [option for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for option in get_args(kind)]
+    if options:
+        return next(option for option in options if option != value)
+    kinds = {bool: not value, int: 7, float: 0.25, str: "another", list: ["another"], dict: {"another": 1}}
+    kind = type(value) if value is not None else next(kind for kind in get_args(hint) if kind is not type(None))
+    other = kinds[get_origin(kind) or kind]
+    assert other != value
+    return other
+
+
+def a_run(folder: Path) -> RunConfig:
+    return RunConfig("m", DataConfig("d"), reward_funcs=["a:b"], train=new_args(folder))
+
+
+ONLINE = leaves(new_args(Path()))
+LAST_DIGITS = {"device", "num_threads", "generation.device", "generation.num_threads"}
+LONGER_OR_KEPT = {"total_episodes", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"}
+SERVED = {"engine": "vllm", "placement": "server", "urls": ["http://a"]}
+LONGER_OR_KEPT |= {"eval_steps", "reward_timeout"}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_run_is_resumed_with_another_key_unless_that_decides_what_is_computed(name, tmp_path):
+    """Said here once more for the exceptions alone: they are on purpose."""
+    before = new_args(tmp_path, generation=SERVED if name == "generation.urls" else None)
+    state, after = ResumeState(0, as_saved(before), {}, {}, {}), with_other(before, name)
+    elsewhere = known_of(before, name).get("role", "result") != "result" and name not in LAST_DIGITS
+    if elsewhere or name in LONGER_OR_KEPT:
+        state.check(after)
+        return
+    with pytest.raises(ConfigError, match=rf"\n +{name}[.\w]*: was "):
+        state.check(after)
+
+
+@pytest.mark.parametrize("name", leaves(a_run(Path())))
+def test_a_finished_run_is_another_one_only_by_a_key_that_decides_the_result(name, tmp_path):
+    config = a_run(tmp_path)
+    train_stage(config).publish_files({}, {"loss": 1.0})
+    stage = train_stage(with_other(config, name))
+    stage = replace(stage, folder=tmp_path / "run")  # where the other output_dir would have another marker
+    if known_of(config, name).get("role", "result") != "result":
+        redone = name == "train.overwrite_output_dir"
+        assert stage.done() == (None if redone else {"loss": 1.0})
+        return
+    with pytest.raises(ConfigError, match=rf"\n +{name}[.\w]*: was "):
+        stage.done()
+
+
+def test_a_finished_run_of_an_earlier_version_counts(tmp_path):
+    """Markers then held keys that are not compared any more."""
+    config = a_run(tmp_path)
+    stage = train_stage(config)
+    stage.publish_files({}, {"loss": 1.0})
+    marker = json.loads(stage.marker.read_text())
+    marker["config"] |= {"train.generation.timeout": 5.0, "train.output_dir": "elsewhere", "train.ray.num_cpus": 9.0}
+    stage.marker.write_text(json.dumps(marker))
+    assert train_stage(config).done() == {"loss": 1.0}
+
+
+def explained(command: str) -> dict[str, str]:
+    """Each key of a command, and what ``--help`` says of it."""
+    kind = _find(COMMANDS[command].config)
+    kinds = [RunConfig.of(name) for name in ALGORITHM_CONFIGS] if kind is RunConfig else [kind]
+    actions = [action for each in kinds for action in make_parser(each, command)._actions]
+    return {action.dest: action.help for action in actions if action.help != "Path to a configuration file."}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_explains_every_key(command):
+    for name, text in explained(command).items():
+        assert len(text.split("Must be")[0].split("[")[0]) > 3, name
+        assert text != "None", name
+
+
+def test_the_help_says_rules_and_roles():
+    found = explained("train")
+    assert found["train.staleness"].endswith("0 is synchronous. Must be at least 0 and at most 128.")
+    assert found["train.generation.timeout"].endswith("Must be above 0. [speed]")
+    assert found["train.total_episodes"].endswith("[may change on resume: the run becomes longer]")
+    assert found["train.num_threads"].endswith("[speed] [must stay on resume: the last digits of sums depend on it]")
+    assert found["data.train"].startswith("A .jsonl, .json, .parquet or .csv file")
+    assert found["train.vf_coef"].startswith("Weight of the value loss.")  # of PPO alone
+
+
+def test_rules_are_kept_where_a_key_stands():
+    with pytest.raises(ConfigError, match=r"samples_per_prompt: got 1; must be at least 2"):
+        PairsConfig("m", "p", "o", samples_per_prompt=1, reward_model="r")
+    item = key([1])
+    assert (item.default, item.default_factory(), item.default_factory() is item.default_factory()) == (
+        MISSING,
+        [1],
+        False,
+    )

@@ -1,0 +1,338 @@
+"""Every key of every configuration is read by the code that it is for; followed while all commands run with little."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import PROMPTS, byte_tokenizer, new_args, tiny_config
+from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+
+from async_rlhf.checkpoint import as_saved
+from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.config import (
+    ALGORITHM_CONFIGS,
+    AdapterConfig,
+    DataConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    JudgeConfig,
+    KLConfig,
+    LoRAConfig,
+    NewModelConfig,
+    OffPolicyConfig,
+    OnlineConfig,
+    OnlineDPOConfig,
+    PairsConfig,
+    ParallelConfig,
+    PlanConfig,
+    RayConfig,
+    RelabelConfig,
+    ReplayConfig,
+    RewardConfig,
+    RunConfig,
+    ServeConfig,
+    SFTConfig,
+    VLLMConfig,
+)
+from async_rlhf.config.base import Checked
+from async_rlhf.config.original.migrate import MigrateConfig, run_migrate
+from async_rlhf.config.plan import ModelSizeConfig, SecondsConfig, WorkloadConfig
+from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
+from async_rlhf.evaluation.evaluate import run_evaluate
+from async_rlhf.evaluation.generate import run_generate
+from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
+from async_rlhf.generation import placement, server, vllm_engine, vllm_serve
+from async_rlhf.generation.protocol import GeneratorError
+from async_rlhf.generation.remote import RestartingGenerator
+from async_rlhf.generation.server_client import key_of
+from async_rlhf.launch.deepspeed import ZeRO
+from async_rlhf.launch.torchrun import FullyShardedDataParallel, start_ranks
+from async_rlhf.models import write_model
+from async_rlhf.planning.plan import run_plan
+from async_rlhf.quickstart import stage_configs
+from async_rlhf.ranks import Ranks
+from async_rlhf.scoring import RewardError
+from async_rlhf.stage import Stage
+from async_rlhf.stages.data import run_data
+from async_rlhf.stages.pairs import run_pairs
+from async_rlhf.stages.relabel import run_relabel
+from async_rlhf.stages.replay import run_replay
+from async_rlhf.stages.reward import run_reward
+from async_rlhf.stages.sft import run_sft
+from async_rlhf.stages.train import run_train
+
+HAS_RAY = find_spec("ray") is not None
+Read = set[tuple[type, str]]
+"""Classes of configurations that are there, and the names of their keys that were read."""
+CONFIG = "async_rlhf.config"
+
+
+def _reader(frame: FrameType | None) -> str:
+    """The module that asked, maybe through a property of the configuration; CONFIG where all keys are treated alike, as
+    by checks, printing and comparing."""
+    while frame is not None:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        ours = module.startswith(CONFIG)
+        if module in (f"{CONFIG}.base", f"{CONFIG}.parsing") or (ours and code.co_name in ("check", "summary")):
+            return CONFIG
+        if code.co_filename == "<string>":  # what dataclasses writes
+            return CONFIG
+        if module != __name__ and (not ours or module.startswith(f"{CONFIG}.original")):
+            return module
+        frame = frame.f_back
+    return CONFIG
+
+
+@contextmanager
+def following() -> Iterator[Read]:
+    """Within, what the package reads of any configuration is noted."""
+    read: Read = set()
+
+    def get(config: Checked, name: str) -> Any:
+        if name in type(config).__dataclass_fields__:
+            reader = _reader(sys._getframe(1))
+            if reader.startswith("async_rlhf.") and reader != CONFIG:
+                read.add((type(config), name))
+        return object.__getattribute__(config, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checked, "__getattribute__", get, raising=False)
+        yield read
+
+
+def unread(kind: type[Checked], read: Read) -> list[str]:
+    """The keys that a class adds, and that nobody has read of it or of what is made of it."""
+    own = inspect.get_annotations(kind)
+    seen = {name for found, name in read if issubclass(found, kind)}
+    return [item.name for item in fields(kind) if item.name in own and item.name not in seen]
+
+
+class Inputs:
+    """Models, data and rewards on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tokenizer = byte_tokenizer()
+        torch.manual_seed(0)
+        self.policy = GPTNeoXForCausalLM(tiny_config())
+        write_model(self.policy, tokenizer, folder / "policy")
+        config = tiny_config()
+        config.num_labels = 1
+        self.judge = GPTNeoXForSequenceClassification(config)
+        write_model(self.judge, tokenizer, folder / "judge")
+        self.write("prompts.jsonl", PROMPTS)
+        self.write("texts.jsonl", [{"query": "ab", "query_reference_response": f"ab{i % 7}" * 2} for i in range(40)])
+        self.write("pairs.jsonl", [{"prompt": f"p{i}", "chosen": "aa", "rejected": "b"} for i in range(20)])
+        (folder / "reward.py").write_text(
+            "def reward(prompts, completions, **columns):\n    return [float(len(set(t))) for t in completions]\n"
+        )
+
+    def write(self, name: str, rows: list[dict[str, str]]) -> None:
+        (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def __getitem__(self, name: str) -> str:
+        return str(self.folder / name)
+
+    @property
+    def reward(self) -> list[str]:
+        return [f"{self['reward.py']}:reward"]
+
+    def run(self, name: str, algorithm: str, more: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+        """Two batches of four prompts."""
+        values = {"total_episodes": 8, "num_mini_batches": 1, "device": "cpu", **changes}
+        values = {"generation": {"response_length": 6, "num_threads": 1}, **values}
+        train = new_args(self.folder, name, algorithm=algorithm, **values)
+        data = DataConfig(self["prompts.jsonl"], eval=self["prompts.jsonl"])
+        rest = {"reward_funcs": self.reward, "algorithm": algorithm, **(more or {})}
+        return RunConfig(self["policy"], data, train=train, **rest)
+
+
+def _trains(inputs: Inputs) -> None:
+    generation = {"response_length": 6, "num_threads": 1, "probe_steps": 1}
+    kept = {"save_steps": 4, "save_total_limit": 1, "eval_steps": 4, "metric_for_best_model": "eval_objective/scores"}
+    judged = {"reward_model": inputs["judge"], "tokenizer": inputs["policy"], "ref_model": inputs["policy"]}
+    penalties = {"non_eos_penalty": "add", "length_penalty": 0.1, "reward_timeout": 60.0, "reward_errors": "skip"}
+    more = {"total_episodes": 32, "staleness": 1, "staleness_mode": "bounded", **kept, **penalties}
+    run_train(inputs.run("dpo", "online_dpo", judged, generation=generation, reward_weights=[2.0], **more))
+    run_replay(ReplayConfig(inputs["dpo"]))
+    late = {"non_eos_penalty": False, "bootstrap_truncated": True, "value_learning_rate": 1e-3}
+    ppo = {**late, "kl": KLConfig(target=1.0), "save_steps": 1, "lora": LoRAConfig(rank=2), "resume": True}
+    for episodes in (8, 16):
+        run_train(inputs.run("ppo", "ppo", {"value_model": inputs["judge"]}, **ppo, total_episodes=episodes))
+    exact = {"bf16": True, "head_float32": True, "gradient_checkpointing": True, "mask_truncated": True}
+    run_train(inputs.run("grpo", "grpo", kl=KLConfig(where="loss", estimator="k3", corrected=True), **exact))
+    old = OffPolicyConfig(level="sequence", importance="masked")
+    run_train(inputs.run("rloo", "rloo", off_policy=old, num_mini_batches=2, per_device_train_batch_size=2))
+    run_train(inputs.run("bok", "best_of_k"))
+
+
+def _stages(inputs: Inputs) -> None:
+    texts, prompts, policy, judge = (inputs[name] for name in ("texts.jsonl", "prompts.jsonl", "policy", "judge"))
+    small: dict[str, Any] = {"device": "cpu", "response_length": 4, "max_prompts": 4}
+    part = AdapterConfig(2)
+    nn = str(Path(torch.__file__).parent / "nn")
+    held_out = {"data": prompts, **small}
+    models = {"a": policy, "b": inputs["dpo/final"]}
+    judged = {"output_dir": inputs["evaluated"], "reward_model": judge, "ref_model": policy}
+    stages = {
+        run_sft: SFTConfig(texts, inputs["sft"], texts, new_model=NewModelConfig(300, 16, 1, 1, 64), lora=part),
+        run_reward: RewardConfig(inputs["pairs.jsonl"], inputs["reward"], model=policy, reference=texts),
+        run_pairs: PairsConfig(policy, prompts, inputs["made.jsonl"], reward_funcs=inputs.reward, **small),
+        run_relabel: RelabelConfig(data=inputs["pairs.jsonl"], output_dir=inputs["again"], reward_model=judge),
+        run_generate: GenerateConfig(run=inputs["dpo"], checkpoints=["final"], output_dir=inputs["said"], **held_out),
+        run_evaluate: EvaluateConfig(models=models, **judged, **held_out),
+        run_data: DocstringsConfig(inputs["data"], source=[nn], max_functions=100),
+    }
+    for stage, config in stages.items():
+        stage(config)
+        stage(config)  # done already, and not to be overwritten
+    stage_configs(QuickstartConfig(inputs["quick"]))
+    with suppress(JudgeError):  # nobody answers
+        nobody = JudgeConfig("http://127.0.0.1:9/v1", "m", max_retries=0)
+        PairwiseJudge(nobody, inputs.folder / "verdicts.jsonl").outcomes([Pair("p", "a", "b")], "judging")
+    (inputs.folder / "original.yml").write_text(ORIGINAL)
+    run_migrate(MigrateConfig(inputs["original.yml"], algorithm="online_dpo", output=inputs["ours.yml"]))
+
+
+ORIGINAL = """sft_model_path: a
+reward_model_path: b
+dataset_name: d.jsonl
+total_episodes: 64
+learning_rate: 1e-5
+loss_type: sigmoid
+output_dir: out
+"""
+
+
+def _plans(inputs: Inputs) -> None:
+    workload = WorkloadConfig(64, 2, prompt_tokens=8.0, response_length=8)
+    run_plan(PlanConfig(run=inputs["dpo"], warm_up=0, devices=2, output_dir=inputs["plan"]))
+    run_plan(PlanConfig(seconds=SecondsConfig(generate=1.0, train=1.0), workload=workload))
+    run_plan(PlanConfig(model=ModelSizeConfig(1e9, 2, 64), devices=2, workload=workload))
+
+
+class StopError(Exception):
+    """What the keys are for has been called."""
+
+
+def _stop(*_: Any, **__: Any) -> Any:
+    raise StopError
+
+
+def _elsewhere(inputs: Inputs) -> None:
+    """What goes to vLLM, DeepSpeed, other hosts and other ranks, up to the call of those."""
+    args = partial(new_args, inputs.folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_serve, "find_spec", lambda name: object())
+        patch.setattr(vllm_serve.os, "execve", _stop)
+        with pytest.raises(StopError):
+            vllm_serve.run_serve(ServeConfig("policy", api_key="0123"))
+        vllm_engine._options(VLLMConfig(), on_cpu=True)
+        patch.setattr(vllm_engine, "VLLMEngine", _stop)
+        patch.setattr(server, "check_server", lambda url, *_: key_of(served.generation))
+        patch.setattr(server, "SnapshotFolder", _stop)
+        served = args(generation={"engine": "vllm", "placement": "server", "urls": ["http://127.0.0.1:9"]})
+        for config in (args(generation={"engine": "vllm"}), served):
+            with pytest.raises(StopError):
+                placement.make_generator(config, inputs.policy, None, None, 1, None)
+        dead, often = SimpleNamespace(end=lambda: "died", number=0), {"_restarts": 3, "kind": "generator"}
+        with pytest.raises(GeneratorError, match="max_restarts"):
+            RestartingGenerator._restart(SimpleNamespace(config=served.generation, **often), dead)
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            patch.setenv(name, value)
+        patch.setattr(dist, "init_process_group", _stop)
+        with pytest.raises(StopError):
+            start_ranks(args(device="cpu"))
+    zero = ZeRO.__new__(ZeRO)  # without DeepSpeed
+    zero.config, zero.run = ParallelConfig("zero2"), args()
+    zero._options(2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu")).frozen(inputs.judge)
+    dist.destroy_process_group()
+
+
+def _ray(inputs: Inputs) -> None:
+    """The same of Ray, where it is installed."""
+    from async_rlhf.launch import ray, ray_generation, ray_rewards
+
+    config = new_args(inputs.folder, staleness=1, launch="ray", ray=RayConfig(reward_workers=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.ray, "init", _stop)
+        with pytest.raises(StopError):
+            ray._connect(config.ray)
+        patch.setattr(ray.Actor, "start", _stop)
+        with pytest.raises(StopError):
+            ray_rewards.RewardPool(config)
+        patch.setattr(ray_generation, "_Worker", _stop)
+        with pytest.raises(StopError):
+            ray_generation.RayGenerator(config, inputs.policy, None, None)
+        dead = SimpleNamespace(end=lambda: "died", label="worker")
+        with pytest.raises(RewardError, match="max_restarts"):
+            ray_rewards.RewardPool._restart(SimpleNamespace(_config=config, _restarts=3), dead)
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    inputs = Inputs(tmp_path_factory.mktemp("keys"))
+    with following() as found:
+        for part in (_trains, _stages, _plans, _elsewhere, *([_ray] if HAS_RAY else [])):
+            part(inputs)
+    return found
+
+
+def kinds() -> list[type[Checked]]:
+    """Every class of configurations that a command has, groups and bases included."""
+    found: dict[type[Checked], None] = {}
+
+    def add(kind: Any) -> None:
+        for each in kind.__mro__ if isinstance(kind, type) and issubclass(kind, Checked) else ():
+            if each not in found and issubclass(each, Checked) and each is not Checked:
+                found[each] = None
+                for hint in get_type_hints(each).values():
+                    add(hint)
+
+    for kind in [*(_find(command.config) for command in COMMANDS.values()), *ALGORITHM_CONFIGS.values()]:
+        add(kind)
+    return list(found)
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_every_key_is_read(kind, read):
+    if kind is RayConfig and not HAS_RAY:
+        pytest.skip("needs the extra ray")
+    assert unread(kind, read) == []
+
+
+@dataclass(frozen=True)
+class Planted(OnlineDPOConfig):
+    """A configuration with a key that nobody reads."""
+
+    nothing: int = 0
+
+
+def test_what_treats_all_keys_alike_reads_none():
+    """Else a key that is checked, printed and compared alone would count as one that does something."""
+    with following() as found:
+        config = Planted()
+        assert config == pickle.loads(pickle.dumps(replace(config, nothing=0)))
+        assert "nothing" in repr(config)
+        assert as_saved(config)["nothing"] == asdict(config)["nothing"] == 0
+        assert Stage(Path(), "x", config, {}).identity["config"]["nothing"] == 0
+        assert config.num_optimizer_steps > 0  # by a test, not by the package
+    assert unread(Planted, found) == ["nothing"]
+    assert "learning_rate" in unread(OnlineConfig, found)
+    assert "num_epochs" in unread(OnlineConfig, found)
