@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tiny import count_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
-from async_rlhf import OnlineDPOTrainer, OnlineTrainerState
+from async_rlhf import OnlineDPOTrainer, OnlineTrainerState, trainers
+from async_rlhf.wiring import Inputs, build
 
 
 def train(make_policy, tokenizer, prompts, args, reward=count_letters, **options):
@@ -55,6 +57,22 @@ class Recorder(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.events.append(("end", state.episode))
+
+
+def test_a_run_is_built_whole_and_trains_as_a_trainer_does(make_policy, tokenizer, prompts, make_args):
+    """All that it is made of is there, restored where it goes on, before anything is sampled."""
+    trained, state, _ = train(make_policy, tokenizer, prompts, make_args("trainer", save_steps=3))
+    args = make_args("run", resume_from=str(Path(trained.args.output_dir) / "checkpoint-3"))
+    inputs = Inputs(make_policy(), prompts, reward_funcs=[count_letters], processing_class=tokenizer)
+    run = build(args, inputs)
+    absent = {item.name for item in fields(run) if getattr(run, item.name) is None}
+    assert absent == {"recorded", "eval_prompts"}
+    with pytest.raises(FrozenInstanceError):
+        run.learner = None
+    assert run.callbacks.state.global_step == run.learner.scheduler.last_epoch // 2 == 3
+    assert trainers.train(run).global_step == state.global_step == 6
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, run.learner.policy.state_dict()[name]), name
 
 
 def test_callbacks_see_every_event_in_order(make_policy, tokenizer, prompts, make_args):
