@@ -24,7 +24,7 @@ from async_rlhf.config import (
     RatioConfig,
     RLOOConfig,
 )
-from async_rlhf.objectives.advantages import gae, group_normalized, leave_one_out, whiten
+from async_rlhf.objectives.advantages import at_last, gae, group_normalized, leave_one_out, row_means, whiten
 from async_rlhf.objectives.kl import KL_ESTIMATORS, corrected_k3
 from async_rlhf.objectives.preference import preference_loss
 from async_rlhf.objectives.ratios import clipped_surrogate, importance_weights
@@ -49,7 +49,7 @@ class Algorithm:
 
 
 def kl_penalties(experience: Experience, config: KLPenaltyConfig) -> Tensor:
-    """What the KL penalty takes from the reward of each response token, before the update; (B, T), 0 elsewhere.
+    """What the KL penalty takes from the reward of each sampled token, before the update; (B, T), 0 elsewhere.
 
     The policy is the one whose ratio is clipped: that before the update where its log-probabilities are known, else
     the one that sampled.
@@ -63,30 +63,36 @@ def kl_penalties(experience: Experience, config: KLPenaltyConfig) -> Tensor:
 
 def _kl(logprobs_BT: Tensor, rows: Experience, config: KLPenaltyConfig) -> Tensor:
     assert rows.reference_logprobs_BT is not None
-    mask_BT = rows.response_mask_BT  # before the exponential: whatever stands outside could overflow in it
+    mask_BT = rows.sampled_BT  # before the exponential: whatever stands outside could overflow in it
     return KL_ESTIMATORS[config.kl.estimator](logprobs_BT * mask_BT, rows.reference_logprobs_BT * mask_BT)
 
 
 def _kl_loss(output: PolicyOutput, rows: Experience, config: KLPenaltyConfig) -> Tensor:
-    """The KL penalty of each response token where it is a part of the loss, else 0; (B, T)."""
+    """The KL penalty of each sampled token where it is a part of the loss, else 0; (B, T)."""
     if config.kl.coef == 0 or config.kl.where == "reward":
         return torch.zeros_like(output.logprobs_BT)
     if config.kl.corrected:
         assert rows.reference_logprobs_BT is not None
         both = (rows.reference_logprobs_BT, rows.behaviour_logprobs_BT)
-        reference_BT, behaviour_BT = (logprobs_BT * rows.response_mask_BT for logprobs_BT in both)
-        return config.kl.coef * corrected_k3(output.logprobs_BT * rows.response_mask_BT, reference_BT, behaviour_BT)
+        reference_BT, behaviour_BT = (logprobs_BT * rows.sampled_BT for logprobs_BT in both)
+        return config.kl.coef * corrected_k3(output.logprobs_BT * rows.sampled_BT, reference_BT, behaviour_BT)
     return config.kl.coef * _kl(output.logprobs_BT, rows, config)
 
 
-def _teaches(experience: Experience, advantages_B: Tensor, config: KLPenaltyConfig) -> Tensor:
-    """Whether a completion's loss has a gradient: by its advantage or a KL penalty in the loss, through its tokens."""
+def _credited(experience: Experience, advantages_B: Tensor, weights_U: Tensor, config: KLPenaltyConfig) -> Experience:
+    """With one advantage for all tokens of a sample, and what it weighs.
+
+    Its loss has a gradient through its tokens, where it has an advantage or there is a KL penalty in the loss.
+    """
     in_loss = config.kl.coef > 0 and config.kl.where == "loss"
-    return ((advantages_B != 0) | in_loss) & (experience.response_mask_BT.sum(dim=1) > 0)
+    sampled_BT = experience.sampled_BT
+    teaches_U = ((advantages_B != 0) | in_loss) & (sampled_BT.sum(dim=1) > 0)
+    advantages_BT = advantages_B[:, None] * sampled_BT
+    return replace(experience, advantages_BT=advantages_BT, weights_U=weights_U, teaches_U=teaches_U)
 
 
 def _weights(experience: Experience, config: GroupConfig) -> Tensor:
-    """1 for each completion, 0 for one that is masked because it was cut off."""
+    """1 for each sample, 0 for one that is masked because it was cut off."""
     if not config.mask_truncated:
         return experience.weights_U
     assert experience.truncated_B is not None
@@ -107,8 +113,8 @@ def _weigh(losses: Tensor, log_ratios_BT: Tensor, config: RatioConfig) -> tuple[
     """Losses times the importance weights of old / mu, and metrics of the same shape.
 
     Args:
-        losses: (B, T), or (B, 1) for one of each completion.
-        log_ratios_BT: log pi_old - log mu, 0 outside the response.
+        losses: (B, T), or (B, 1) for one of each sample.
+        log_ratios_BT: log pi_old - log mu, 0 where no token was sampled.
         config: says which weights.
     """
     correction = config.off_policy
@@ -150,7 +156,7 @@ def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experienc
 def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
     """The preference loss of each pair, and what DPO is watched by."""
     assert pairs.reference_logprobs_BT is not None
-    mask_BT = pairs.response_mask_BT
+    mask_BT = pairs.sampled_BT
     logps_B = (output.logprobs_BT * mask_BT).sum(dim=1)
     reference_B = (pairs.reference_logprobs_BT * mask_BT).sum(dim=1)
     ratios_B = logps_B - reference_B
@@ -190,8 +196,8 @@ def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:
 
 
 def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConfig) -> LossOutput:
-    """Minus the log-probability of each completion, and the KL penalty of its tokens where that is in the loss."""
-    logps_B = (output.logprobs_BT * rows.response_mask_BT).sum(dim=1)
+    """Minus the log-probability of each sample, and the KL penalty of its tokens where that is in the loss."""
+    logps_B = (output.logprobs_BT * rows.sampled_BT).sum(dim=1)
     losses_B = (_kl_loss(output, rows, config).sum(dim=1) - logps_B) * rows.weights_U
     metrics = {"loss/policy_avg": losses_B, "logps/chosen": logps_B * rows.weights_U}
     return LossOutput(losses_B.sum(), {name: values_B.detach().sum() for name, values_B in metrics.items()})
@@ -201,21 +207,19 @@ def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConf
 
 
 def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
-    """One advantage for each completion: its reward less the mean reward of the prompt's other completions."""
+    """One advantage for each sample: its reward less the mean reward of the prompt's other samples."""
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
     advantages_B = leave_one_out(rewards_B.view(-1, config.samples_per_prompt)).flatten()
-    teaches_U, weights_U = _teaches(experience, advantages_B, config), _weights(experience, config)
-    return replace(experience, advantages_B=advantages_B, weights_U=weights_U, teaches_U=teaches_U)
+    return _credited(experience, advantages_B, _weights(experience, config), config)
 
 
 def rloo_loss(output: PolicyOutput, rows: Experience, config: RLOOConfig) -> LossOutput:
-    """The clipped surrogate on the ratio of whole completions."""
-    assert rows.advantages_B is not None
-    mask_BT, old_BT = rows.response_mask_BT, _old_logprobs(output, rows, config)
+    """The clipped surrogate on the ratio of whole samples."""
+    assert rows.advantages_BT is not None
+    mask_BT, old_BT = rows.sampled_BT, _old_logprobs(output, rows, config)
     log_ratios_B1 = ((output.logprobs_BT - old_BT) * mask_BT).sum(dim=1, keepdim=True)
-    surrogate_B1, clipped_B1 = clipped_surrogate(
-        log_ratios_B1, rows.advantages_B[:, None], config.cliprange, config.upper_cliprange
-    )
+    advantages_B1 = row_means(rows.advantages_BT, mask_BT)[:, None]
+    surrogate_B1, clipped_B1 = clipped_surrogate(log_ratios_B1, advantages_B1, config.cliprange, config.upper_cliprange)
     weighed_B1, metrics = _weigh(surrogate_B1, (old_BT - rows.behaviour_logprobs_BT) * mask_BT, config)
     losses_B = (weighed_B1.squeeze(1) + _kl_loss(output, rows, config).sum(dim=1)) * rows.weights_U
     metrics |= _ratio_metrics(log_ratios_B1, clipped_B1)
@@ -227,27 +231,25 @@ def rloo_loss(output: PolicyOutput, rows: Experience, config: RLOOConfig) -> Los
 
 
 def grpo_credit(experience: Experience, config: GRPOConfig) -> Experience:
-    """One advantage for each completion, normalised within its group, and what a completion weighs."""
+    """One advantage for each sample, normalised within its group, and what a sample weighs."""
     rewards_B = experience.scores_B - kl_penalties(experience, config).sum(dim=1)
     rewards_PK = rewards_B.view(-1, config.samples_per_prompt)
     advantages_B = group_normalized(rewards_PK, config.scale_rewards).flatten()
     weights_U = _weights(experience, config)
     if config.normalization == "token":
-        weights_U = weights_U * experience.response_mask_BT.sum(dim=1)
+        weights_U = weights_U * experience.sampled_BT.sum(dim=1)
     elif config.normalization == "constant":
         weights_U = weights_U * config.generation.response_length
-    teaches_U = _teaches(experience, advantages_B, config)
-    return replace(experience, advantages_B=advantages_B, weights_U=weights_U, teaches_U=teaches_U)
+    return _credited(experience, advantages_B, weights_U, config)
 
 
 def grpo_loss(output: PolicyOutput, rows: Experience, config: GRPOConfig) -> LossOutput:
     """The clipped surrogate and the KL penalty of each token, meaned as the configuration says."""
-    assert rows.advantages_B is not None
-    losses_BT, metrics = _token_losses(output, rows, rows.advantages_B[:, None], config)
+    losses_BT, metrics = _token_losses(output, rows, config)
     losses_BT = losses_BT + _kl_loss(output, rows, config)
     losses_B = losses_BT.sum(dim=1)
     if config.normalization == "sequence":
-        losses_B = losses_B / rows.response_mask_BT.sum(dim=1).clamp(min=1)
+        losses_B = losses_B / rows.sampled_BT.sum(dim=1).clamp(min=1)
     losses_B = losses_B * (rows.weights_U > 0)
     sums = _weighted_sums(metrics, rows)
     return LossOutput(losses_B.sum(), {"loss/policy_avg": losses_B.detach().sum(), **sums})
@@ -256,33 +258,30 @@ def grpo_loss(output: PolicyOutput, rows: Experience, config: GRPOConfig) -> Los
 def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
     """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn.
 
-    With ``bootstrap_truncated`` a completion that was cut off has what is expected later in place of the score.
+    With ``bootstrap_truncated`` a sample that was cut off has what is expected later in place of the score.
     """
     assert experience.values_BT is not None
-    mask_BT = experience.response_mask_BT
-    rewards_BT = -kl_penalties(experience, config)
-    tokens_B = mask_BT.sum(dim=1)
-    nonempty_B = tokens_B > 0  # a completion without tokens has no last one
-    scores_B = experience.scores_B
+    mask_BT, given_BT = experience.sampled_BT, experience.rewards_BT
+    scores_B = experience.scores_B - given_BT.double().sum(dim=1).to(given_BT.dtype)  # rounded once, as scores are
     if config.bootstrap_truncated:
         assert experience.truncated_B is not None
         assert experience.end_values_B is not None
         scores_B = torch.where(experience.truncated_B, config.gamma * experience.end_values_B, scores_B)
-    rewards_BT[nonempty_B, experience.lengths_B[nonempty_B] - 1] += scores_B[nonempty_B]
+    rewards_BT = given_BT - kl_penalties(experience, config) + at_last(scores_B, mask_BT)
     advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, mask_BT, config.gamma, config.lam)
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, mask_BT)
-    return replace(experience, advantages_BT=advantages_BT, returns_BT=returns_BT, weights_U=tokens_B)
+    weights_U = mask_BT.sum(dim=1)
+    return replace(experience, advantages_BT=advantages_BT, returns_BT=returns_BT, weights_U=weights_U)
 
 
 def ppo_loss(output: PolicyOutput, rows: Experience, config: PPOConfig) -> LossOutput:
     """The clipped surrogate and ``vf_coef`` times the clipped value loss, summed over tokens."""
-    assert rows.advantages_BT is not None
     assert rows.values_BT is not None
     assert rows.returns_BT is not None
     assert output.values_BT is not None
-    mask_BT = rows.response_mask_BT
-    policy_BT, metrics = _token_losses(output, rows, rows.advantages_BT, config)
+    mask_BT = rows.sampled_BT
+    policy_BT, metrics = _token_losses(output, rows, config)
     policy_BT = policy_BT + _kl_loss(output, rows, config)
     value_BT, value_clipped_BT = clipped_value_loss(
         output.values_BT, rows.values_BT, rows.returns_BT, config.cliprange_value
@@ -293,20 +292,21 @@ def ppo_loss(output: PolicyOutput, rows: Experience, config: PPOConfig) -> LossO
     return LossOutput(policy + config.vf_coef * value, losses | _weighted_sums(metrics, rows))
 
 
-def _token_losses(
-    output: PolicyOutput, rows: Experience, advantages: Tensor, config: RatioConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighed surrogate of each response token, 0 elsewhere, and metrics of the same shape."""
-    mask_BT, old_BT = rows.response_mask_BT, _old_logprobs(output, rows, config)
+def _token_losses(output: PolicyOutput, rows: Experience, config: RatioConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighed surrogate of each sampled token, 0 elsewhere, and metrics of the same shape."""
+    assert rows.advantages_BT is not None
+    mask_BT, old_BT = rows.sampled_BT, _old_logprobs(output, rows, config)
     log_ratios_BT = (output.logprobs_BT - old_BT) * mask_BT
-    surrogate_BT, clipped_BT = clipped_surrogate(log_ratios_BT, advantages, config.cliprange, config.upper_cliprange)
+    surrogate_BT, clipped_BT = clipped_surrogate(
+        log_ratios_BT, rows.advantages_BT, config.cliprange, config.upper_cliprange
+    )
     weighed_BT, metrics = _weigh(surrogate_BT, (old_BT - rows.behaviour_logprobs_BT) * mask_BT, config)
     return weighed_BT * mask_BT, metrics | _ratio_metrics(log_ratios_BT, clipped_BT)
 
 
 def _weighted_sums(metrics: dict[str, Tensor], rows: Experience) -> dict[str, Tensor]:
     """The mean of each metric over the tokens of a row, times the row's weight, summed over rows."""
-    mask_BT = rows.response_mask_BT
+    mask_BT = rows.sampled_BT
     tokens_B = mask_BT.sum(dim=1).clamp(min=1)
     return {
         name: ((values_BT * mask_BT).sum(dim=1) / tokens_B * rows.weights_U).sum()

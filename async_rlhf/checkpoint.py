@@ -19,11 +19,12 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,17 +35,24 @@ from async_rlhf.config.base import dotted, may_change, require
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.files import naming, whole_folder
-from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Sample
 
 logger = logging.getLogger(__name__)
 
 FINAL = "final"
 """The folder of the policy after the last batch."""
-FORMAT = 2
+FORMAT = 3
 """Of what is written for resuming. It changes with every change that an older or newer version could not read."""
 _MANIFEST = "manifest.json"
 _DELETED = ".deleted.json"
 """The name of the manifest while its checkpoint is being deleted."""
+_SAMPLE_TYPES = {
+    "tokens": "int64",
+    "sampled": "bool",
+    "logprobs": "float32",
+    "versions": "int64",
+    "rewards": "float32",
+}
 
 
 class CheckpointError(RuntimeError):
@@ -66,7 +74,7 @@ class ResumeState:
     logs: dict[str, int]
     """Bytes of each log file."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    ahead: list[RolloutBatch] = field(default_factory=list)
+    ahead: list[Batch] = field(default_factory=list)
     """Batches that are sampled but not trained on."""
 
     def write(self, folder: Path) -> None:
@@ -170,28 +178,29 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(f"{str(path)!r} could not be written: {error}") from error
 
 
-def _rollout_rows(batches: Iterable[RolloutBatch]) -> Iterator[dict[str, Any]]:
+def _rollout_rows(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
+    names = ("index", "version", "generation_seconds", "shares", "metrics")
     for batch in batches:
         groups = [
-            {
-                "draw": group.prompt.draw,
-                "rollouts": [[r.tokens, r.logprobs, r.versions, r.finish_reason] for r in group.rollouts],
-            }
+            {"draw": group.prompt.draw, "samples": [_sample_row(sample) for sample in group.samples]}
             for group in batch.groups
         ]
-        names = ("index", "version", "generation_seconds", "shares", "metrics")
         yield {**{name: getattr(batch, name) for name in names}, "groups": groups}
 
 
-def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> RolloutBatch:
-    groups = tuple(
-        RolloutGroup(
-            stream.prompt(group["draw"]),
-            tuple(Rollout(tuple(t), tuple(p), tuple(v), reason) for t, p, v, reason in group["rollouts"]),
-        )
-        for group in row["groups"]
-    )
-    return RolloutBatch(**{**row, "groups": groups, "shares": tuple(row["shares"])})
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    values = {item.name: getattr(sample, item.name) for item in fields(sample)}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def _rollout_batch(row: dict[str, Any], stream: PromptStream) -> Batch:
+    groups = tuple(Group(stream.prompt(g["draw"]), tuple(map(_sample_of, g["samples"]))) for g in row["groups"])
+    return Batch(**{**row, "groups": groups, "shares": tuple(row["shares"])})
+
+
+def _sample_of(row: dict[str, Any]) -> Sample:
+    arrays = {name: np.array(row[name], kind) for name, kind in _SAMPLE_TYPES.items() if row[name] is not None}
+    return Sample(**{**row, **arrays})
 
 
 def write_whole(folder: Path, write: Iterable[Any]) -> None:

@@ -68,29 +68,29 @@ def head_in_float32(model: PreTrainedModel) -> None:
     head.register_forward_hook(hooks.after, always_call=True)
 
 
-def _predicting(response_mask_BT: Tensor) -> Tensor:
+def _predicting(sampled_BT: Tensor) -> Tensor:
     """Where the states lie that predict the response tokens: what predicts token t stands at t - 1."""
-    predicts_BT = torch.zeros_like(response_mask_BT, dtype=torch.bool)
-    predicts_BT[:, :-1] = response_mask_BT[:, 1:].bool()
+    predicts_BT = torch.zeros_like(sampled_BT, dtype=torch.bool)
+    predicts_BT[:, :-1] = sampled_BT[:, 1:].bool()
     return predicts_BT
 
 
-def response_logits(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Logits that predict the response tokens, in the order of ``tokens_BT[response_mask_BT]``.
+def response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
+    """Logits that predict the response tokens, in the order of ``tokens_BT[sampled_BT]``.
 
     Args:
         model: any causal language model.
         tokens_BT: rows of prompt and response, padded on the right.
-        response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
 
     Returns:
         (N, V) float32 for the N response tokens.
     """
-    return _logits_and_states(model, tokens_BT, response_mask_BT)[0]
+    return _logits_and_states(model, tokens_BT, sampled_BT)[0]
 
 
-def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    with _logits_at(model, _predicting(response_mask_BT)) as seen:
+def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> tuple[Tensor, Tensor]:
+    with _logits_at(model, _predicting(sampled_BT)) as seen:
         logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
     return logits_NV.reshape(-1, logits_NV.shape[-1]).float(), seen[-1]
 
@@ -98,7 +98,7 @@ def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, response_mask_
 def response_logprobs(
     model: PreTrainedModel,
     tokens_BT: Tensor,
-    response_mask_BT: Tensor,
+    sampled_BT: Tensor,
     temperature: float,
     with_entropies: bool = True,
     value_head: nn.Linear | None = None,
@@ -108,7 +108,7 @@ def response_logprobs(
     Args:
         model: any causal language model.
         tokens_BT: rows of prompt and response, padded on the right.
-        response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
         temperature: logits are divided by it.
         with_entropies: False saves their computation and returns zeros in their place.
         value_head: gives values from the states that the model's own head sees.
@@ -116,10 +116,10 @@ def response_logprobs(
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
-    logits_NV, states_NH = _logits_and_states(model, tokens_BT, response_mask_BT)
+    logits_NV, states_NH = _logits_and_states(model, tokens_BT, sampled_BT)
     logits_NV = logits_NV / temperature
-    response_BT = response_mask_BT.bool()
-    empty_BT = torch.zeros(response_mask_BT.shape, dtype=torch.float32, device=logits_NV.device)
+    response_BT = sampled_BT.bool()
+    empty_BT = torch.zeros(sampled_BT.shape, dtype=torch.float32, device=logits_NV.device)
     logprobs_BT = empty_BT.masked_scatter(response_BT, selected_logprobs(logits_NV, tokens_BT[response_BT]))
     entropies_BT, values_BT = empty_BT, None
     if with_entropies:
@@ -130,21 +130,21 @@ def response_logprobs(
     return PolicyOutput(logprobs_BT, entropies_BT, values_BT)
 
 
-def response_values(model: PreTrainedModel, tokens_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
+def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
     """Value of the text before each response token.
 
     Args:
         model: a sequence-classification model, as for :func:`reward_scores`.
         tokens_BT: rows of prompt and response, padded on the right.
-        response_mask_BT: nonzero at response tokens. The first token of a row cannot be one.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
 
     Returns:
         (B, T) float32, 0 outside the response.
     """
     hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    values_N = _scalars(model.score, hidden_BTH[_predicting(response_mask_BT)])
-    empty_BT = torch.zeros(response_mask_BT.shape, dtype=torch.float32, device=values_N.device)
-    return empty_BT.masked_scatter(response_mask_BT.bool(), values_N)
+    values_N = _scalars(model.score, hidden_BTH[_predicting(sampled_BT)])
+    empty_BT = torch.zeros(sampled_BT.shape, dtype=torch.float32, device=values_N.device)
+    return empty_BT.masked_scatter(sampled_BT.bool(), values_N)
 
 
 def end_values(
@@ -194,14 +194,14 @@ class PolicyAndValueWrapper(nn.Module):
         return self.value if isinstance(self.value, nn.Linear) else None
 
     def forward(
-        self, tokens_BT: Tensor, response_mask_BT: Tensor, temperature: float, with_entropies: bool = True
+        self, tokens_BT: Tensor, sampled_BT: Tensor, temperature: float, with_entropies: bool = True
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
         output = response_logprobs(
-            self.policy, tokens_BT, response_mask_BT, temperature, with_entropies, value_head=self.head
+            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, value_head=self.head
         )
         if isinstance(self.value, PreTrainedModel):
-            return output._replace(values_BT=response_values(self.value, tokens_BT, response_mask_BT))
+            return output._replace(values_BT=response_values(self.value, tokens_BT, sampled_BT))
         return output
 
 

@@ -31,7 +31,7 @@ from async_rlhf.models import (
 from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.objectives.ratios import ratio_statistics
 from async_rlhf.parallel import Parallel, decayed_groups, device_of, trainable
-from async_rlhf.rows import by_length, dealt, response_tensors
+from async_rlhf.rows import by_length, dealt, sampled_rows
 from async_rlhf.types import Experience, PolicyOutput, ScoredBatch
 from async_rlhf.weights import checksum, named_weights
 
@@ -128,7 +128,7 @@ class Learner:
         """
         rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
         groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
-        rows = response_tensors(groups)
+        rows = sampled_rows([sample for group in groups for sample in group.samples])
         weights_U = torch.ones(len(rows["tokens_BT"]))
         experience = Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
         return self._annotate(experience) if len(experience) else (experience, {})
@@ -177,14 +177,14 @@ class Learner:
         with torch.no_grad():
             for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
                 part = rows.select(index)
-                values = compute(part.tokens_BT.to(device), part.response_mask_BT.to(device))
+                values = compute(part.tokens_BT.to(device), part.sampled_BT.to(device))
                 if counts:
                     found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
         fields: dict[str, Any] = {}
         for index, values in (item for items in self.ranks.gather(found) for item in items):
             for name, tensor in values.items():
                 if name.endswith("_BT"):
-                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.response_mask_BT))
+                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.sampled_BT))
                     whole_BT[index, : tensor.shape[1]] = tensor
                 else:
                     fields.setdefault(name, torch.zeros(len(rows)))[index] = tensor
@@ -270,7 +270,7 @@ class Learner:
             micro_batch = mini_batch.select(units_U).map(lambda _, x: x.to(device, non_blocking=True))
             with self.parallel.accumulating(last=number == len(mine)):
                 with self._autocast():
-                    tokens_BT, mask_BT = micro_batch.tokens_BT, micro_batch.response_mask_BT
+                    tokens_BT, mask_BT = micro_batch.tokens_BT, micro_batch.sampled_BT
                     output = self.parallel.forward(tokens_BT, mask_BT, config.generation.temperature)
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
@@ -340,7 +340,7 @@ class Learner:
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
     """Over all samples, by the log-probabilities of the weights that sampled them: unbiased for those weights."""
-    mask_BT = experience.response_mask_BT
+    mask_BT = experience.sampled_BT
     behaviour_BT = experience.behaviour_logprobs_BT
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
     if experience.reference_logprobs_BT is None:
@@ -376,7 +376,7 @@ class _Watch:
 
     def add(self, output: PolicyOutput, rows: Experience) -> None:
         """Note the rows of one micro-batch."""
-        mask_BT = rows.response_mask_BT
+        mask_BT = rows.sampled_BT
         log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * mask_BT
         self._token_entropies.append(output.entropies_BT[mask_BT.bool()].cpu())
         self._token_log_ratios.append(log_ratios_BT[mask_BT.bool()].cpu())

@@ -19,7 +19,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import Generator, Version
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import RolloutBatch
+from async_rlhf.types import Batch, drawn_versions
 
 
 class StaleWeightsError(RuntimeError):
@@ -68,7 +68,7 @@ class Rollouts:
         bounded: bool = False,
         recorded: Mapping[int, tuple[int, ...]] | None = None,
         start: int = 0,
-        ahead: Sequence[RolloutBatch] = (),
+        ahead: Sequence[Batch] = (),
     ) -> None:
         self.generator = generator
         self.prompts = prompts
@@ -82,13 +82,13 @@ class Rollouts:
         self._ahead = {batch.index: batch for batch in ahead}
         self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
 
-    def __iter__(self) -> Iterator[RolloutBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         for index in range(self.start + 1, self.num_batches + 1):
             self._collect(index)
             del self._asked[index]
             yield self._ahead.pop(index)
 
-    def ahead(self, trained: int) -> list[RolloutBatch]:
+    def ahead(self, trained: int) -> list[Batch]:
         """The batches that older weights than version ``trained`` sample, for a checkpoint after that batch.
 
         Waits for them. Those weights are gone when the run is resumed; version ``trained`` itself is in the checkpoint,
@@ -131,9 +131,9 @@ class Rollouts:
             return self.recorded[index]
         return None if self.bounded else published
 
-    def _check(self, batch: RolloutBatch) -> None:
+    def _check(self, batch: Batch) -> None:
         asked = self._asked[batch.index]
-        found = {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions}
+        found = drawn_versions(batch.samples)
         if asked is None:
             oldest = max(self.start, version_for(batch.index, self.staleness))
             fits, expected = oldest <= min(found) <= max(found) < batch.index, f"{oldest} to {batch.index - 1}"

@@ -1,37 +1,42 @@
-"""Rows: from lists of tokens to padded tensors, in batches that waste little on padding."""
+"""Rows: from samples to padded tensors, in batches that waste little on padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from async_rlhf.types import RolloutGroup
+from async_rlhf.types import Sample
 
 T = TypeVar("T")
 
 
-def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0) -> Tensor:
+def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, fill: float = 0) -> Tensor:
     """(B, T) with each row on the left and ``fill`` to its right."""
     padded_BT = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
+    view_BT = padded_BT.numpy()
     for i, row in enumerate(rows):
-        padded_BT[i, : len(row)] = torch.tensor(row, dtype=dtype)
+        view_BT[i, : len(row)] = row
     return padded_BT
 
 
-def response_tensors(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """The fields of an Experience that come from sampling: K neighbouring rows for each prompt."""
-    pairs = [(group.prompt.tokens, rollout) for group in groups for rollout in group.rollouts]
-    tokens_BT = pad_rows([prompt + rollout.tokens for prompt, rollout in pairs], torch.long)
-    mask_BT = pad_rows([(0.0,) * len(prompt) + (1.0,) * len(r.tokens) for prompt, r in pairs], torch.float32)
+def sampled_rows(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The fields of an Experience that come from sampling."""
+    tokens_BT = pad_rows([sample.tokens for sample in samples], torch.long)
+    rewards_BT = torch.zeros(tokens_BT.shape)
+    for i, sample in enumerate(samples):
+        if sample.rewards is not None:
+            rewards_BT[i, : len(sample)] = torch.from_numpy(sample.rewards)
     return {
         "tokens_BT": tokens_BT,
-        "lengths_B": torch.tensor([len(prompt) + len(r.tokens) for prompt, r in pairs]),
-        "response_mask_BT": mask_BT,
-        "behaviour_logprobs_BT": pad_rows([(0.0,) * len(p) + r.logprobs for p, r in pairs], torch.float32),
-        "truncated_B": torch.tensor([r.finish_reason == "length" for _, r in pairs], dtype=torch.bool),
+        "lengths_B": torch.tensor([len(sample) for sample in samples], dtype=torch.long),
+        "sampled_BT": pad_rows([sample.sampled for sample in samples], torch.float32),
+        "behaviour_logprobs_BT": pad_rows([sample.logprobs for sample in samples], torch.float32),
+        "rewards_BT": rewards_BT,
+        "truncated_B": torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
     }
 
 

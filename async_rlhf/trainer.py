@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf import random_state
@@ -16,7 +17,7 @@ from async_rlhf.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.checkpoint import FINAL, ResumeState, as_saved, write_whole
 from async_rlhf.config import OnlineConfig
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.data.tokenizer import decode_responses
+from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.protocol import Sampler
 from async_rlhf.learner import Learner
 from async_rlhf.reports.log import JsonLines
@@ -24,7 +25,7 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts
 from async_rlhf.run_folder import METRICS, SAMPLES, SCHEDULE, Checkpoints, log_names
 from async_rlhf.scoring import Scorer
-from async_rlhf.types import RolloutBatch, RolloutGroup, ScoredBatch
+from async_rlhf.types import Batch, Group, ScoredBatch
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class TrainingLoop:
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. True where the run shall stop."""
         groups = scored.batch.groups
-        control = self.callbacks.step_end(len(groups), sum(len(group.rollouts) for group in groups))
+        control = self.callbacks.step_end(len(groups), sum(len(group.samples) for group in groups))
         state = self.callbacks.state
         self.require_folder()
         if SCHEDULE in self._logs:
@@ -185,17 +186,17 @@ class TrainingLoop:
         prompts = [stream.prompt(draw) for draw in range(len(stream))]
         with self.trace.span("evaluate"):
             completions = engine.generate(prompts)
-            groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
-            scored = self.scorer(RolloutBatch(0, self.callbacks.state.global_step, groups, 0.0))
+            groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
+            scored = self.scorer(Batch(0, self.callbacks.state.global_step, groups, 0.0))
         return {f"eval_{name}": value for name, value in scored.metrics.items()}
 
-    def _schedule_metrics(self, batch: RolloutBatch, seconds: float) -> dict[str, float]:
+    def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()
-        versions = [v for group in batch.groups for rollout in group.rollouts for v in rollout.versions]
+        versions = np.concatenate([sample.versions[sample.sampled] for sample in batch.samples])
         return {
             "schedule/version": float(batch.version),
             "schedule/lag": float(batch.index - 1 - batch.version),
-            "schedule/lag_mean": batch.index - 1 - sum(versions) / len(versions),
+            "schedule/lag_mean": batch.index - 1 - int(versions.sum()) / len(versions),
             **batch.metrics,
             "eps": len(batch.groups) / seconds,
             "time/batch": seconds,
@@ -206,15 +207,15 @@ class TrainingLoop:
     def _log_samples(self, scored: ScoredBatch) -> None:
         batch = scored.batch
         samples = [
-            (group, rollout, score)
+            (group, sample, score)
             for group, scores in zip(batch.groups, scored.scores_PK.tolist(), strict=True)
-            for rollout, score in zip(group.rollouts, scores, strict=True)
+            for sample, score in zip(group.samples, scores, strict=True)
         ][: self.config.num_samples_logged]
-        texts = decode_responses(self.tokenizer, [rollout for _, rollout, _ in samples])
-        for (group, rollout, score), text in zip(samples, texts, strict=True):
+        texts = decode_samples(self.tokenizer, [sample for _, sample, _ in samples])
+        for (group, sample, score), text in zip(samples, texts, strict=True):
             # A completion without a reward has the score null: JSON knows no NaN.
             reward = None if math.isnan(score) else score
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.tokenizer.decode(group.prompt.tokens)
-            row |= {"prompt": prompt, "completion": text, "finish_reason": rollout.finish_reason}
+            row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
             self._logs[SAMPLES].write(row)

@@ -74,7 +74,7 @@ def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: 
     lengths = {"response_length": options.new_tokens, "batch_size": options.batch}
     params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
     engine = TransformersEngine(model, params)
-    return lambda: sum(len(rollout.tokens) for group in engine.generate(prompts) for rollout in group)
+    return lambda: sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
 
 def generate(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
@@ -125,7 +125,7 @@ def vllm(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: 
         engine.load(
             named_weights(model), 0
         )  # as before every batch of a run; what was cached of the prompts is dropped
-        return sum(len(rollout.tokens) for group in engine.generate(prompts) for rollout in group)
+        return sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
     return sample
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
 
 from async_rlhf.config import ALGORITHM_CONFIGS, GenerationConfig, OnlineConfig
+from async_rlhf.types import Prompt, Sample
 
 LLAMA_SIZES = {
     "hidden_size": 32,
@@ -44,6 +47,30 @@ def tiny_config(**changes: int) -> GPTNeoXConfig:
         "pad_token_id": 257,
     }
     return GPTNeoXConfig(**sizes | changes)
+
+
+class Drawn(NamedTuple):
+    """What the policy drew of a sample, in plain numbers."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+
+
+def drawn(sample: Sample) -> Drawn:
+    arrays = (sample.tokens, sample.logprobs, sample.versions)
+    return Drawn(*(tuple(array[sample.sampled].tolist()) for array in arrays), sample.finish_reason)
+
+
+def all_drawn(completions: Sequence[Sequence[Sample]]) -> list[tuple[Drawn, ...]]:
+    return [tuple(map(drawn, samples)) for samples in completions]
+
+
+def answered(prompts: Sequence[Prompt], completions: Sequence[Sequence[Drawn]]) -> list[tuple[Sample, ...]]:
+    """The other way round."""
+    pairs = zip(prompts, completions, strict=True)
+    return [tuple(Sample.answer(prompt.tokens, *one) for one in group) for prompt, group in pairs]
 
 
 def count_letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:

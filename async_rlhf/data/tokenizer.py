@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.types import Rollout
+from async_rlhf.types import Sample
 
 EOS = "<|endoftext|>"
 PAD = "<|padding|>"
@@ -96,6 +96,7 @@ def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
     return query, text[len(query) :]
 
 
-def decode_responses(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
-    """Texts without the stop token."""
-    return tokenizer.batch_decode([list(r.tokens[:-1] if r.finish_reason == "stop" else r.tokens) for r in rollouts])
+def decode_samples(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -> list[str]:
+    """Texts of the tokens that the policy drew, without the stop token."""
+    drawn = [(sample.drawn, sample.finish_reason == "stop") for sample in samples]
+    return tokenizer.batch_decode([(tokens[:-1] if stopped else tokens).tolist() for tokens, stopped in drawn])

@@ -18,7 +18,7 @@ from async_rlhf.checkpoint import FINAL
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.data.tokenizer import decode_responses
+from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.sampling import first_prompts, sampling_params
 from async_rlhf.files import whole_lines
 from async_rlhf.generation.messages import ModelSpec
@@ -277,17 +277,17 @@ def _sample(
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
             groups = engine.generate(chunk, progress=lambda done, start=start: progress(start + done))
-            rollouts = [group[0] for group in groups]
-            texts = decode_responses(tokenizer, rollouts)
-            for prompt, rollout, text in zip(chunk, rollouts, texts, strict=True):
+            samples = [group[0] for group in groups]
+            texts = decode_samples(tokenizer, samples)
+            for prompt, sample, text in zip(chunk, samples, texts, strict=True):
                 columns = dict(prompt.columns)
                 query = str(columns.pop(config.prompt_field))
                 generation = Generation(
                     query,
                     text,
-                    rollout.finish_reason,
-                    rollout.tokens,
-                    rollout.logprobs,
+                    sample.finish_reason,
+                    tuple(sample.drawn.tolist()),
+                    tuple(sample.logprobs[sample.sampled].tolist()),
                     prompt.tokens,
                     prompt.row,
                     columns,

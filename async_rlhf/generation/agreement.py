@@ -24,11 +24,11 @@ from async_rlhf.config import GenerationConfig
 from async_rlhf.forward import response_logits
 from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.sampling import auditing_uniforms, completion_uniforms, places
+from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
 from async_rlhf.parallel import Parallel, device_of, with_every_rank
-from async_rlhf.rows import response_tensors
-from async_rlhf.types import Prompt, Rollout, RolloutGroup
+from async_rlhf.rows import sampled_rows
+from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Of the mean absolute difference, in nats per token, whatever has been measured. Rounding alone stays an order of
@@ -46,12 +46,12 @@ _MISDRAWN_SHARE = 1e-4
 
 
 class Row(NamedTuple):
-    """A completion that is compared."""
+    """A sample that is compared."""
 
     prompt: Prompt
-    sample: int
+    number: int
     """Its number among the K of the prompt."""
-    rollout: Rollout
+    sample: Sample
 
 
 class Noise:
@@ -133,7 +133,7 @@ class Agreement:
         batch: int,
         policy: PreTrainedModel,
         snapshots: Callable[[int], Mapping[str, Tensor]],
-        groups: Sequence[RolloutGroup],
+        groups: Sequence[Group],
     ) -> dict[str, float]:
         """Compare some completions of a batch with what the learner computes for them.
 
@@ -153,9 +153,9 @@ class Agreement:
         samples = self.config.mismatch_samples
         if samples == 0:
             return {}
-        flat = [Row(group.prompt, k, rollout) for group in groups for k, rollout in enumerate(group.rollouts)]
+        flat = [Row(group.prompt, k, sample) for group in groups for k, sample in enumerate(group.samples)]
         chosen = [flat[i] for i in rows_of_batch(batch, len(flat), samples)]
-        versions = sorted({version for row in chosen for version in row.rollout.versions})
+        versions = sorted(drawn_versions(row.sample for row in chosen))
         found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast) for v in versions]
         tokens = Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         differences_N = tokens.log_ratios_N.abs()
@@ -186,7 +186,7 @@ class Agreement:
             )
         return float((other_N & ~misdrawn_N).sum())
 
-    def _require_likely(self, tokens: Comparison, groups: Sequence[RolloutGroup]) -> float:
+    def _require_likely(self, tokens: Comparison, groups: Sequence[Group]) -> float:
         """Require tokens that are distributed as their probabilities say. Returns the evidence that they are not."""
         evidence = self.evidence.add([tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()], groups)
         if evidence >= LIMIT:
@@ -261,10 +261,10 @@ def compare(
         params: of sampling.
         autocast: type that the learner computes in; None for that of its weights.
     """
-    rows = [row for row in rows if version in row.rollout.versions]
-    batch = response_tensors([RolloutGroup(row.prompt, (row.rollout,)) for row in rows])
-    mask_BT, device = batch["response_mask_BT"].bool(), device_of(policy)
-    drawn_N = torch.tensor([v == version for row in rows for v in row.rollout.versions])
+    rows = [row for row in rows if version in row.sample.versions]
+    batch = sampled_rows([row.sample for row in rows])
+    mask_BT, device = batch["sampled_BT"].bool(), device_of(policy)
+    drawn_N = torch.from_numpy(np.concatenate([s.versions[s.sampled] == version for _, _, s in rows]))
     # The columns of prompts stay on rank 0: they may be large, and only rewards need them.
     stripped = [row._replace(prompt=replace(row.prompt, columns={})) for row in rows]
     told = (dict.fromkeys(snapshot), version, stripped, params, autocast)
@@ -282,8 +282,8 @@ def compare(
     found = [x.cpu() for x in places(logits_NV, tokens_BT[mask_BT.to(device)], params.temperature)]
     logprobs_N, below_N, likelier_N, as_likely_N = (x.double() for x in found)
     drawn_by_N, point_N = (
-        torch.from_numpy(np.concatenate([f(params.seed, r.prompt.draw, r.sample, len(r.rollout.tokens)) for r in rows]))
-        for f in (completion_uniforms, auditing_uniforms)
+        torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s in rows]))
+        for f in (sample_uniforms, auditing_uniforms)
     )
     own_N = logprobs_N.exp()
     misses_N = torch.maximum(below_N - drawn_by_N, drawn_by_N - below_N - own_N).clamp(min=0)

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from async_rlhf.types import RolloutGroup
+import numpy as np
+
+from async_rlhf.types import Group
 
 FALSE_ALARMS = 6e-5
 """Most of the runs with a right sampler that this evidence ever stops; each of three tests has a third of them."""
@@ -43,7 +45,7 @@ class Evidence:
         """log10 of what the bettor on copies owns in this window."""
         self._batches = 0
 
-    def add(self, ranks: Sequence[Sequence[float]], groups: Sequence[RolloutGroup]) -> float:
+    def add(self, ranks: Sequence[Sequence[float]], groups: Sequence[Group]) -> float:
         """Take a batch into account.
 
         Args:
@@ -99,7 +101,7 @@ def _log_gain(counts: Sequence[int]) -> float:
     return gain + sum(math.lgamma(count + 0.5) - math.lgamma(0.5) for count in counts)
 
 
-def _bet_on_copies(groups: Sequence[RolloutGroup]) -> float:
+def _bet_on_copies(groups: Sequence[Group]) -> float:
     """log10 of what the bettor's fortune is multiplied by.
 
     The second of two completions, drawn by the same weights, equals the first with its probability p: 1 / p where it
@@ -107,10 +109,12 @@ def _bet_on_copies(groups: Sequence[RolloutGroup]) -> float:
     """
     pairs, copies = 0, []
     for group in groups:
-        for first, second in pairwise(group.rollouts):
-            pairs += first.versions[: len(second.versions)] == second.versions[: len(first.versions)]
-            if first.tokens == second.tokens and first.versions == second.versions:
-                copies.append(-sum(first.logprobs))
+        for first, second in pairwise(group.samples):
+            shorter = min(len(first), len(second))
+            same_weights = np.array_equal(first.versions[:shorter], second.versions[:shorter])
+            pairs += same_weights
+            if same_weights and np.array_equal(first.tokens, second.tokens):
+                copies.append(-float(first.logprobs.sum(dtype=np.float64)))
     if pairs == 0:
         return 0.0
     kept = math.log1p(-_STAKE)

@@ -13,7 +13,7 @@ from async_rlhf.generation.protocol import Completions, GeneratorError, Version
 from async_rlhf.generation.replies import check_completions
 from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.reports.trace import LEARNER, Trace
-from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Prompt
 from async_rlhf.weights import differing, digests, iterate_weights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class InlineGenerator:
             (version,) = version
         self._requests[index] = (self._version if version is None else version, prompts)
 
-    def collect(self, index: int) -> RolloutBatch:
+    def collect(self, index: int) -> Batch:
         """Sample the batch now."""
         assert self._policy is not None
         version, prompts = self._requests.pop(index)
@@ -63,8 +63,8 @@ class InlineGenerator:
         self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
         vocabulary = self._policy.get_input_embeddings().num_embeddings
         check_completions(f"the engine answered batch {index}", prompts, completions, self.engine.params, vocabulary)
-        groups = tuple(RolloutGroup(p, c) for p, c in zip(prompts, completions, strict=True))
-        return RolloutBatch(index, version, groups, ended - started, (version,), self._measure(index, groups))
+        groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
+        return Batch(index, version, groups, ended - started, (version,), self._measure(index, groups))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -73,7 +73,7 @@ class InlineGenerator:
     def _generate(self, prompts: Sequence[Prompt]) -> Completions:
         return self.engine.generate(prompts)
 
-    def _measure(self, index: int, groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
+    def _measure(self, index: int, groups: tuple[Group, ...]) -> dict[str, float]:
         assert self._policy is not None
         with self.trace.span("mismatch", batch=index):
             return self.agreement.measure(index, self._policy, lambda _: {}, groups)

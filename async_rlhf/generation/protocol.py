@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from async_rlhf.types import Prompt, Rollout, RolloutBatch
+from async_rlhf.types import Batch, Prompt, Sample
 
-Completions = list[tuple[Rollout, ...]]
+Completions = list[tuple[Sample, ...]]
 """For each prompt, its K completions."""
 
 
@@ -83,7 +83,7 @@ class Generator(Protocol):
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
 
-    def collect(self, index: int) -> RolloutBatch:
+    def collect(self, index: int) -> Batch:
         """The completions of batch ``index``. Blocks until they are there; raises what went wrong."""
 
     def close(self) -> None:

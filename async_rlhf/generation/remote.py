@@ -19,7 +19,7 @@ from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Prompt, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 from async_rlhf.weights import Snapshots, differing
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class RemoteGenerator:
             probe = self._probing and (own is None or own in self._probes)
             worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight))
 
-    def collect(self, index: int) -> RolloutBatch:
+    def collect(self, index: int) -> Batch:
         """Wait for every share of the batch.
 
         Raises:
@@ -116,10 +116,10 @@ class RemoteGenerator:
         del self._replies[index]
         ordered = [replies[worker.number] for worker in self.workers]
         completions = [group for reply in ordered for group in reply.completions]
-        groups = tuple(RolloutGroup(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
+        groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         seconds = max(reply.ended for reply in ordered) - min(reply.started for reply in ordered)
         shares = tuple(_oldest(reply) for reply in ordered)
-        return RolloutBatch(index, min(shares), groups, seconds, shares, self._measure(index, ordered, groups))
+        return Batch(index, min(shares), groups, seconds, shares, self._measure(index, ordered, groups))
 
     def close(self) -> None:
         """End the workers."""
@@ -150,7 +150,7 @@ class RemoteGenerator:
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
         check_completions(who, request.prompts, reply.completions, self._params, self._vocabulary)
-        drawn = {version for group in reply.completions for rollout in group for version in rollout.versions}
+        drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
             if wrong:
@@ -159,7 +159,7 @@ class RemoteGenerator:
                     f"{version}: {wrong}"
                 )
 
-    def _measure(self, index: int, replies: Sequence[Reply], groups: tuple[RolloutGroup, ...]) -> dict[str, float]:
+    def _measure(self, index: int, replies: Sequence[Reply], groups: tuple[Group, ...]) -> dict[str, float]:
         """Require an engine that computes and draws what the learner would, and say how far they are apart."""
         assert self._policy is not None
         probed = []
@@ -283,4 +283,4 @@ class RestartingGenerator(RemoteGenerator):
 
 def _oldest(reply: Reply) -> int:
     """Version of the first tokens. In flight, newer weights may have come between the start and the first token."""
-    return min((rollout.versions[0] for group in reply.completions for rollout in group), default=reply.version)
+    return min((int(s.versions[s.sampled][0]) for group in reply.completions for s in group), default=reply.version)

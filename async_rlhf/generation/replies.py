@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import xxhash
 
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 
 _ROUNDING = 1e-3
 """How far a log-probability may lie above 0."""
@@ -40,41 +39,55 @@ def check_completions(
     """
     if len(completions) != len(prompts):
         raise GeneratorError(f"{who} with completions of {len(completions)} prompts; {len(prompts)} were asked for")
-    stops = frozenset(params.stop_token_ids)
-    for prompt, rollouts in zip(prompts, completions, strict=True):
-        if len(rollouts) != params.samples_per_prompt:
+    stops = sorted(params.stop_token_ids)
+    for prompt, samples in zip(prompts, completions, strict=True):
+        if len(samples) != params.samples_per_prompt:
             raise GeneratorError(
-                f"{who} with {len(rollouts)} completions of the prompt of draw {prompt.draw}; "
+                f"{who} with {len(samples)} completions of the prompt of draw {prompt.draw}; "
                 f"samples_per_prompt is {params.samples_per_prompt}"
             )
-        for sample, rollout in enumerate(rollouts):
-            wrong = _wrong(rollout, params.response_length, stops, vocabulary)
+        asked = np.array(prompt.tokens, dtype=np.int64)
+        for number, sample in enumerate(samples):
+            wrong = _wrong_form(sample, asked) or _wrong_tokens(sample, params.response_length, stops, vocabulary)
             if wrong:
-                raise GeneratorError(f"{who} wrongly: of sample {sample} of the prompt of draw {prompt.draw}, {wrong}")
+                raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
 
 
-def _wrong(rollout: Rollout, longest: int, stops: frozenset[int], vocabulary: int) -> str:
-    """What is wrong with a completion; nothing where it is right."""
-    tokens, logprobs = rollout.tokens, rollout.logprobs
-    if not 1 <= len(tokens) <= longest:
-        return f"the number of tokens is {len(tokens)}; it must be from 1 to response_length, {longest}"
-    if not len(logprobs) == len(rollout.versions) == len(tokens):
+def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
+    """What is wrong with the arrays of a sample, or with its prompt; nothing where they are right."""
+    sizes = [len(array) for array in (sample.tokens, sample.sampled, sample.logprobs, sample.versions)]
+    if len(set(sizes)) > 1:
+        after = [max(0, size - len(asked)) for size in sizes]
         return (
-            f"there are {len(tokens)} tokens, {len(logprobs)} log-probabilities and {len(rollout.versions)} versions; "
+            f"there are {after[0]} tokens, {after[2]} log-probabilities and {after[3]} versions; "
             "each token must have one of each"
         )
-    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        outside = next(token for token in tokens if not 0 <= token < vocabulary)
-        return f"a token is {outside}; it must be from 0 to {vocabulary - 1}"
-    if not (math.isfinite(sum(logprobs)) and max(logprobs) <= _ROUNDING):
-        bad = next(x for x in logprobs if not (math.isfinite(x) and x <= _ROUNDING))
+    if not np.array_equal(sample.tokens[: len(asked)], asked):
+        return f"the prompt is {sample.tokens[: len(asked)].tolist()}; it must be as asked, {asked.tolist()}"
+    if sample.sampled[: len(asked)].any() or not sample.sampled[len(asked) :].all():
+        return "the tokens marked as sampled are not those behind the prompt; they must be exactly these"
+    return ""
+
+
+def _wrong_tokens(sample: Sample, longest: int, stops: Sequence[int], vocabulary: int) -> str:
+    """What is wrong with what was drawn; nothing where it is right."""
+    tokens, logprobs = sample.drawn, sample.logprobs[sample.sampled]
+    if not 1 <= len(tokens) <= longest:
+        return f"the number of tokens is {len(tokens)}; it must be from 1 to response_length, {longest}"
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if outside.any():
+        return f"a token is {tokens[outside][0]}; it must be from 0 to {vocabulary - 1}"
+    possible = logprobs <= _ROUNDING  # not of NaN
+    if not (possible & np.isfinite(logprobs)).all():
+        bad = logprobs[~(possible & np.isfinite(logprobs))][0]
         return f"a log-probability is {bad}; it must be finite, and at most 0"
-    if not stops.isdisjoint(tokens[:-1]):
-        place = next(i for i, token in enumerate(tokens) if token in stops)
+    (ends,) = np.nonzero(np.isin(tokens, stops))
+    if len(ends) and ends[0] < len(tokens) - 1:
+        place = int(ends[0])
         return f"token {place} is the stop token {tokens[place]}, and {len(tokens) - place - 1} follow it"
-    if (rollout.finish_reason == "stop") != (tokens[-1] in stops):
-        found = f"finish_reason is {rollout.finish_reason!r} and the last token {tokens[-1]}"
-        return f"{found}; stop tokens are {sorted(stops)}"
-    if rollout.finish_reason == "length" and len(tokens) < longest:
+    if (sample.finish_reason == "stop") != (len(ends) > 0):
+        found = f"finish_reason is {sample.finish_reason!r} and the last token {tokens[-1]}"
+        return f"{found}; stop tokens are {stops}"
+    if sample.finish_reason == "length" and len(tokens) < longest:
         return f"finish_reason is 'length' after {len(tokens)} tokens; response_length is {longest}"
     return ""

@@ -51,22 +51,21 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndar
 def row_uniforms(seed: int, prompts: Sequence[Prompt], samples: int, positions: int) -> np.ndarray:
     """One number in [0, 1) for each (prompt, sample, position): float64, shape (P, K, positions)."""
     draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)[:, None, None]
-    return _uniforms(seed, draw_P, np.arange(samples, dtype=np.uint64)[None, :, None], positions)
+    return _uniforms(seed, draw_P, np.arange(samples, dtype=np.uint64)[None, :, None], np.arange(positions))
 
 
-def completion_uniforms(seed: int, draw: int, sample: int, positions: int) -> np.ndarray:
-    """The numbers that :func:`row_uniforms` gives one completion: float64, shape (positions,)."""
+def sample_uniforms(seed: int, draw: int, sample: int, positions: np.ndarray) -> np.ndarray:
+    """The numbers that :func:`row_uniforms` gives one sample at some positions: float64, shape (len(positions),)."""
     return _uniforms(seed, np.array([draw], dtype=np.uint64), np.array([sample], dtype=np.uint64), positions)
 
 
-def auditing_uniforms(seed: int, draw: int, sample: int, positions: int) -> np.ndarray:
-    """Numbers like them that no completion is drawn with, for tests of those that are."""
-    return completion_uniforms(seed, draw, sample | 1 << 31, positions)
+def auditing_uniforms(seed: int, draw: int, sample: int, positions: np.ndarray) -> np.ndarray:
+    """Numbers like them that no sample is drawn with, for tests of those that are."""
+    return sample_uniforms(seed, draw, sample | 1 << 31, positions)
 
 
-def _uniforms(seed: int, draws: np.ndarray, samples: np.ndarray, positions: int) -> np.ndarray:
-    position_T = np.arange(positions, dtype=np.uint64)
-    counter = np.broadcast_arrays(position_T, samples, draws & _LOW, draws >> _32)
+def _uniforms(seed: int, draws: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    counter = np.broadcast_arrays(positions.astype(np.uint64), samples, draws & _LOW, draws >> _32)
     high, low, _, _ = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     return ((high >> np.uint64(5)) * 67108864.0 + (low >> np.uint64(6))) / 9007199254740992.0  # 53 bits
 

@@ -32,7 +32,7 @@ from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 from async_rlhf.weights import SnapshotFolder, SnapshotRing, Snapshots, differing
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class _Server:
         await client.resume()
         return expected
 
-    async def _generate(self, client: ServerClient, prompts: Sequence[Prompt]) -> list[tuple[Rollout, ...]]:
+    async def _generate(self, client: ServerClient, prompts: Sequence[Prompt]) -> list[tuple[Sample, ...]]:
         seeds = request_seeds(self.params.seed, prompts)
         return await _together(
             client.generate(prompt.tokens, self.params, seed, self._prefix)
@@ -289,17 +289,17 @@ class _Server:
 
     async def _generate_in_flight(
         self, client: ServerClient, prompts: Sequence[Prompt], held: dict[int, dict[str, str]]
-    ) -> list[tuple[Rollout, ...]]:
+    ) -> list[tuple[Sample, ...]]:
         """The same, with every newer version loaded as soon as there is one."""
         ended = Event()
 
-        async def sample() -> list[tuple[Rollout, ...]]:
+        async def sample() -> list[tuple[Sample, ...]]:
             try:
                 return await self._generate(client, prompts)
             finally:
                 ended.set()
 
-        async def keep_new() -> list[tuple[Rollout, ...]]:
+        async def keep_new() -> list[tuple[Sample, ...]]:
             while not ended.is_set():
                 newest = self.snapshots.newest
                 if newest > max(held):

@@ -18,8 +18,8 @@ from async_rlhf.config.base import require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, apart, masked
 from async_rlhf.generation.probe import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_rollout
-from async_rlhf.types import Rollout
+from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
+from async_rlhf.types import Sample
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 """Sampling takes as long as it takes; the generator has a limit of its own."""
@@ -69,7 +69,7 @@ class ServerClient:
 
     async def generate(
         self, tokens: Sequence[int], params: SamplingParams, seed: int, prefix: str
-    ) -> tuple[Rollout, ...]:
+    ) -> tuple[Sample, ...]:
         """K completions of a prompt. The labels of their weights are ``prefix`` and the version.
 
         Raises:
@@ -77,7 +77,7 @@ class ServerClient:
         """
         fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed)}
         answer = await self._post("/inference/v1/generate", json=fields)
-        return tuple(_rollout(choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))
+        return tuple(_sample(tokens, choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Log-probability of each token of some rows but the first of each."""
@@ -220,13 +220,13 @@ def _wait_until_up(http: httpx.Client, url: str, seconds: float) -> None:
         time.sleep(min(1.0, seconds))
 
 
-def _rollout(choice: dict[str, Any], prefix: str) -> Rollout:
+def _sample(prompt: Sequence[int], choice: dict[str, Any], prefix: str) -> Sample:
     if choice["finish_reason"] == "abort":
         raise ServerGoneError("dropped a request")
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
     try:
-        return to_rollout(choice["token_ids"], logprobs, spans, choice["finish_reason"], prefix)
+        return to_sample(prompt, choice["token_ids"], logprobs, spans, choice["finish_reason"], prefix)
     except OtherWeightsError as error:
         raise ServerGoneError(f"{error}: it was restarted, or somebody else uses it") from error
 

@@ -18,7 +18,7 @@ from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.parallel import device_of
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 from async_rlhf.weights import digests, named_weights
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -88,7 +88,7 @@ class TransformersEngine:
         try:
             per_chunk = max(1, self.params.batch_size // self.params.samples_per_prompt)
             order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-            completions: dict[int, tuple[Rollout, ...]] = {}
+            completions: dict[int, tuple[Sample, ...]] = {}
             for start in range(0, len(order), per_chunk):
                 chunk = order[start : start + per_chunk]
                 completions.update(zip(chunk, self._decode([prompts[i] for i in chunk]), strict=True))
@@ -137,7 +137,7 @@ class TransformersEngine:
             else:
                 seen_BT = mask_BT[:, : mask_BT.shape[1] - room]
                 logits_BV = self._forward(tokens_B[:, None], seen_BT, seen_BT.sum(dim=1, keepdim=True) - 1, cache)
-        return self._rollouts(tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R, versions)
+        return self._samples(prompts, tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R, versions)
 
     def _prefill(self, rows: Sequence[tuple[int, ...]], samples: int, room: int) -> tuple[Tensor, Tensor, DynamicCache]:
         """Run each row of tokens once, padded on the left, and repeat its state for its samples.
@@ -180,21 +180,28 @@ class TransformersEngine:
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         return output.logits[:, -1]
 
-    def _rollouts(
-        self, tokens_RT: Tensor, logprobs_RT: Tensor, lengths_R: Tensor, stopped_R: Tensor, versions: Sequence[int]
+    def _samples(
+        self,
+        prompts: Sequence[Prompt],
+        tokens_RT: Tensor,
+        logprobs_RT: Tensor,
+        lengths_R: Tensor,
+        stopped_R: Tensor,
+        versions: Sequence[int],
     ) -> Completions:
         finite = torch.isfinite(logprobs_RT).all(dim=0).tolist()
         if not all(finite):
             raise FloatingPointError(f"the logits of weights version {versions[finite.index(False)]} are not finite")
         k = self.params.samples_per_prompt
-        tokens, logprobs = tokens_RT.tolist(), logprobs_RT.tolist()
-        rollouts = [
-            Rollout(
-                tokens=tuple(tokens[i][:length]),
-                logprobs=tuple(logprobs[i][:length]),
-                versions=tuple(versions[:length]),
+        tokens, logprobs = tokens_RT.cpu().numpy(), logprobs_RT.cpu().numpy()
+        samples = [
+            Sample.answer(
+                prompts[i // k].tokens,
+                tokens[i, :length],
+                logprobs[i, :length],
+                versions[:length],
                 finish_reason="stop" if stopped else "length",
             )
             for i, (length, stopped) in enumerate(zip(lengths_R.tolist(), stopped_R.tolist(), strict=True))
         ]
-        return [tuple(rollouts[i : i + k]) for i in range(0, len(rollouts), k)]
+        return [tuple(samples[i : i + k]) for i in range(0, len(samples), k)]

@@ -25,9 +25,9 @@ from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import LENGTH, probe_tokens
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.generation.vllm_requests import request_fields, to_rollout
+from async_rlhf.generation.vllm_requests import request_fields, to_sample
 from async_rlhf.lora import write_adapter
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 from async_rlhf.weights import digests
 
 CPU_KV_CACHE_GB = 1.0
@@ -125,8 +125,8 @@ class VLLMEngine:
         params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
         outputs = self._run([prompt.tokens for prompt in prompts], params, progress)
         return [
-            tuple(_rollout(sample) for sample in sorted(output.outputs, key=lambda sample: sample.index))
-            for output in outputs
+            tuple(_sample(prompt.tokens, answer) for answer in sorted(output.outputs, key=lambda answer: answer.index))
+            for prompt, output in zip(prompts, outputs, strict=True)
         ]
 
     def probe(self) -> list[float]:
@@ -181,10 +181,10 @@ class VLLMEngine:
         return [finished[i] for i in range(len(prompts))]
 
 
-def _rollout(sample: Any) -> Rollout:
-    logprobs = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
-    spans = [(span.version, span.start, span.end) for span in sample.weight_versions]
-    return to_rollout(sample.token_ids, logprobs, spans, sample.finish_reason)
+def _sample(prompt: Sequence[int], answer: Any) -> Sample:
+    logprobs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+    spans = [(span.version, span.start, span.end) for span in answer.weight_versions]
+    return to_sample(prompt, answer.token_ids, logprobs, spans, answer.finish_reason)
 
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:

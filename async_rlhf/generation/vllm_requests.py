@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.types import Rollout
+from async_rlhf.types import Sample
 
 
 class OtherWeightsError(RuntimeError):
@@ -31,16 +31,18 @@ def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
     }
 
 
-def to_rollout(
+def to_sample(
+    prompt: Sequence[int],
     tokens: Sequence[int],
     logprobs: Sequence[float],
     spans: Iterable[tuple[str, int, int]],
     finish_reason: Any,
     prefix: str = "",
-) -> Rollout:
-    """One completion.
+) -> Sample:
+    """A prompt with one answer.
 
     Args:
+        prompt: as it was asked.
         tokens: as drawn.
         logprobs: of each.
         spans: labels of weights, with the first token that each drew and the one after the last.
@@ -63,4 +65,4 @@ def to_rollout(
         raise RuntimeError(f"vLLM ended a completion for another reason: {finish_reason}")
     if not all(map(math.isfinite, logprobs)):
         raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
-    return Rollout(tuple(tokens), tuple(logprobs), tuple(versions), finish_reason)
+    return Sample.answer(prompt, tokens, logprobs, versions, finish_reason)

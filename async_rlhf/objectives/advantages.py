@@ -49,30 +49,52 @@ def group_normalized(rewards_PK: Tensor, scale: Literal["group", "batch", "none"
     return centred_PK / (deviation + _GROUP_EPSILON)
 
 
-def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al., arXiv 1506.02438, eq. 16.
 
     delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), with V and A 0 after the last token.
+    A step in time goes from one sampled token to the next; what is given at the tokens between them is a part of the
+    earlier one's reward.
 
     Args:
-        rewards_BT: of each response token.
-        values_BT: of the text before each response token.
-        mask_BT: 1 at response tokens, which are neighbours.
+        rewards_BT: given at each token. What is given before the first sampled token is nobody's.
+        values_BT: of the text before each sampled token.
+        sampled_BT: 1 at the tokens that the policy drew.
         gamma: discount.
         lam: lambda.
 
     Returns:
-        Advantages_BT and returns_BT = advantages + values, both 0 outside the response.
+        Advantages_BT and returns_BT = advantages + values, both 0 where no token was sampled.
     """
-    values_BT = values_BT * mask_BT
+    values_BT = values_BT * sampled_BT
     advantages_BT = torch.zeros_like(values_BT)
-    next_advantage_B = next_value_B = torch.zeros_like(values_BT[:, 0])
+    next_advantage_B = next_value_B = later_B = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(values_BT.shape[1])):
-        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
-        next_advantage_B = (delta_B + gamma * lam * next_advantage_B) * mask_BT[:, t]
-        next_value_B = values_BT[:, t]
+        sampled_B, value_B, reward_B = sampled_BT[:, t] > 0, values_BT[:, t], rewards_BT[:, t] + later_B
+        delta_B = reward_B + gamma * next_value_B - value_B
+        next_advantage_B = torch.where(sampled_B, delta_B + gamma * lam * next_advantage_B, next_advantage_B)
+        next_value_B = torch.where(sampled_B, value_B, next_value_B)
+        later_B = reward_B.masked_fill(sampled_B, 0.0)
         advantages_BT[:, t] = next_advantage_B
+    advantages_BT = advantages_BT * sampled_BT
     return advantages_BT, advantages_BT + values_BT
+
+
+def at_last(values_B: Tensor, sampled_BT: Tensor) -> Tensor:
+    """(B, T): the value of each row at its last sampled token, 0 elsewhere and in rows that have none."""
+    places_T = torch.arange(1, sampled_BT.shape[1] + 1, device=sampled_BT.device)
+    numbers_BT = sampled_BT.bool() * places_T
+    last_BT = (numbers_BT == numbers_BT.amax(dim=1, keepdim=True)) & (numbers_BT > 0)
+    return torch.where(last_BT, values_B[:, None], torch.zeros_like(values_B[:, None]))
+
+
+def row_means(values_BT: Tensor, sampled_BT: Tensor) -> Tensor:
+    """(B,): means over the sampled tokens of each row, 0 where there are none.
+
+    Summed in float64, so that the mean of equal float32 numbers is that number.
+    """
+    sums_B = (values_BT.double() * sampled_BT).sum(dim=1)
+    return (sums_B / sampled_BT.double().sum(dim=1).clamp(min=1)).to(values_BT.dtype)
 
 
 def whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From rollouts to scores: the reward model, the reward functions, and the penalties for length and for not ending."""
+"""From samples to scores: the reward model, the reward functions, and the penalties for length and for not ending."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.data.tokenizer import decode_responses
+from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.forward import score_batch, score_in_batches
 from async_rlhf.ranks import Ranks
 from async_rlhf.rows import dealt
@@ -27,7 +28,7 @@ from async_rlhf.scoring.functions import (
     raise_or_warn,
 )
 from async_rlhf.scoring.stoppable import Source, StoppableFunction, source_of, warn_unstoppable
-from async_rlhf.types import Rollout, RolloutBatch, RolloutGroup, ScoredBatch
+from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
 
 class Scorer:
@@ -82,18 +83,18 @@ class Scorer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
 
-    def __call__(self, batch: RolloutBatch) -> ScoredBatch:
-        """Score every completion.
+    def __call__(self, batch: Batch) -> ScoredBatch:
+        """Score every sample.
 
         Raises:
             RewardError: not with ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        samples = batch.samples
         rewards: dict[str, Tensor] = {}
-        failed_R = torch.zeros(len(rollouts), dtype=torch.bool)
+        failed_R = torch.zeros(len(samples), dtype=torch.bool)
         metrics: dict[str, float] = {}
         if self.reward_model is not None:
-            rewards["model"] = self._model_scores(batch.groups)
+            rewards["model"] = self._model_scores(samples)
             failed_R = rewards["model"].isnan()
         if self.reward_funcs:
             self._prepare()
@@ -102,14 +103,14 @@ class Scorer:
                 rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
                 failed_R |= torch.tensor([has_failed(value) for value in values])
             metrics["time/reward_funcs"] = time.monotonic() - started
-        scores_R = self._sum(rewards, failed_R, rollouts)
-        ended_R = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
+        scores_R = self._sum(rewards, failed_R, samples)
+        ended_R = torch.tensor([sample.finish_reason == "stop" for sample in samples])
         if self.config.non_eos_penalty:
             base_R = scores_R if self.config.non_eos_penalty == "add" else torch.zeros_like(scores_R)
             scores_R = torch.where(ended_R, scores_R, base_R + self.config.penalty_reward_value)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
-        metrics |= _metrics(scores_R, rewards, ended_R, rollouts)
+        metrics |= _metrics(scores_R, rewards, ended_R, samples)
         return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics)
 
     @contextmanager
@@ -151,13 +152,12 @@ class Scorer:
         for name in state.keys() & functions.keys():
             functions[name].load_state_dict(state[name])
 
-    def _model_scores(self, groups: Sequence[RolloutGroup]) -> Tensor:
+    def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
         """float64, NaN where the model gave no finite number."""
-        samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        rows = [prompt.tokens + rollout.tokens for prompt, rollout in samples]
+        rows = [tuple(sample.tokens.tolist()) for sample in samples]
         scores_R = score_in_batches(self.score_batches, rows, self.config.annotate_batch_size).double()
         message = "the reward model gave {score} for {text!r}"
-        return self._finite(scores_R, ~scores_R.isfinite(), [rollout for _, rollout in samples], message)
+        return self._finite(scores_R, ~scores_R.isfinite(), samples, message)
 
     def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
         """Scores of each batch of rows by the reward model, which every rank computes some of."""
@@ -178,39 +178,40 @@ class Scorer:
         timeout = self.config.reward_timeout
         return call_reward_functions(self._callable, prompts, completions, columns, timeout, self.skip)
 
-    def _function_scores(self, groups: Sequence[RolloutGroup]) -> dict[str, list[float | None]]:
+    def _function_scores(self, groups: Sequence[Group]) -> dict[str, list[float | None]]:
         """None where a function does not apply, NaN where it failed."""
-        samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        names = {name: None for prompt, _ in samples for name in prompt.columns if name != self.prompt_field}
+        prompts = [group.prompt for group in groups for _ in group.samples]
+        names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
         return self._call_functions(
-            prompts=[str(prompt.columns[self.prompt_field]) for prompt, _ in samples],
-            completions=decode_responses(self.tokenizer, [rollout for _, rollout in samples]),
-            columns={name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
-            samples=len(groups[0].rollouts),
+            prompts=[str(prompt.columns[self.prompt_field]) for prompt in prompts],
+            completions=decode_samples(self.tokenizer, [sample for group in groups for sample in group.samples]),
+            columns={name: [prompt.columns.get(name) for prompt in prompts] for name in names},
+            samples=len(groups[0].samples),
         )
 
-    def _sum(self, rewards: Mapping[str, Tensor], failed_R: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
+    def _sum(self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample]) -> Tensor:
         """float32, NaN where a part failed, where no part applies, or where the sum is too large."""
-        lengths_R = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.float64)
+        lengths_R = torch.tensor(_lengths(samples), dtype=torch.float64)
         sums_R = -self.config.length_penalty * lengths_R
-        nobody_R = torch.ones(len(rollouts), dtype=torch.bool)
+        sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
+        nobody_R = torch.tensor([sample.rewards is None for sample in samples])
         for name, rewards_R in rewards.items():
             sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
             nobody_R &= rewards_R.isnan()
         scores_R = sums_R.float().masked_fill(failed_R, torch.nan)
         message = "every reward function returned None for completion {text!r}; at least one must return a number"
-        scores_R = self._finite(scores_R, nobody_R & ~failed_R, rollouts, message)
+        scores_R = self._finite(scores_R, nobody_R & ~failed_R, samples, message)
         message = "the reward of completion {text!r} is {score}; must be a finite float32"
-        return self._finite(scores_R, ~scores_R.isfinite() & ~failed_R & ~nobody_R, rollouts, message)
+        return self._finite(scores_R, ~scores_R.isfinite() & ~failed_R & ~nobody_R, samples, message)
 
-    def _finite(self, scores_R: Tensor, broken_R: Tensor, rollouts: Sequence[Rollout], message: str) -> Tensor:
+    def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """NaN in place of what is broken, where that does not stop the run."""
         if not broken_R.any():
             return scores_R
         first = int(broken_R.nonzero()[0])
-        text = self.tokenizer.decode(list(rollouts[first].tokens))
+        text = self.tokenizer.decode(samples[first].drawn.tolist())
         error = RewardError(message.format(score=scores_R[first].item(), text=text))
-        raise_or_warn(error, int(broken_R.sum()), len(rollouts), self.skip)
+        raise_or_warn(error, int(broken_R.sum()), len(samples), self.skip)
         return scores_R.masked_fill(broken_R, torch.nan)
 
 
@@ -239,17 +240,27 @@ def _by_name(functions: Sequence[RewardFunction], taken: set[str]) -> dict[str, 
 
 
 def _metrics(
-    scores_R: Tensor, rewards: Mapping[str, Tensor], ended_R: Tensor, rollouts: Sequence[Rollout]
+    scores_R: Tensor, rewards: Mapping[str, Tensor], ended_R: Tensor, samples: Sequence[Sample]
 ) -> dict[str, float]:
     """Scores and rewards are averaged over the valid ones; where there are none, the mean is left out."""
     scores_R = scores_R.double()  # in float32 the square of a large score is infinite
     mean = scores_R.nanmean()
     means = {"objective/scores": mean, "objective/scores_std": (scores_R - mean).square().nanmean().sqrt()}
     means |= {f"reward/{name}": rewards_R.nanmean() for name, rewards_R in rewards.items()}
-    lengths = [len(rollout.tokens) for rollout in rollouts]
+    lengths = _lengths(samples)
     return {
         **{name: value.item() for name, value in means.items() if value.isfinite()},
         "val/num_eos_tokens": float(ended_R.sum()),
         "val/ended_share": ended_R.float().mean().item(),
         "val/response_length": sum(lengths) / len(lengths),
     }
+
+
+def _given(sample: Sample) -> float:
+    """What an environment gave for it, in all."""
+    return 0.0 if sample.rewards is None else float(sample.rewards.sum(dtype=np.float64))
+
+
+def _lengths(samples: Sequence[Sample]) -> list[int]:
+    """How many tokens the policy drew of each."""
+    return [int(sample.sampled.sum()) for sample in samples]

@@ -11,12 +11,12 @@ import torch
 
 from async_rlhf.config import PairsConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.data.tokenizer import decode_responses
+from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.models import default_device, load_policy, load_tokenizer
 from async_rlhf.stage import Stage, json_lines
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +47,19 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
 
     policy = load_policy(config.model, device, trust=config.trust_remote_code)
     completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
-    rollouts = [rollout for group in completions for rollout in group]
-    texts = decode_responses(tokenizer, rollouts)
+    samples = [sample for group in completions for sample in group]
+    texts = decode_samples(tokenizer, samples)
     each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
     columns = [{k: value for k, value in prompt.columns.items() if k != config.prompt_field} for prompt in each]
     queries = [str(prompt.columns[config.prompt_field]) for prompt in each]
-    scores = judge(queries, columns, texts, [rollout.finish_reason == "stop" for rollout in rollouts])
-    pairs = best_and_worst(prompts, rollouts, texts, scores, config.pairs_per_prompt, config.prompt_field)
+    scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples])
+    pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field)
     results = {
         "prompts": len(prompts),
         "dropped": dropped,
         "pairs": len(pairs),
         "ties": len(prompts) * config.pairs_per_prompt - len(pairs),
-        "ended_share": sum(rollout.finish_reason == "stop" for rollout in rollouts) / len(rollouts),
+        "ended_share": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
         "score_mean": sum(scores) / len(scores),
         "score_margin": sum(pair["chosen_score"] - pair["rejected_score"] for pair in pairs) / max(1, len(pairs)),
     }
@@ -70,7 +70,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
 
 def best_and_worst(
     prompts: Sequence[Prompt],
-    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
     texts: Sequence[str],
     scores: Sequence[float],
     pairs_per_prompt: int = 1,
@@ -80,12 +80,12 @@ def best_and_worst(
     second best against the second worst, and so on. A pair of equal scores is dropped; of equal samples the first
     comes first.
     """
-    k = len(rollouts) // len(prompts)
+    k = len(samples) // len(prompts)
     pairs = []
     for i, prompt in enumerate(prompts):
-        samples = range(i * k, (i + 1) * k)
-        best_first = sorted(samples, key=lambda sample: -scores[sample])
-        worst_first = sorted(samples, key=scores.__getitem__)
+        rows = range(i * k, (i + 1) * k)
+        best_first = sorted(rows, key=lambda row: -scores[row])
+        worst_first = sorted(rows, key=scores.__getitem__)
         for best, worst in zip(best_first[:pairs_per_prompt], worst_first, strict=False):
             if scores[best] > scores[worst]:
                 pairs.append(
@@ -95,8 +95,8 @@ def best_and_worst(
                         "rejected": texts[worst],
                         "chosen_score": scores[best],
                         "rejected_score": scores[worst],
-                        "chosen_finish_reason": rollouts[best].finish_reason,
-                        "rejected_finish_reason": rollouts[worst].finish_reason,
+                        "chosen_finish_reason": samples[best].finish_reason,
+                        "rejected_finish_reason": samples[worst].finish_reason,
                     }
                 )
     return pairs

@@ -23,7 +23,7 @@ from transformers import GPTNeoXForCausalLM
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny import tiny_config
+from tiny import Drawn, all_drawn, answered, tiny_config
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation import transformers_engine as engine_module
@@ -35,7 +35,7 @@ from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Prompt, Rollout, RolloutBatch
+from async_rlhf.types import Batch, Prompt
 from async_rlhf.weights import SnapshotRing, named_weights
 
 PROMPTS, SAMPLES, COMPARED, LENGTH = 16, 4, 8, 16
@@ -97,7 +97,7 @@ class HereGenerator(RemoteGenerator):
         self._accept(worker, worker.handler.answer(worker.open[0]))
         return True
 
-    def sample(self, batch: int) -> RolloutBatch:
+    def sample(self, batch: int) -> Batch:
         self.submit(batch, batch - 1, prompts_of(batch))
         return self.collect(batch)
 
@@ -297,19 +297,28 @@ def another_seed(patch, engine):
 # The answer
 
 
-def answered_by(patch: pytest.MonkeyPatch, engine: TransformersEngine, change: Callable[..., Completions]) -> None:
+Change = Callable[[list[tuple[Drawn, ...]], Sequence[Prompt]], list[tuple[Drawn, ...]]]
+
+
+def answered_by(patch: pytest.MonkeyPatch, engine: TransformersEngine, change: Change) -> None:
+    """Have what was drawn changed, as if the prompts had been answered so."""
     generate = engine.generate
-    patch.setattr(engine, "generate", lambda prompts, progress=None: change(generate(prompts), prompts))
+
+    def generate_and_change(prompts: Sequence[Prompt], progress: object = None) -> Completions:
+        changed = change(all_drawn(generate(prompts)), prompts)
+        return answered((*prompts, prompts[0])[: len(changed)], changed)
+
+    patch.setattr(engine, "generate", generate_and_change)
 
 
-def each(change: Callable[[Rollout, int], Rollout]) -> Callable[..., Completions]:
+def each(change: Callable[[Drawn, int], Drawn]) -> Change:
     """Every completion changed: by itself and its number k."""
     return lambda completions, prompts: [tuple(change(r, k) for k, r in enumerate(group)) for group in completions]
 
 
-def cut(rollout: Rollout, length: int, **changes: Any) -> Rollout:
+def cut(one: Drawn, length: int, **changes: Any) -> Drawn:
     names = ("tokens", "logprobs", "versions")
-    return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names}, **changes)
+    return one._replace(**{name: getattr(one, name)[:length] for name in names}, **changes)
 
 
 @fault("one completion is the same in every batch", 8, 8, "other log-probabilities", since=2)
@@ -318,7 +327,7 @@ def one_fixed_row(patch, engine):
 
     def change(completions, prompts):
         kept.append(completions[3][1])
-        fixed = replace(kept[0], versions=completions[3][1].versions[:1] * len(kept[0].tokens))
+        fixed = kept[0]._replace(versions=completions[3][1].versions[:1] * len(kept[0].tokens))
         return [*completions[:3], (completions[3][0], fixed, *completions[3][2:]), *completions[4:]]
 
     answered_by(patch, engine, change)
@@ -329,7 +338,8 @@ def duplicated_prompt(patch, engine):
     generate = engine.generate
 
     def change(prompts, progress=None):
-        return generate([prompts[0], replace(prompts[0], draw=prompts[1].draw), *prompts[2:]])
+        twice = [prompts[0], replace(prompts[0], draw=prompts[1].draw), *prompts[2:]]
+        return answered(prompts, all_drawn(generate(twice)))
 
     patch.setattr(engine, "generate", change)
 
@@ -386,11 +396,11 @@ def other_prompts_sample(patch, engine):
 
 @fault("the completions of the batch before", 1, 1, "other log-probabilities", since=2)
 def answers_of_before(patch, engine):
-    before = engine.generate(prompts_of(1))
+    before = all_drawn(engine.generate(prompts_of(1)))
 
     def change(completions, prompts):
         version = engine.version
-        return [tuple(replace(r, versions=(version,) * len(r.tokens)) for r in group) for group in before]
+        return [tuple(r._replace(versions=(version,) * len(r.tokens)) for r in group) for group in before]
 
     answered_by(patch, engine, change)
 
@@ -403,29 +413,45 @@ def other_request(patch, engine):
     patch.setattr(worker, "fingerprint", lambda prompts: fingerprint(prompts[::-1]))
 
 
+@fault("the answer begins with another prompt", 1, 1, "the prompt is .* it must be as asked")
+def other_prompt_repeated(patch, engine):
+    generate = engine.generate
+    patch.setattr(
+        engine, "generate", lambda prompts, progress=None: answered(prompts[::-1], all_drawn(generate(prompts)))
+    )
+
+
+@fault("a drawn token is not marked as drawn", 1, 1, "the tokens marked as sampled are not those behind the prompt")
+def token_not_marked(patch, engine):
+    generate = engine.generate
+
+    def change(prompts, progress=None):
+        completions = generate(prompts)
+        completions[2][1].sampled[-1] = False
+        return completions
+
+    patch.setattr(engine, "generate", change)
+
+
 # Their ends
 
 
 @fault("the stop token is cut off", 1, 1, "finish_reason is 'stop' and the last token")
 def stop_token_cut_off(patch, engine):
-    def change(rollout, k):
-        return (
-            cut(rollout, len(rollout.tokens) - 1)
-            if rollout.finish_reason == "stop" and len(rollout.tokens) > 1
-            else rollout
-        )
+    def change(one, k):
+        return cut(one, len(one.tokens) - 1) if one.finish_reason == "stop" and len(one.tokens) > 1 else one
 
     answered_by(patch, engine, each(change))
 
 
 @fault('every completion says "stop"', 1, 1, "finish_reason is 'stop' and the last token")
 def all_stop(patch, engine):
-    answered_by(patch, engine, each(lambda rollout, k: replace(rollout, finish_reason="stop")))
+    answered_by(patch, engine, each(lambda r, k: r._replace(finish_reason="stop")))
 
 
 @fault('every completion says "length"', 1, 1, "finish_reason is 'length'")
 def all_length(patch, engine):
-    answered_by(patch, engine, each(lambda rollout, k: replace(rollout, finish_reason="length")))
+    answered_by(patch, engine, each(lambda r, k: r._replace(finish_reason="length")))
 
 
 @fault('cut at 3 tokens, "length"', 1, 1, "finish_reason is 'length' after 3 tokens; response_length is 16")
@@ -480,14 +506,14 @@ def off_by_a_nat(patch, engine):
     answered_by(
         patch,
         engine,
-        each(lambda r, k: replace(r, logprobs=tuple(x - 1 for x in r.logprobs)) if k == 1 else r),
+        each(lambda r, k: r._replace(logprobs=tuple(x - 1 for x in r.logprobs)) if k == 1 else r),
     )
 
 
 @fault("log-probabilities of one completion are off by 1 nat", 8, 8, "other log-probabilities")
 def one_off_by_a_nat(patch, engine):
     def change(completions, prompts):
-        wrong = replace(completions[7][2], logprobs=tuple(x - 1 for x in completions[7][2].logprobs))
+        wrong = completions[7][2]._replace(logprobs=tuple(x - 1 for x in completions[7][2].logprobs))
         return [*completions[:7], (*completions[7][:2], wrong, completions[7][3]), *completions[8:]]
 
     answered_by(patch, engine, change)
@@ -495,17 +521,17 @@ def one_off_by_a_nat(patch, engine):
 
 @fault("NaN for a log-probability of sample k = 1", 1, 1, "a log-probability is nan")
 def not_a_number(patch, engine):
-    answered_by(patch, engine, each(lambda r, k: replace(r, logprobs=(float("nan"), *r.logprobs[1:])) if k == 1 else r))
+    answered_by(patch, engine, each(lambda r, k: r._replace(logprobs=(float("nan"), *r.logprobs[1:])) if k == 1 else r))
 
 
 @fault("a log-probability above 0", 1, 1, "a log-probability is 0.5")
 def positive(patch, engine):
-    answered_by(patch, engine, each(lambda r, k: replace(r, logprobs=(0.5, *r.logprobs[1:])) if k == 1 else r))
+    answered_by(patch, engine, each(lambda r, k: r._replace(logprobs=(0.5, *r.logprobs[1:])) if k == 1 else r))
 
 
 @fault("all log-probabilities are 0", 1, 1, "other log-probabilities")
 def zero(patch, engine):
-    answered_by(patch, engine, each(lambda r, k: replace(r, logprobs=(0.0,) * len(r.logprobs))))
+    answered_by(patch, engine, each(lambda r, k: r._replace(logprobs=(0.0,) * len(r.logprobs))))
 
 
 @fault("log-probabilities of temperature 1", 1, 1, "other log-probabilities")
@@ -519,17 +545,17 @@ def unscaled(patch, engine):
 
 @fault("one log-probability too few", 1, 1, "tokens, .* log-probabilities and .* versions")
 def one_logprob_too_few(patch, engine):
-    answered_by(patch, engine, each(lambda r, k: replace(r, logprobs=r.logprobs[:-1])))
+    answered_by(patch, engine, each(lambda r, k: r._replace(logprobs=r.logprobs[:-1])))
 
 
 @fault("a token beyond the vocabulary", 1, 1, "a token is 258; it must be from 0 to 257")
 def no_such_token(patch, engine):
-    answered_by(patch, engine, each(lambda r, k: replace(r, tokens=(258, *r.tokens[1:])) if k == 3 else r))
+    answered_by(patch, engine, each(lambda r, k: r._replace(tokens=(258, *r.tokens[1:])) if k == 3 else r))
 
 
 @fault("a negative token", 1, 1, "a token is -1; it must be from 0 to 257")
 def negative_token(patch, engine):
-    answered_by(patch, engine, each(lambda r, k: replace(r, tokens=(-1, *r.tokens[1:])) if k == 3 else r))
+    answered_by(patch, engine, each(lambda r, k: r._replace(tokens=(-1, *r.tokens[1:])) if k == 3 else r))
 
 
 # Its weights and what is computed with them
@@ -665,9 +691,12 @@ def positions_stretched(patch, engine):
 @fault("the first token of every prompt is dropped", 1, 1, "other log-probabilities")
 def prompt_cut(patch, engine):
     generate = engine.generate
-    patch.setattr(
-        engine, "generate", lambda prompts, progress=None: generate([replace(p, tokens=p.tokens[1:]) for p in prompts])
-    )
+
+    def change(prompts, progress=None):
+        shorter = [replace(prompt, tokens=prompt.tokens[1:]) for prompt in prompts]
+        return answered(prompts, all_drawn(generate(shorter)))
+
+    patch.setattr(engine, "generate", change)
 
 
 @fault("dropout left on", 1, 1, "other log-probabilities")

@@ -22,6 +22,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts, read_schedule
 from async_rlhf.trainers import TRAINERS
+from async_rlhf.types import drawn_versions
 
 
 def run(make_policy, tokenizer, prompts, args, algorithm="online_dpo", reward=count_letters):
@@ -102,7 +103,7 @@ def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer
     finally:
         generator.close()
     assert batch.shares == (1,)
-    assert {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions} == {1}
+    assert drawn_versions(batch.samples) == {1}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -124,11 +125,11 @@ def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
     _, metrics, _ = run(make_policy, tokenizer, prompts, args)
     mixed = 0
     for index, batch in seen.items():
-        for group in batch.groups:
-            for rollout in group.rollouts:
-                assert list(rollout.versions) == sorted(rollout.versions)
-                assert max(0, index - 3) <= rollout.versions[0] <= rollout.versions[-1] < index
-                mixed += len(set(rollout.versions)) > 1
+        for sample in batch.samples:
+            versions = sample.versions[sample.sampled].tolist()
+            assert versions == sorted(versions)
+            assert max(0, index - 3) <= versions[0] <= versions[-1] < index
+            mixed += len(set(versions)) > 1
     assert mixed > 0
     for row in metrics:
         assert row["engine/logprob_difference_max"] < 1e-4  # each token by the weights it is recorded with

@@ -127,7 +127,7 @@ def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, 
         os.kill(worker.process.pid, signal.SIGKILL)
         goes_on.set()
         batch = generator.collect(1)
-    assert [len(group.rollouts) for group in batch.groups] == [400] * 16
+    assert [len(group.samples) for group in batch.groups] == [400] * 16
     assert generator._restarts == 1
 
 
@@ -415,7 +415,7 @@ def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prom
 
 def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompts, make_args):
     from async_rlhf.rollouts import Rollouts
-    from async_rlhf.types import RolloutBatch, RolloutGroup
+    from async_rlhf.types import Batch, Group
 
     class Stale:
         """Answers batch 2 with what was sampled for batch 1."""
@@ -445,8 +445,8 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
 
         def collect(self, index):
             batch = self.inner.collect(index)
-            groups = tuple(RolloutGroup(g.prompt, tuple(replace(r) for r in g.rollouts)) for g in batch.groups)
-            return RolloutBatch(index, 0, groups, 0.0)
+            groups = tuple(Group(g.prompt, tuple(replace(r) for r in g.samples)) for g in batch.groups)
+            return Batch(index, 0, groups, 0.0)
 
     generator = Stale()
     rollouts = Rollouts(

@@ -21,7 +21,7 @@ from async_rlhf.models import new_value_model
 from async_rlhf.rollouts import batches_for, version_for
 from async_rlhf.scoring import Scorer
 from async_rlhf.trainers import TRAINERS
-from async_rlhf.types import RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group
 
 LOSSES = ("loss/policy_avg", "loss/value_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")
 SAMPLES = {"best_of_k": 3, "rloo": 2, "ppo": 1, "grpo": 4}
@@ -63,8 +63,8 @@ def sequential_oracle(make_policy, tokenizer, prompts, args: OnlineConfig, algor
         sampler = past[max(0, b - 1 - args.staleness)]
         drawn = [stream.prompt(n) for n in range((b - 1) * args.batch_size, b * args.batch_size)]
         completions = TransformersEngine(sampler, params).generate(drawn)
-        groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, completions, strict=True))
-        scored = scorer(RolloutBatch(b, 0, groups, 0.0))
+        groups = tuple(Group(p, c) for p, c in zip(drawn, completions, strict=True))
+        scored = scorer(Batch(b, 0, groups, 0.0))
         experience, objective = learner.annotate(scored)
         metrics.append(objective | scored.metrics | learner.update(experience, b))
         past.append(copy.deepcopy(policy))
@@ -143,8 +143,8 @@ def accumulated_gradients(make_policy, tokenizer, prompts, args: OnlineConfig, a
     sampling = SamplingParams(args.samples_per_prompt, 0.7, 12, (256,), 0)
     drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
     completions = TransformersEngine(make_policy(5), sampling).generate(drawn)
-    groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, completions, strict=True))
-    scored = Scorer(tokenizer, args, None, [count_letters])(RolloutBatch(1, 0, groups, 0.0))
+    groups = tuple(Group(p, c) for p, c in zip(drawn, completions, strict=True))
+    scored = Scorer(tokenizer, args, None, [count_letters])(Batch(1, 0, groups, 0.0))
     scored.scores_PK[3] = 1.0  # a tie, whose pair must not count
     experience, _ = learner.annotate(scored)
     captured = {}

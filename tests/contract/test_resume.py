@@ -293,7 +293,7 @@ def test_a_checkpoint_of_another_format_is_refused(make_policy, tokenizer, promp
     (checkpoint / "resume" / "state.json").write_text(json.dumps(state))
     (checkpoint / "manifest.json").unlink()
     write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
-    with pytest.raises(ConfigError, match=r"earlier' is a checkpoint of format 1; must be of format 2: go on with"):
+    with pytest.raises(ConfigError, match=r"earlier' is a checkpoint of format 1; must be of format 3: go on with"):
         run(make_policy, tokenizer, prompts, make_args("anew", resume_from=str(copy)))
 
 

@@ -29,7 +29,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring import RewardError, Scorer
-from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("ray")
@@ -279,11 +279,10 @@ def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_
     connect(args)
     stream, params = PromptStream(prompts, tokenizer), SamplingParams(2, 0.7, 16, (256,), 0)
 
-    def versions(batch: RolloutBatch) -> set[int]:
-        for group in batch.groups:
-            for rollout in group.rollouts:
-                assert list(rollout.versions) == sorted(rollout.versions)
-        return {v for group in batch.groups for rollout in group.rollouts for v in rollout.versions}
+    def versions(batch: Batch) -> set[int]:
+        for sample in batch.samples:
+            assert list(sample.versions) == sorted(sample.versions)
+        return drawn_versions(batch.samples)
 
     with closing(RayGenerator(args, make_policy(), params, Trace())) as generator:
         generator.publish(make_policy(0), 0)
@@ -346,7 +345,7 @@ def moody(prompts, completions, fault, **columns):
     return [float("nan") if word == "nan" else float(len(text)) for text, word in zip(completions, fault, strict=True)]
 
 
-def batch_of(tokenizer, faults: list[str]) -> RolloutBatch:
+def batch_of(tokenizer, faults: list[str]) -> Batch:
     """Eight prompts of various lengths with three completions each, of which the first and the last are equal."""
     groups = []
     for i, fault in enumerate(faults):
@@ -354,8 +353,9 @@ def batch_of(tokenizer, faults: list[str]) -> RolloutBatch:
         prompt = Prompt(i, i, tuple(tokenizer(text)["input_ids"]), {"query": text, "fault": fault})
         words = [f"Return {'a' * (i * 2)}.", f"Make {i}.", f"Return {'a' * (i * 2)}."]
         tokens = [(*tokenizer(word)["input_ids"], 256) for word in words]
-        groups.append(RolloutGroup(prompt, tuple(Rollout(t, (0.0,) * len(t), (0,) * len(t), "stop") for t in tokens)))
-    return RolloutBatch(1, 0, tuple(groups), 0.0)
+        answers = [Sample.answer(prompt.tokens, t, [0.0] * len(t), [0] * len(t), "stop") for t in tokens]
+        groups.append(Group(prompt, tuple(answers)))
+    return Batch(1, 0, tuple(groups), 0.0)
 
 
 def test_rewards_by_actors_are_those_of_one_process_ties_errors_and_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -11,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rlhf.objectives.advantages import gae, group_normalized, leave_one_out, whiten
+from async_rlhf.objectives.advantages import at_last, gae, group_normalized, leave_one_out, row_means, whiten
 
 SCALES = ("group", "batch", "none")
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -166,28 +167,42 @@ def test_other_groups_matter_only_to_the_scale_of_the_batch():
 
 
 def ragged(seed: int, B: int = 9, garbage: float = 1e3) -> tuple[Tensor, Tensor, Tensor]:
-    """(rewards, values, mask) of rows with 1 to 6 prompt tokens and 0 to 9 response tokens.
+    """(rewards, values, sampled) of rows with 1 to 6 prompt tokens and 0 to 9 sampled ones; the first have 0, 1 and 9.
 
-    Rewards are 0 outside the mask, values are garbage there. The first rows have 0, 1 and 9 response tokens.
+    Rows of odd seeds have observations of 1 to 4 tokens before the first sampled token, between two and after the
+    last, and rewards at tokens of every kind; in those of even seeds every token after the prompt is sampled, and only
+    these have rewards. Values are garbage where no token was sampled.
     """
-    rng = random.Random(seed)
-    spans = []
+    rng, holes = random.Random(seed), seed % 2 == 1
+    flags = []
     for row in range(B):
-        start = rng.randint(1, 6)
-        spans.append((start, start + ([0, 1, 9][row] if row < 3 else rng.randint(0, 9))))
-    T = max(end for _, end in spans) + seed % 2
+        flags.append([0.0] * rng.randint(1, 6))
+        for _ in range([0, 1, 9][row] if row < 3 else rng.randint(0, 9)):
+            flags[row] += [0.0] * (rng.randint(1, 4) if holes and rng.random() < 0.4 else 0) + [1.0]
+        flags[row] += [0.0] * (rng.randint(1, 4) if holes and rng.random() < 0.5 else 0)
+    T = max(map(len, flags)) + seed % 2
     torch.manual_seed(seed)
-    mask_BT = torch.zeros(B, T, dtype=torch.float64)
-    for row, (start, end) in enumerate(spans):
-        mask_BT[row, start:end] = 1
-    rewards_BT = torch.randn(B, T, dtype=torch.float64) * mask_BT
+    sampled_BT = torch.tensor([row + [0.0] * (T - len(row)) for row in flags], dtype=torch.float64)
+    given = [[float(t < len(row) and (rng.random() < 0.6 if holes else row[t])) for t in range(T)] for row in flags]
+    rewards_BT = torch.randn(B, T, dtype=torch.float64) * torch.tensor(given, dtype=torch.float64)
     signs_BT = torch.randint(0, 2, (B, T)) * 2.0 - 1
-    values_BT = torch.where(mask_BT > 0, torch.randn(B, T, dtype=torch.float64) * 2, garbage * signs_BT)
-    return rewards_BT, values_BT, mask_BT
+    values_BT = torch.where(sampled_BT > 0, torch.randn(B, T, dtype=torch.float64) * 2, garbage * signs_BT)
+    return rewards_BT, values_BT, sampled_BT
 
 
-def inside(values_BT: Tensor, mask_BT: Tensor, row: int) -> list[float]:
-    return [x for x, m in zip(values_BT[row].tolist(), mask_BT[row].tolist(), strict=True) if m]
+def inside(values_BT: Tensor, sampled_BT: Tensor, row: int) -> list[float]:
+    return [x for x, m in zip(values_BT[row].tolist(), sampled_BT[row].tolist(), strict=True) if m]
+
+
+def earned(rewards_BT: Tensor, sampled_BT: Tensor, row: int) -> list[float]:
+    """For each sampled token its reward and those at the tokens after it that were not sampled."""
+    parts: list[list[float]] = []
+    for reward, sampled in zip(rewards_BT[row].tolist(), sampled_BT[row].tolist(), strict=True):
+        if sampled:
+            parts.append([reward])
+        elif parts:
+            parts[-1].append(reward)
+    return [math.fsum(part) for part in parts]
 
 
 def slow_deltas(rewards: list[float], values: list[float], gamma: float) -> list[float]:
@@ -217,67 +232,73 @@ def slow_gae_sum(rewards: list[float], values: list[float], gamma: float, lam: f
 @pytest.mark.parametrize("lam", [1.0, 0.95, 0.5, 0.0])
 def test_gae_is_its_recursion_and_its_sum(gamma, lam):
     for seed in range(5):
-        rewards_BT, values_BT, mask_BT = ragged(seed)
-        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, lam)
+        rewards_BT, values_BT, sampled_BT = ragged(seed)
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, sampled_BT, gamma, lam)
         assert advantages_BT.dtype == returns_BT.dtype == torch.float64
-        assert (advantages_BT * (1 - mask_BT)).abs().max() == 0
-        assert (returns_BT * (1 - mask_BT)).abs().max() == 0
-        for row in range(len(mask_BT)):
-            rewards, values = inside(rewards_BT, mask_BT, row), inside(values_BT, mask_BT, row)
+        assert (advantages_BT * (1 - sampled_BT)).abs().max() == 0
+        assert (returns_BT * (1 - sampled_BT)).abs().max() == 0
+        for row in range(len(sampled_BT)):
+            rewards, values = earned(rewards_BT, sampled_BT, row), inside(values_BT, sampled_BT, row)
             expected = slow_gae(rewards, values, gamma, lam)
             assert expected == pytest.approx(slow_gae_sum(rewards, values, gamma, lam), abs=1e-12)
-            assert inside(advantages_BT, mask_BT, row) == pytest.approx(expected, rel=1e-10, abs=1e-10)
+            assert inside(advantages_BT, sampled_BT, row) == pytest.approx(expected, rel=1e-10, abs=1e-10)
             returns = [a + v for a, v in zip(expected, values, strict=True)]
-            assert inside(returns_BT, mask_BT, row) == pytest.approx(returns, rel=1e-10, abs=1e-10)
+            assert inside(returns_BT, sampled_BT, row) == pytest.approx(returns, rel=1e-10, abs=1e-10)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lambda_one_returns_the_discounted_reward_to_go(gamma):
+def test_gae_with_lambda_one_returns_the_discounted_reward_to_go(gamma, seed):
     """Its returns do not depend on the values, and its advantages are returns minus values."""
-    rewards_BT, values_BT, mask_BT = ragged(1)
-    advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, 1.0)
-    for row in range(len(mask_BT)):
-        rewards, values = inside(rewards_BT, mask_BT, row), inside(values_BT, mask_BT, row)
+    rewards_BT, values_BT, sampled_BT = ragged(seed)
+    advantages_BT, returns_BT = gae(rewards_BT, values_BT, sampled_BT, gamma, 1.0)
+    for row in range(len(sampled_BT)):
+        rewards, values = earned(rewards_BT, sampled_BT, row), inside(values_BT, sampled_BT, row)
         to_go = [math.fsum(gamma**later * r for later, r in enumerate(rewards[t:])) for t in range(len(rewards))]
-        assert inside(returns_BT, mask_BT, row) == pytest.approx(to_go, abs=1e-10)
+        assert inside(returns_BT, sampled_BT, row) == pytest.approx(to_go, abs=1e-10)
         differences = [g - v for g, v in zip(to_go, values, strict=True)]
-        assert inside(advantages_BT, mask_BT, row) == pytest.approx(differences, abs=1e-10)
+        assert inside(advantages_BT, sampled_BT, row) == pytest.approx(differences, abs=1e-10)
 
 
-def test_gae_with_lambda_zero_gives_the_one_step_errors():
-    rewards_BT, values_BT, mask_BT = ragged(2)
-    advantages_BT, _ = gae(rewards_BT, values_BT, mask_BT, 0.8, 0.0)
-    for row in range(len(mask_BT)):
-        deltas = slow_deltas(inside(rewards_BT, mask_BT, row), inside(values_BT, mask_BT, row), 0.8)
-        assert inside(advantages_BT, mask_BT, row) == pytest.approx(deltas, abs=1e-12)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_gae_with_lambda_zero_gives_the_one_step_errors(seed):
+    rewards_BT, values_BT, sampled_BT = ragged(seed)
+    advantages_BT, _ = gae(rewards_BT, values_BT, sampled_BT, 0.8, 0.0)
+    for row in range(len(sampled_BT)):
+        deltas = slow_deltas(earned(rewards_BT, sampled_BT, row), inside(values_BT, sampled_BT, row), 0.8)
+        assert inside(advantages_BT, sampled_BT, row) == pytest.approx(deltas, abs=1e-12)
 
 
-def test_gae_of_true_values_is_zero():
+@pytest.mark.parametrize("seed", [2, 3])
+def test_gae_of_true_values_is_zero(seed):
     """V_t = sum of the discounted rewards from t on satisfies Bellman's equation; all errors vanish, for any lambda."""
-    rewards_BT, values_BT, mask_BT = ragged(3)
-    for row in range(len(mask_BT)):
-        rewards, t_of = inside(rewards_BT, mask_BT, row), mask_BT[row].nonzero().flatten().tolist()
+    rewards_BT, values_BT, sampled_BT = ragged(seed)
+    for row in range(len(sampled_BT)):
+        rewards, t_of = earned(rewards_BT, sampled_BT, row), sampled_BT[row].nonzero().flatten().tolist()
         for i, t in enumerate(t_of):
             values_BT[row, t] = math.fsum(0.7**later * r for later, r in enumerate(rewards[i:]))
     for lam in (0.0, 0.6, 1.0):
-        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, 0.7, lam)
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, sampled_BT, 0.7, lam)
         assert advantages_BT.abs().max() < 1e-12
-        torch.testing.assert_close(returns_BT, values_BT * mask_BT)
+        torch.testing.assert_close(returns_BT, values_BT * sampled_BT)
 
 
-def test_gae_does_not_know_values_outside_the_response():
-    clean, dirty = ragged(4, garbage=0.0), ragged(4, garbage=1e30)
+@pytest.mark.parametrize("seed", [4, 5])
+def test_gae_does_not_know_values_outside_the_response(seed):
+    clean, dirty = ragged(seed, garbage=0.0), ragged(seed, garbage=1e30)
     assert not torch.equal(clean[1], dirty[1])
     for ours_BT, theirs_BT in zip(gae(*dirty, 0.9, 0.8), gae(*clean, 0.9, 0.8), strict=True):
         assert torch.equal(ours_BT, theirs_BT)
 
 
-def test_gae_does_not_know_the_other_rows_nor_the_padding():
-    rewards_BT, values_BT, mask_BT = ragged(5)
-    together = gae(rewards_BT, values_BT, mask_BT, 0.9, 0.8)
-    for row in range(len(mask_BT)):
-        end = max([1, *(t + 1 for t in mask_BT[row].nonzero().flatten().tolist())])
-        alone = gae(*(x[row : row + 1, :end] for x in (rewards_BT, values_BT, mask_BT)), 0.9, 0.8)
+@pytest.mark.parametrize("seed", [4, 5])
+def test_gae_does_not_know_the_other_rows_nor_the_padding(seed):
+    rewards_BT, values_BT, sampled_BT = ragged(seed)
+    together = gae(rewards_BT, values_BT, sampled_BT, 0.9, 0.8)
+    for row in range(len(sampled_BT)):
+        counts_T = (sampled_BT[row] != 0) | (rewards_BT[row] != 0)
+        end = max([1, *(t + 1 for t in counts_T.nonzero().flatten().tolist())])
+        alone = gae(*(x[row : row + 1, :end] for x in (rewards_BT, values_BT, sampled_BT)), 0.9, 0.8)
         for whole_BT, part_BT in zip(together, alone, strict=True):
             torch.testing.assert_close(part_BT, whole_BT[row : row + 1, :end])
 
@@ -286,6 +307,119 @@ def test_gae_of_empty_responses_is_zero():
     zeros_BT = torch.zeros(3, 4, dtype=torch.float64)
     for ours_BT in gae(zeros_BT, zeros_BT + 1e3, zeros_BT, 1.0, 0.95):
         assert torch.equal(ours_BT, zeros_BT)
+
+
+def test_gae_of_rows_with_rewards_but_no_sampled_token_is_zero():
+    ones_BT = torch.ones(3, 4, dtype=torch.float64)
+    for ours_BT in gae(ones_BT, ones_BT * 1e3, ones_BT * 0, 1.0, 0.95):
+        assert torch.equal(ours_BT, ones_BT * 0)
+
+
+def test_gae_at_known_points():
+    """gamma = lambda = 1/2: 1 + 2 is earned by the first sampled token, 4 + 8 + 16 by the second; 32 by nobody."""
+    rewards_BT = torch.tensor([[32, 0, 1, 2, 0, 4, 8, 16.0]])
+    values_BT = torch.tensor([[9, 9, 2, 9, 9, 6, 9, 9.0]])
+    sampled_BT = torch.tensor([[0, 0, 1, 0, 0, 1, 0, 0.0]])
+    advantages_BT, returns_BT = gae(rewards_BT, values_BT, sampled_BT, 0.5, 0.5)
+    last, first = 28 - 6, 3 + 0.5 * 6 - 2 + 0.25 * 22
+    assert advantages_BT.tolist() == [[0, 0, first, 0, 0, last, 0, 0]]
+    assert returns_BT.tolist() == [[0, 0, first + 2, 0, 0, last + 6, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.99, 0.0)])
+def test_gae_of_rows_without_holes_is_the_classic_recursion_bitwise(gamma, lam, dtype):
+    """Rewards are where tokens were sampled; numbers of dimension 0 round as the package's tensors do."""
+    for seed in range(0, 10, 2):
+        rewards_BT, values_BT, sampled_BT = (x.to(dtype) for x in ragged(seed))
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, sampled_BT, gamma, lam)
+        for row in range(len(sampled_BT)):
+            inside_T = sampled_BT[row] > 0
+            values = list(values_BT[row, inside_T])
+            advantages = slow_gae(list(rewards_BT[row, inside_T]), values, gamma, lam)
+            assert inside(advantages_BT, sampled_BT, row) == [float(a) for a in advantages]
+            returns = [float(a + v) for a, v in zip(advantages, values, strict=True)]
+            assert inside(returns_BT, sampled_BT, row) == returns
+
+
+def exact_rewards(sampled_BT: Tensor, rng: random.Random) -> Tensor:
+    """Rewards everywhere whose sums, from one sampled token to the next, do not round in whatever order.
+
+    Either one of them is a real number and the others are 0, or all are multiples of 1/8.
+    """
+    result = []
+    for flags in sampled_BT.tolist():
+        starts = [0, *(t for t, sampled in enumerate(flags) if sampled), len(flags)]
+        row: list[float] = []
+        for n in (end - start for start, end in itertools.pairwise(starts)):
+            one = [rng.gauss(0, 1), *[0.0] * (n - 1)] if n else []
+            row += rng.choice((rng.sample(one, n), [rng.randint(-16, 16) / 8 for _ in range(n)]))
+        result.append(row)
+    return torch.tensor(result, dtype=sampled_BT.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.99, 0.0)])
+def test_gae_of_a_row_with_holes_is_that_of_its_sampled_tokens_alone_bitwise(gamma, lam, dtype):
+    """Cut out what was not sampled, but for one token of the prompt; move what was given there to the token before."""
+    for seed in range(1, 11, 2):
+        _, values_BT, sampled_BT = (x.to(dtype) for x in ragged(seed))
+        rewards_BT = exact_rewards(sampled_BT, random.Random(seed))
+        with_holes = gae(rewards_BT, values_BT, sampled_BT, gamma, lam)
+        for row in range(len(sampled_BT)):
+            inside_T = sampled_BT[row] > 0
+            moved_1T = torch.tensor([[0.0, *earned(rewards_BT, sampled_BT, row)]], dtype=dtype)
+            values_1T = torch.cat([values_BT[row, :1], values_BT[row, inside_T]])[None]
+            sampled_1T = (torch.arange(moved_1T.shape[1]) > 0).to(dtype)[None]
+            alone = gae(moved_1T, values_1T, sampled_1T, gamma, lam)
+            for whole_BT, part_1T in zip(with_holes, alone, strict=True):
+                assert whole_BT.dtype == part_1T.dtype == dtype
+                assert torch.equal(whole_BT[row, inside_T], part_1T[0, 1:])
+                assert whole_BT[row, ~inside_T].abs().sum() == 0
+
+
+# At the last sampled token, and means of rows
+
+
+def test_at_last_is_its_loop():
+    for seed in range(6):
+        _, _, sampled_BT = ragged(seed)
+        values_B = torch.randn(len(sampled_BT), dtype=torch.float64)
+        expected = []
+        for value, flags in zip(values_B.tolist(), sampled_BT.tolist(), strict=True):
+            row = [0.0] * len(flags)
+            for t in reversed(range(len(flags))):
+                if flags[t]:
+                    row[t] = value
+                    break
+            expected.append(row)
+        ours_BT = at_last(values_B, sampled_BT)
+        assert ours_BT.dtype == torch.float64
+        assert ours_BT.tolist() == expected
+        assert at_last(values_B.float(), sampled_BT.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e30])
+def test_row_means_are_their_loop(garbage):
+    for seed in range(6):
+        _, values_BT, sampled_BT = ragged(seed, garbage=garbage)
+        expected = []
+        for row in range(len(sampled_BT)):
+            values = inside(values_BT, sampled_BT, row)
+            expected.append(math.fsum(values) / len(values) if values else 0.0)
+        assert row_means(values_BT, sampled_BT).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_row_means_of_equal_numbers_are_that_number_in_float32():
+    """0.1 a hundred times is no longer 10 in float32."""
+    torch.manual_seed(0)
+    sampled_BT = (torch.rand(200, 300) < 0.7).float()
+    sampled_BT[0] = 0
+    values_B = torch.cat([torch.tensor([5.0, 0.1, 1 / 3, -0.7, 1e-30, 1e30]), torch.randn(194)])
+    values_BT = values_B[:, None] * sampled_BT
+    means_B = row_means(values_BT, sampled_BT)
+    assert means_B.dtype == torch.float32
+    assert means_B.tolist() == [0.0, *values_B[1:].tolist()]
 
 
 # Whitening

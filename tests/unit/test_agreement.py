@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny import LLAMA_SIZES
+from tiny import LLAMA_SIZES, drawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import GenerationConfig, LoRAConfig
@@ -18,7 +18,7 @@ from async_rlhf.generation.agreement import Agreement, Noise, rows_of_batch
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.lora import add_adapters
-from async_rlhf.types import Prompt, RolloutGroup
+from async_rlhf.types import Group, Prompt
 from async_rlhf.weights import iterate_weights, named_weights
 
 PROMPTS = [Prompt(i, i, tuple(range(1, 3 + i))) for i in range(5)]
@@ -31,9 +31,9 @@ METRICS = {
 }
 
 
-def sampled(model, version: int = 0) -> list[RolloutGroup]:
+def sampled(model, version: int = 0) -> list[Group]:
     completions = TransformersEngine(copy.deepcopy(model).eval(), PARAMS, version).generate(PROMPTS)
-    return [RolloutGroup(prompt, rollouts) for prompt, rollouts in zip(PROMPTS, completions, strict=True)]
+    return [Group(prompt, samples) for prompt, samples in zip(PROMPTS, completions, strict=True)]
 
 
 def snapshot(model) -> dict[str, torch.Tensor]:
@@ -48,15 +48,16 @@ def agreement(engine: str = "transformers", params: SamplingParams = PARAMS, **c
     return Agreement(config, params, torch.float32, None)
 
 
-def changed(groups: list[RolloutGroup], by) -> list[RolloutGroup]:
+def changed(groups: list[Group], by) -> list[Group]:
     """With ``by(row, token)`` added to each log-probability."""
     count = iter(range(1000))
 
-    def other(rollout):
-        row = next(count)
-        return replace(rollout, logprobs=tuple(x + by(row, t) for t, x in enumerate(rollout.logprobs)))
+    def other(sample):
+        row, logprobs = next(count), sample.logprobs.copy()
+        logprobs[sample.sampled] += [by(row, t) for t in range(sample.sampled.sum())]
+        return replace(sample, logprobs=logprobs)
 
-    return [replace(group, rollouts=tuple(map(other, group.rollouts))) for group in groups]
+    return [replace(group, samples=tuple(map(other, group.samples))) for group in groups]
 
 
 def test_a_policy_that_has_moved_on_is_compared_by_the_weights_that_sampled(make_policy):
@@ -80,8 +81,8 @@ def test_the_numbers_are_those_of_the_definition(make_policy):
     differences = {(r, t): 1e-4 * ((r * 7 + t * 3) % 11 - 5) for r in range(10) for t in range(8)}
     groups = changed(sampled(policy), lambda r, t: differences[r, t])
     found = agreement().measure(1, policy, lambda version: {}, groups)
-    rows = [rollout for group in groups for rollout in group.rollouts]
-    log_ratios = [-differences[r, t] for r, rollout in enumerate(rows) for t in range(len(rollout.tokens))]
+    rows = [sample for group in groups for sample in group.samples]
+    log_ratios = [-differences[r, t] for r, sample in enumerate(rows) for t in range(len(sample.drawn))]
     assert found["engine/logprob_difference"] == pytest.approx(sum(map(abs, log_ratios)) / len(log_ratios), rel=0.02)
     assert found["engine/logprob_difference_max"] == pytest.approx(5e-4, rel=0.02)
     kl = sum(math.expm1(d) - d for d in log_ratios) / len(log_ratios)
@@ -93,8 +94,8 @@ def test_each_token_is_compared_by_its_own_version(make_policy):
     params = SamplingParams(2, 0.7, 8, (), seed=0)
     engine, calls = TransformersEngine(copy.deepcopy(old).eval(), params, version=3), iter(range(100))
     engine.refresh = lambda: engine.load(snapshot(new), 4) if next(calls) == 2 else None
-    groups = [RolloutGroup(p, c) for p, c in zip(PROMPTS, engine.generate(PROMPTS), strict=True)]
-    assert {rollout.versions for group in groups for rollout in group.rollouts} == {(3,) * 3 + (4,) * 5}
+    groups = [Group(p, c) for p, c in zip(PROMPTS, engine.generate(PROMPTS), strict=True)]
+    assert {drawn(sample).versions for group in groups for sample in group.samples} == {(3,) * 3 + (4,) * 5}
     weights = {3: snapshot(old), 4: snapshot(new)}
     found = agreement().measure(1, make_policy(9), weights.__getitem__, groups)
     assert found["engine/logprob_difference_max"] < 1e-5

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import LLAMA_SIZES
+from tiny import LLAMA_SIZES, all_drawn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -265,6 +265,21 @@ def ragged_prompts(count: int = 5, seed: int = 0) -> list[Prompt]:
     return prompts
 
 
+class PlainEngine(TransformersEngine):
+    """Answers in plain numbers."""
+
+    def generate(self, prompts, progress=None):
+        completions = super().generate(prompts, progress)
+        for prompt, samples in zip(prompts, completions, strict=True):
+            for sample in samples:
+                start = len(prompt.tokens)
+                assert sample.tokens[:start].tolist() == list(prompt.tokens)
+                assert sample.sampled.tolist() == [False] * start + [True] * (len(sample) - start)
+                assert set(sample.logprobs[:start]) == {0.0}
+                assert set(sample.versions[:start]) == {-1}
+        return all_drawn(completions)
+
+
 def params(**changes) -> SamplingParams:
     values = {
         "samples_per_prompt": 3,
@@ -315,7 +330,7 @@ def assert_same_completions(ours, theirs, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_samples_what_the_loop_without_cache_samples(make_policy, kind):
     model, prompts, sampling = make_model(kind, make_policy), ragged_prompts(), params()
-    ours = TransformersEngine(model, sampling, version=4).generate(prompts)
+    ours = PlainEngine(model, sampling, version=4).generate(prompts)
     expected = slow_generate(model, prompts, sampling)
     reasons, distinct = set(), set()
     assert [len(group) for group in ours] == [3] * 5
@@ -333,10 +348,10 @@ def test_the_engine_samples_what_the_loop_without_cache_samples(make_policy, kin
 
 def test_a_row_ends_with_its_first_stop_token_or_at_the_response_length(make_policy):
     model, prompts = make_model("gpt_neox", make_policy), ragged_prompts(10)
-    endless = TransformersEngine(model, params(stop_token_ids=())).generate(prompts)
+    endless = PlainEngine(model, params(stop_token_ids=())).generate(prompts)
     assert {len(rollout.tokens) for group in endless for rollout in group} == {10}
     assert {rollout.finish_reason for group in endless for rollout in group} == {"length"}
-    ours = TransformersEngine(model, params()).generate(prompts)
+    ours = PlainEngine(model, params()).generate(prompts)
     last_is_stop = 0
     for group, whole_group in zip(ours, endless, strict=True):
         for rollout, whole in zip(group, whole_group, strict=True):
@@ -347,7 +362,7 @@ def test_a_row_ends_with_its_first_stop_token_or_at_the_response_length(make_pol
             assert rollout.finish_reason == ("stop" if stops else "length")
             last_is_stop += length == 10 and bool(stops)
     # A stop token in the very last place ends the row by itself, too.
-    first = TransformersEngine(model, params(response_length=1)).generate(prompts)
+    first = PlainEngine(model, params(response_length=1)).generate(prompts)
     for group, whole_group in zip(first, endless, strict=True):
         for rollout, whole in zip(group, whole_group, strict=True):
             assert rollout.tokens == whole.tokens[:1]
@@ -359,36 +374,36 @@ def test_a_row_ends_with_its_first_stop_token_or_at_the_response_length(make_pol
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "mistral_sliding"])
 def test_neither_batch_size_nor_order_of_the_prompts_changes_a_sample(make_policy, kind):
     model, prompts = make_model(kind, make_policy, seed=2), ragged_prompts(7, seed=1)
-    whole = TransformersEngine(model, params()).generate(prompts)
+    whole = PlainEngine(model, params()).generate(prompts)
     for batch_size in (1, 3, 4, 20):
-        parts = TransformersEngine(model, params(batch_size=batch_size)).generate(prompts)
+        parts = PlainEngine(model, params(batch_size=batch_size)).generate(prompts)
         assert_same_completions(parts, whole)
     order = [4, 6, 0, 2, 5, 1, 3]
-    moved = TransformersEngine(model, params(batch_size=6)).generate([prompts[p] for p in order])
+    moved = PlainEngine(model, params(batch_size=6)).generate([prompts[p] for p in order])
     assert_same_completions(moved, [whole[p] for p in order])
-    fewer = TransformersEngine(model, params(samples_per_prompt=1)).generate(prompts)
+    fewer = PlainEngine(model, params(samples_per_prompt=1)).generate(prompts)
     assert_same_completions(fewer, [group[:1] for group in whole])
 
 
 def test_seed_temperature_and_draw_decide_the_samples(make_policy):
     model, prompts = make_model("gpt_neox", make_policy), ragged_prompts()
-    ours = TransformersEngine(model, params()).generate(prompts)
-    assert tokens_of(TransformersEngine(model, params()).generate(prompts)) == tokens_of(ours)
+    ours = PlainEngine(model, params()).generate(prompts)
+    assert tokens_of(PlainEngine(model, params()).generate(prompts)) == tokens_of(ours)
     for other in (params(seed=6), params(seed=5 + 2**32), params(temperature=1.5)):
-        theirs = TransformersEngine(model, other).generate(prompts)
+        theirs = PlainEngine(model, other).generate(prompts)
         assert all(a != b for a, b in zip(tokens_of(ours), tokens_of(theirs), strict=True))
     redrawn = [replace(prompt, draw=prompt.draw + 1) for prompt in prompts]
-    theirs = TransformersEngine(model, params()).generate(redrawn)
+    theirs = PlainEngine(model, params()).generate(redrawn)
     assert all(a != b for a, b in zip(tokens_of(ours), tokens_of(theirs), strict=True))
 
 
 def test_loaded_weights_are_the_ones_sampled_from(make_policy):
     prompts = ragged_prompts()
-    engine = TransformersEngine(make_policy(0).eval(), params(), version=1)
+    engine = PlainEngine(make_policy(0).eval(), params(), version=1)
     before = engine.generate(prompts)
     assert {v for group in before for rollout in group for v in rollout.versions} == {engine.version} == {1}
     engine.load({name: tensor.clone() for name, tensor in make_policy(9).state_dict().items()}, 8)
-    fresh = TransformersEngine(make_policy(9).eval(), params(), version=8)
+    fresh = PlainEngine(make_policy(9).eval(), params(), version=8)
     after = engine.generate(prompts)
     assert_same_completions(after, fresh.generate(prompts), 1e-6)
     assert {v for group in after for rollout in group for v in rollout.versions} == {engine.version} == {8}
@@ -398,11 +413,11 @@ def test_loaded_weights_are_the_ones_sampled_from(make_policy):
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
 def test_prompts_that_pass_the_model_apart_are_sampled_as_together(make_policy, monkeypatch, kind):
     model, prompts = make_model(kind, make_policy), ragged_prompts(9)
-    whole = TransformersEngine(model, params()).generate(prompts)
+    whole = PlainEngine(model, params()).generate(prompts)
     passes = []
     model.register_forward_pre_hook(lambda _, __, inputs: passes.append(inputs["input_ids"].shape), with_kwargs=True)
     monkeypatch.setitem(transformers_engine.PREFILL_TOKENS, "cpu", 27)
-    assert_same_completions(TransformersEngine(model, params()).generate(prompts), whole)
+    assert_same_completions(PlainEngine(model, params()).generate(prompts), whole)
     # Two prompts at once, the longest has 13 tokens. A sliding window needs them all padded alike.
     widths = [13] if kind == "mistral_sliding" else [1, 4, 8, 13, 13]
     assert [shape[1] for shape in passes[: len(widths)]] == widths
@@ -439,7 +454,7 @@ def slow_generate_with_switch(old, new, prompt: Prompt, uniforms, steps: int, te
 def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_policy, kind, steps):
     prompts, sampling = ragged_prompts(), params(stop_token_ids=())
     old, new = make_model(kind, make_policy, seed=0), make_model(kind, make_policy, seed=9)
-    engine = TransformersEngine(copy.deepcopy(old), sampling, version=3)
+    engine = PlainEngine(copy.deepcopy(old), sampling, version=3)
     calls = 0
 
     def refresh() -> None:
@@ -452,7 +467,7 @@ def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_poli
     switched = engine.generate(prompts)
     assert calls == sampling.response_length - 1  # between any two tokens
     uniforms = row_uniforms(sampling.seed, prompts, 3, 10)
-    by_old = TransformersEngine(old, sampling, version=3).generate(prompts)
+    by_old = PlainEngine(old, sampling, version=3).generate(prompts)
     for p, prompt in enumerate(prompts):
         for k, rollout in enumerate(switched[p]):
             tokens, logprobs = slow_generate_with_switch(old, new, prompt, uniforms[p, k], steps, 0.7)
@@ -465,7 +480,7 @@ def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_poli
 
 def test_rows_that_end_before_new_weights_arrive_hold_the_old_version_only(make_policy):
     prompts = ragged_prompts(10)
-    engine = TransformersEngine(make_policy(0).eval(), params(), version=1)
+    engine = PlainEngine(make_policy(0).eval(), params(), version=1)
     before = engine.generate(prompts)
     calls = iter(range(100))
     engine.refresh = lambda: setattr(engine, "version", 2 if next(calls) >= 4 else 1)
@@ -578,7 +593,7 @@ def test_bfloat16_weights_still_give_log_probabilities_in_float32(make_policy):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_and_training_agree_on_log_probabilities(make_policy, kind):
     model, prompts = make_model(kind, make_policy, seed=3), ragged_prompts(6, seed=3)
-    completions = TransformersEngine(model, params(temperature=0.9)).generate(prompts)
+    completions = PlainEngine(model, params(temperature=0.9)).generate(prompts)
     pairs = [(p, r) for p, group in zip(prompts, completions, strict=True) for r in group]
     tokens_BT, mask_BT = right_padded([([*p.tokens, *r.tokens], len(p.tokens)) for p, r in pairs], PAD, extra=0)
     with torch.no_grad():

@@ -284,10 +284,10 @@ def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
         )
     prompts, _ = first_prompts(load_rows(config.data), tokenizer, config)
     by_hand = []
-    for prompt, (rollout,) in zip(
+    for prompt, (answer,) in zip(
         prompts, sample(models["policy"], tokenizer, prompts, config, 1, "again"), strict=True
     ):
-        row = EncodedRow(prompt.tokens + rollout.tokens, len(prompt.tokens))
+        row = EncodedRow(tuple(answer.tokens.tolist()), len(prompt.tokens))
         by_hand.append(logprob_by_hand(models["policy"], row, 0.7) - logprob_by_hand(models["sft"], row, 0.7))
     assert tuple(policy["kl_to_reference"].values()) == pytest.approx(mean_interval(by_hand), rel=1e-4)
     assert policy["ended_share"] == sum(one["models"]["policy"]["ended"] for one in samples) / 11

@@ -10,12 +10,12 @@ import pytest
 
 from async_rlhf.generation import evidence as module
 from async_rlhf.generation.evidence import BINS, FALSE_ALARMS, LIMIT, WINDOW, Evidence
-from async_rlhf.types import Prompt, Rollout, RolloutGroup
+from async_rlhf.types import Group, Prompt, Sample
 
 
-def group(*completions: tuple[int, ...], logprob: float = -1.0, version: int = 0) -> RolloutGroup:
-    rollouts = [Rollout(c, (logprob,) * len(c), (version,) * len(c), "length") for c in completions]
-    return RolloutGroup(Prompt(0, 0, (1,)), tuple(rollouts))
+def group(*completions: tuple[int, ...], logprob: float = -1.0, version: int = 0) -> Group:
+    samples = [Sample.answer([1], c, [logprob] * len(c), [version] * len(c), "length") for c in completions]
+    return Group(Prompt(0, 0, (1,)), tuple(samples))
 
 
 def test_the_bet_on_ranks_is_that_of_the_definition():

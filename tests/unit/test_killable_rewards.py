@@ -16,7 +16,7 @@ from async_rlhf.config import OnlineDPOConfig
 from async_rlhf.rewards import numeric_answer, regex
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function, load_reward_functions
 from async_rlhf.scoring.stoppable import Source, source_of
-from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EOS = 256
 FOREVER = "a" * 60 + "!"  # for (a|aa)+$
@@ -89,13 +89,13 @@ def rewards(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def make_batch(tokenizer, *texts: str) -> RolloutBatch:
+def make_batch(tokenizer, *texts: str) -> Batch:
     groups = []
     for number, text in enumerate(texts):
         tokens = (*tokenizer(text)["input_ids"], EOS)
-        rollout = Rollout(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), "stop")
-        groups.append(RolloutGroup(Prompt(number, number, (65,), {"query": "A"}), (rollout, rollout)))
-    return RolloutBatch(1, 0, tuple(groups), 0.0)
+        sample = Sample.answer([65], tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop")
+        groups.append(Group(Prompt(number, number, (65,), {"query": "A"}), (sample, sample)))
+    return Batch(1, 0, tuple(groups), 0.0)
 
 
 def scorer(tokenizer, *names: str, limit: float | None = 60.0, **changes) -> Scorer:

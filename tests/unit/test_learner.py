@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import LLAMA_SIZES, count_letters
+from tiny import LLAMA_SIZES, count_letters, drawn
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
@@ -20,7 +20,7 @@ from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_
 from async_rlhf.learner import _Watch
 from async_rlhf.models import new_value_model
 from async_rlhf.trainers import TRAINERS
-from async_rlhf.types import Experience, PolicyOutput, Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Experience, Group, PolicyOutput, Sample
 
 
 def train(make_policy, tokenizer, prompts, args, algorithm, **options):
@@ -39,8 +39,8 @@ def scored_batch(trainer, scores_PK=None):
     stream, engine = trainer._stream, trainer._eval_engine().engine
     engine.params = replace(engine.params, samples_per_prompt=trainer.args.samples_per_prompt)
     drawn = [stream.prompt(n) for n in range(trainer.args.batch_size)]
-    groups = tuple(RolloutGroup(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
-    scored = trainer._scorer(RolloutBatch(1, 0, groups, 0.0))
+    groups = tuple(Group(p, c) for p, c in zip(drawn, engine.generate(drawn), strict=True))
+    scored = trainer._scorer(Batch(1, 0, groups, 0.0))
     return scored if scores_PK is None else replace(scored, scores_PK=scores_PK)
 
 
@@ -171,15 +171,18 @@ def test_what_is_cut_off_is_worth_what_the_value_model_expects(
         torch.nn.init.normal_(trainer.learner.value.weight)
     scored = scored_batch(trainer)
     reasons = ["stop", "length", "stop", "length", "length"]
-    rollouts = [r for group in scored.batch.groups for r in group.rollouts]
-    parts = [(r.tokens[:n], r.logprobs[:n], r.versions[:n]) for n, r in enumerate(rollouts, start=1)]  # of every length
-    marked = [Rollout(*part, reasons[i % 5]) for i, part in enumerate(parts)]
+    prompts = [group.prompt.tokens for group in scored.batch.groups for _ in group.samples]
+    marked = []
+    for i, (prompt, sample) in enumerate(zip(prompts, scored.batch.samples, strict=True)):
+        tokens, logprobs, versions, _ = drawn(sample)
+        n = i + 1  # of every length
+        marked.append(Sample.answer(prompt, tokens[:n], logprobs[:n], versions[:n], reasons[i % 5]))
     groups = tuple(
-        replace(group, rollouts=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
+        replace(group, samples=tuple(marked[2 * i : 2 * i + 2])) for i, group in enumerate(scored.batch.groups)
     )
     experience, _ = trainer.learner.annotate(replace(scored, batch=replace(scored.batch, groups=groups)))
     policy, value = trainer.learner.policy, trainer.learner.value
-    for row, rollout in enumerate(marked):
+    for row, sample in enumerate(marked):
         tokens_BT = experience.tokens_BT[row : row + 1, : experience.lengths_B[row]]
         with torch.no_grad():
             if shared_trunk:
@@ -187,11 +190,11 @@ def test_what_is_cut_off_is_worth_what_the_value_model_expects(
             else:
                 at_the_end = value(tokens_BT).logits
         reward = experience.scores_B[row].item()
-        if rollout.finish_reason == "length":
+        if sample.finish_reason == "length":
             reward = 0.9 * at_the_end.item()
-        n = len(rollout.tokens)
+        n = len(sample.drawn)
         expected = [0.9 ** (n - 1 - t) * reward for t in range(n)]
-        found = experience.returns_BT[row][experience.response_mask_BT[row] > 0].tolist()
+        found = experience.returns_BT[row][experience.sampled_BT[row] > 0].tolist()
         assert found == pytest.approx(expected, abs=1e-5)
     assert trainer.learner.update(experience, 1)["optimizer_steps"] == 2
 
@@ -220,9 +223,8 @@ def test_completions_that_are_masked_are_in_baselines_and_nowhere_else(
         groups = tuple(
             replace(
                 group,
-                rollouts=tuple(
-                    replace(r, finish_reason="length" if k < 1 + p % 3 else "stop")
-                    for k, r in enumerate(group.rollouts)
+                samples=tuple(
+                    replace(r, finish_reason="length" if k < 1 + p % 3 else "stop") for k, r in enumerate(group.samples)
                 ),
             )
             for p, group in enumerate(scored.batch.groups)
@@ -379,7 +381,7 @@ def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, ma
         trainer.learner.annotate(batch) for batch in (replace(scored, scores_PK=holed_PK), without)
     )
     assert our_metrics == expected_metrics
-    for name in ("tokens_BT", "scores_B", "weights_U", "advantages_B", "advantages_BT"):
+    for name in ("tokens_BT", "scores_B", "weights_U", "advantages_BT"):
         if getattr(expected, name) is not None:
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
@@ -575,7 +577,7 @@ def test_a_head_in_float32_halves_the_error_of_bf16(tokenizer, prompts, make_arg
         for who, pairs in (("policy", by_policy[:-1]), ("reference", by_policy[-1:])):
             differences = []
             for logprobs_BT, rows in pairs:
-                mask_BT = rows.response_mask_BT
+                mask_BT = rows.sampled_BT
                 right = response_logprobs(exact, rows.tokens_BT, mask_BT, 0.7, with_entropies=False)
                 differences.append((logprobs_BT - right.logprobs_BT)[mask_BT > 0])
             errors[who] = torch.cat(differences).square().mean().sqrt().item()
@@ -637,7 +639,10 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
     pi_BT += 1 / torch.tensor(lengths).clamp(min=1)[:, None]
     for number, rows_B in enumerate(torch.arange(7).split(size)):
         nothing_B = torch.zeros(len(rows_B))
-        rows = Experience(tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_B, nothing_B)
+        nothing_BT = torch.zeros(len(rows_B), 10)
+        rows = Experience(
+            tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_BT, nothing_B, nothing_B
+        )
         watches[number % 2].add(PolicyOutput(pi_BT[rows_B], entropies_BT[rows_B]), rows)
     for row, length in enumerate(lengths):
         for t in range(1, length + 1):
@@ -655,7 +660,8 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
 
 def test_nothing_is_said_of_rows_without_tokens():
     nothing_BT = torch.zeros(2, 3)
-    rows = Experience(nothing_BT.long(), torch.ones(2), nothing_BT, nothing_BT, torch.ones(2), torch.ones(2))
+    ones_B = torch.ones(2)
+    rows = Experience(nothing_BT.long(), ones_B, nothing_BT, nothing_BT, nothing_BT, ones_B, ones_B)
     watch = _Watch()
     watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
     assert watch.metrics() == _Watch().metrics() == {}

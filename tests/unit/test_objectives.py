@@ -226,16 +226,23 @@ def ragged_experience(seed: int, P: int, K: int, garbage: float = 0.0) -> tuple[
     """P groups of K rows of every length, and log-probabilities of a policy.
 
     The first token of a row is its number. Among the groups: all scores equal (every fourth), ties for the best and
-    the worst (small integers). Log-probabilities outside the response are ``garbage``.
+    the worst (small integers). Rows of odd seeds have observations of 1 to 4 tokens, with rewards that the scores
+    contain, before their first sampled token, between two and after the last. Log-probabilities are ``garbage`` where
+    no token was sampled.
     """
-    rng = random.Random(seed)
+    rng, holes_rng = random.Random(seed), random.Random(f"holes {seed}")
     prompt_lengths = [rng.randint(1, 6) for _ in range(P)]
-    spans = [(prompt_lengths[r // K], prompt_lengths[r // K] + rng.randint(1, 9)) for r in range(P * K)]
-    B, T = P * K, max(end for _, end in spans)
+    flags = []
+    for row in range(P * K):
+        flags.append([0.0] * prompt_lengths[row // K])
+        count = rng.randint(1, 9)
+        for place in range(count + 1):  # the last is after the last sampled token
+            flags[row] += [0.0] * (holes_rng.randint(1, 4) if seed % 2 and holes_rng.random() < 0.4 else 0)
+            flags[row] += [1.0] * (place < count)
+    B, T = P * K, max(map(len, flags))
     torch.manual_seed(seed)
-    mask_BT = torch.zeros(B, T, dtype=torch.float64)
-    for row, (start, end) in enumerate(spans):
-        mask_BT[row, start:end] = 1
+    mask_BT = torch.tensor([row + [0.0] * (T - len(row)) for row in flags], dtype=torch.float64)
+    given = [[seed % 2 * holes_rng.gauss(0, 1) * (t < len(row)) for t in range(T)] for row in flags]
     noise_BT = [torch.where(mask_BT > 0, -torch.rand(B, T).double() * 5, garbage) for _ in range(3)]
     tokens_BT = torch.randint(0, 1000, (B, T))
     tokens_BT[:, 0] = torch.arange(B)
@@ -247,9 +254,10 @@ def ragged_experience(seed: int, P: int, K: int, garbage: float = 0.0) -> tuple[
             scores[p][rng.randrange(K)] += 1
     experience = Experience(
         tokens_BT=tokens_BT,
-        lengths_B=torch.tensor([end for _, end in spans]),
-        response_mask_BT=mask_BT,
+        lengths_B=torch.tensor([len(row) for row in flags]),
+        sampled_BT=mask_BT,
         behaviour_logprobs_BT=noise_BT[0],
+        rewards_BT=torch.tensor(given, dtype=torch.float64),
         reference_logprobs_BT=noise_BT[1],
         scores_B=torch.tensor([score for group in scores for score in group]),
         weights_U=torch.ones(B),
@@ -273,7 +281,7 @@ def slow_pairs(experience: Experience, K: int) -> list[tuple[int, int] | None]:
 
 
 def slow_sum(values_BT: Tensor, experience: Experience, row: int) -> float:
-    values, mask = values_BT[row].tolist(), experience.response_mask_BT[row].tolist()
+    values, mask = values_BT[row].tolist(), experience.sampled_BT[row].tolist()
     return math.fsum(value for value, inside in zip(values, mask, strict=True) if inside)
 
 
@@ -326,10 +334,11 @@ def test_credit_pairs_the_first_best_with_the_first_worst(K):
                 length = int(experience.lengths_B[row])
                 assert pairs.lengths_B[2 * u + side] == length
                 assert pairs.scores_B[2 * u + side] == experience.scores_B[row]
-                for name in ("tokens_BT", "response_mask_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
+                names = ("tokens_BT", "sampled_BT", "rewards_BT", "reference_logprobs_BT", "behaviour_logprobs_BT")
+                for name in names:
                     kept = getattr(pairs, name)[2 * u + side, :length].tolist()
                     assert kept == getattr(experience, name)[row, :length].tolist(), name
-                assert pairs.response_mask_BT[2 * u + side, length:].sum() == 0
+                assert pairs.sampled_BT[2 * u + side, length:].sum() == 0
 
 
 def test_a_difference_in_the_last_bit_of_a_score_is_no_tie():
@@ -362,7 +371,7 @@ def test_a_margin_within_rounding_counts_one_half(nats, expected):
     reference_BT = experience.reference_logprobs_BT.float()
     experience = replace(experience, reference_logprobs_BT=reference_BT, scores_B=torch.arange(80.0))
     chosen_BT = torch.tensor([0.0, 1.0]).repeat(40)[:, None]  # of each pair the second
-    first_BT = (experience.response_mask_BT.cumsum(dim=1) == 1) & experience.response_mask_BT.bool()
+    first_BT = (experience.sampled_BT.cumsum(dim=1) == 1) & experience.sampled_BT.bool()
     ours = dpo_loss(reference_BT + nats * chosen_BT * first_BT, experience, dpo_config(2))
     moved = [bool(first_BT[row].any()) for row in range(1, 80, 2)]
     assert sum(moved) > 20
@@ -370,21 +379,23 @@ def test_a_margin_within_rounding_counts_one_half(nats, expected):
     assert ours.metrics["rewards/accuracies"].item() == slow
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("garbage", [1e30, -1e30, 777.0])
-def test_nothing_outside_the_response_matters(garbage):
+def test_nothing_outside_the_response_matters(garbage, seed):
     config = dpo_config(3)
-    clean, clean_logprobs_BT = ragged_experience(1, 6, 3)
-    dirty, dirty_logprobs_BT = ragged_experience(1, 6, 3, garbage=garbage)
+    clean, clean_logprobs_BT = ragged_experience(seed, 6, 3)
+    dirty, dirty_logprobs_BT = ragged_experience(seed, 6, 3, garbage=garbage)
     assert not torch.equal(dirty.reference_logprobs_BT, clean.reference_logprobs_BT)
     ours, theirs = dpo_loss(dirty_logprobs_BT, dirty, config), dpo_loss(clean_logprobs_BT, clean, config)
     assert ours.loss_sum.item() == theirs.loss_sum.item() != 0
     assert {k: v.item() for k, v in ours.metrics.items()} == {k: v.item() for k, v in theirs.metrics.items()}
 
 
+@pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_online_dpo_gradient_is_the_difference_quotient_of_the_slow_loss(loss_type):
+def test_online_dpo_gradient_is_the_difference_quotient_of_the_slow_loss(loss_type, seed):
     config = dpo_config(3, 0.2, loss_type)
-    experience, logprobs_BT = ragged_experience(2, 4, 3)
+    experience, logprobs_BT = ragged_experience(seed, 4, 3)
     logprobs_BT.requires_grad_()
     (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, config).loss_sum, logprobs_BT)
     assert gradient_BT.abs().max() > 1e-3
@@ -398,24 +409,26 @@ def test_online_dpo_gradient_is_the_difference_quotient_of_the_slow_loss(loss_ty
         assert gradient_BT[row, t].item() == pytest.approx(quotient, rel=1e-5, abs=1e-6)
 
 
-def test_the_gradient_is_exactly_zero_outside_responses_of_pairs_that_differ():
-    experience, logprobs_BT = ragged_experience(3, 8, 4)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_the_gradient_is_exactly_zero_outside_responses_of_pairs_that_differ(seed):
+    experience, logprobs_BT = ragged_experience(seed, 8, 4)
     logprobs_BT.requires_grad_()
     (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, dpo_config(4)).loss_sum, logprobs_BT)
     trained = {row for pair in slow_pairs(experience, 4) if pair is not None for row in pair}
     assert len(trained) == 12
     for row in range(len(experience)):
-        for t, inside in enumerate(experience.response_mask_BT[row].tolist()):
+        for t, inside in enumerate(experience.sampled_BT[row].tolist()):
             assert (gradient_BT[row, t].item() != 0) == (inside == 1 and row in trained)
 
 
-def test_chosen_tokens_are_pushed_up_and_rejected_ones_down():
-    experience, logprobs_BT = ragged_experience(4, 8, 3)
+@pytest.mark.parametrize("seed", [4, 5])
+def test_chosen_tokens_are_pushed_up_and_rejected_ones_down(seed):
+    experience, logprobs_BT = ragged_experience(seed, 8, 3)
     logprobs_BT.requires_grad_()
     (gradient_BT,) = torch.autograd.grad(dpo_loss(logprobs_BT, experience, dpo_config(3)).loss_sum, logprobs_BT)
     for pair in slow_pairs(experience, 3):
         if pair is not None:
-            best, worst = (gradient_BT[row][experience.response_mask_BT[row] > 0] for row in pair)
+            best, worst = (gradient_BT[row][experience.sampled_BT[row] > 0] for row in pair)
             assert best.max() < 0 < worst.min()
             assert best[0].item() == pytest.approx(-worst[0].item())
 
@@ -437,10 +450,11 @@ def distinct_scores(experience: Experience, seed: int) -> Experience:
     return replace(experience, scores_B=order_B.float() / 8)
 
 
+@pytest.mark.parametrize("seed", [6, 7])
 @pytest.mark.parametrize("K", [2, 5])
-def test_the_order_of_the_samples_and_an_offset_of_the_scores_do_not_matter(K):
+def test_the_order_of_the_samples_and_an_offset_of_the_scores_do_not_matter(K, seed):
     config = dpo_config(K)
-    experience, logprobs_BT = ragged_experience(6, 6, K)
+    experience, logprobs_BT = ragged_experience(seed, 6, K)
     experience = distinct_scores(experience, 6)
     loss = dpo_loss(logprobs_BT, experience, config).loss_sum.item()
     shuffle = random.Random(0)
@@ -466,3 +480,39 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_parts():
     assert sum(p.loss_sum.item() for p in parts) == pytest.approx(whole.loss_sum.item(), rel=1e-6)
     for name, value in whole.metrics.items():
         assert sum(p.metrics[name].item() for p in parts) == pytest.approx(value.item(), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", [8, 9])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_observation_changes_nothing_wherever_it_is_put(loss_type, seed):
+    """Neither the loss, nor a metric, nor a gradient at a sampled token, if nothing was given for it.
+
+    Seven tokens are put into each row at random places after the first: observations, or padding after its end.
+    """
+    config, rng = dpo_config(3, loss_type=loss_type), random.Random(seed)
+    experience, logprobs_BT = ragged_experience(seed, 6, 3, garbage=-777.0)
+    B, T = logprobs_BT.shape
+    places = [[0, *sorted(rng.sample(range(1, T + 7), T - 1))] for _ in range(B)]
+    lengths = [[*row, T + 7][n] for row, n in zip(places, experience.lengths_B.tolist(), strict=True)]
+
+    def insert(name: str, x: Tensor) -> Tensor:
+        if not name.endswith("_BT"):
+            return x
+        filling = 0 if name in ("sampled_BT", "rewards_BT") else 777
+        return torch.full((B, T + 7), filling, dtype=x.dtype).scatter(1, torch.tensor(places), x)
+
+    moved = replace(experience.map(insert), lengths_B=torch.tensor(lengths))
+    outputs, gradients = [], []
+    for rows, numbers_BT in ((experience, logprobs_BT), (moved, insert("logprobs_BT", logprobs_BT))):
+        numbers_BT.requires_grad_()
+        outputs.append(dpo_loss(numbers_BT, rows, config))
+        (gradient_BT,) = torch.autograd.grad(outputs[-1].loss_sum, numbers_BT)
+        assert (gradient_BT * (1 - rows.sampled_BT)).abs().max() == 0
+        gradients.append(gradient_BT[rows.sampled_BT > 0])
+    theirs, ours = outputs
+    assert (moved.sampled_BT.argmax(dim=1) > experience.sampled_BT.argmax(dim=1)).any()
+    assert ours.loss_sum.item() == pytest.approx(theirs.loss_sum.item(), rel=1e-9)
+    assert set(ours.metrics) == set(theirs.metrics)
+    for name, value in theirs.metrics.items():
+        assert ours.metrics[name].item() == pytest.approx(value.item(), rel=1e-9, abs=1e-9), name
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)

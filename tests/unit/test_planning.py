@@ -34,7 +34,7 @@ from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Scaled, Split
 from async_rlhf.planning.times import given as given_times
 from async_rlhf.reports.trace import Trace
 from async_rlhf.rollouts import Rollouts
-from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Prompt, Sample
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -69,11 +69,11 @@ class ClockedGenerator:
         self.free = [max(free, self.now) + s for free, s in zip(self.free, seconds, strict=True)]
         self.ready[index] = (max(self.free), version)
 
-    def collect(self, index: int) -> RolloutBatch:
+    def collect(self, index: int) -> Batch:
         ready, version = self.ready.pop(index)
         self.now = max(self.now, ready)
-        rollout = Rollout((1,), (0.0,), (version,), "stop")
-        return RolloutBatch(index, version, (RolloutGroup(Prompt(0, 0, (1,)), (rollout,)),), 0.0)
+        sample = Sample.answer([1], [1], [0.0], [version], "stop")
+        return Batch(index, version, (Group(Prompt(0, 0, (1,)), (sample,)),), 0.0)
 
 
 class NoPrompts:

@@ -98,25 +98,42 @@ class Case:
     values_BT: Tensor
 
 
+def flags_of_row(rng: random.Random, start: int, count: int, holes: bool) -> list[float]:
+    """1.0 at each of ``count`` sampled tokens after ``start`` of the prompt, 0.0 at the prompt and at observations.
+
+    Holes are observations of 1 to 4 tokens: before the first sampled token, between two, or after the last.
+    """
+    flags = [0.0] * start
+    for _ in range(count):
+        flags += [0.0] * (rng.randint(1, 4) if holes and rng.random() < 0.3 else 0) + [1.0]
+    return flags + [0.0] * (rng.randint(1, 4) if holes and rng.random() < 0.5 else 0)
+
+
+def padded(rows: list[list[float]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], dtype=torch.float64)
+
+
 @cache
 def make_case(
     seed: int, P: int, K: int, spread: float = 0.3, old: bool = True, garbage: float = 7.0, empty: bool = False
 ) -> Case:
-    """P groups of K rows with 1 to 6 prompt tokens and 0 to 9 response tokens (none at all if ``empty``).
+    """P groups of K rows with 1 to 6 prompt tokens and 0 to 9 sampled tokens (none at all if ``empty``).
 
-    The four policies differ by ``spread`` nats a token. Every fourth group has equal scores; the scores of even seeds
-    are small integers with ties. Outside the response every float is +-garbage: by default more than any
-    log-probability, but not so much that exp overflows. The first token of a row is its number.
+    Rows of odd seeds have holes and rewards of an environment at tokens of every kind; those of even seeds end with
+    their last sampled token and have no such reward. The four policies differ by ``spread`` nats a token. Every fourth
+    group has equal scores; the scores of even seeds are small integers with ties. Where no token was sampled, every
+    float but the rewards is +-garbage: by default more than any log-probability, but not so much that exp overflows.
+    The first token of a row is its number.
     """
-    rng = random.Random(seed)
+    rng, holes_rng, holes = random.Random(seed), random.Random(f"holes {seed}"), seed % 2 == 1
     starts = [rng.randint(1, 6) for _ in range(P)]
-    lengths = [0 if empty or rng.random() < 0.2 else rng.randint(1, 9) for _ in range(P * K)]
-    spans = [(starts[r // K], starts[r // K] + length) for r, length in enumerate(lengths)]
-    B, T = P * K, max(end for _, end in spans)
+    counts = [0 if empty or rng.random() < 0.2 else rng.randint(1, 9) for _ in range(P * K)]
+    flags = [flags_of_row(holes_rng, starts[r // K], count, holes) for r, count in enumerate(counts)]
+    mask_BT = padded(flags)
+    rewards = [[holes_rng.gauss(0, 1) * (holes and holes_rng.random() < 0.4) for _ in row] for row in flags]
+    B, T = mask_BT.shape
     torch.manual_seed(seed)
-    mask_BT = torch.zeros(B, T, dtype=torch.float64)
-    for row, (start, end) in enumerate(spans):
-        mask_BT[row, start:end] = 1
 
     def outside(values_BT: Tensor) -> Tensor:
         signs_BT = torch.randint(0, 2, (B, T)) * 2.0 - 1
@@ -136,9 +153,10 @@ def make_case(
             scores[row] = 0.5
     experience = Experience(
         tokens_BT=tokens_BT,
-        lengths_B=torch.tensor([end for _, end in spans]),
-        response_mask_BT=mask_BT,
+        lengths_B=torch.tensor([len(row) for row in flags]),
+        sampled_BT=mask_BT,
         behaviour_logprobs_BT=mu_BT,
+        rewards_BT=padded(rewards),
         scores_B=torch.tensor(scores, dtype=torch.float64),
         weights_U=torch.ones(B, dtype=torch.float64),
         reference_logprobs_BT=ref_BT,
@@ -176,13 +194,13 @@ def loss_and_gradients(key: str, case: Case, config: OnlineConfig) -> tuple[Loss
     return output, by_logprobs_BT, by_values_BT
 
 
-# The oracle. Rows are lists of the numbers at their response tokens.
+# The oracle. Rows are lists of the numbers at their sampled tokens.
 
 
 def responses(values_BT: Tensor, experience: Experience) -> list[list[float]]:
     return [
         [x for x, inside in zip(values, mask, strict=True) if inside]
-        for values, mask in zip(values_BT.tolist(), experience.response_mask_BT.tolist(), strict=True)
+        for values, mask in zip(values_BT.tolist(), experience.sampled_BT.tolist(), strict=True)
     ]
 
 
@@ -228,7 +246,7 @@ def slow_std(values: list[float]) -> float:
 
 @dataclass
 class Credit:
-    """Advantages of completions (RLOO, GRPO) or of tokens (PPO), and what every row adds to the normaliser."""
+    """Advantages of rows (RLOO, GRPO) or of tokens (PPO), and what every row adds to the normaliser."""
 
     weights: list[float]
     of_rows: list[float] | None = None
@@ -236,9 +254,16 @@ class Credit:
     returns: list[list[float]] | None = None
 
 
+def of_each_token(credit: Credit, experience: Experience) -> list[list[float]]:
+    if credit.of_tokens is not None:
+        return credit.of_tokens
+    counts = [len(row) for row in responses(experience.sampled_BT, experience)]
+    return [[advantage] * n for advantage, n in zip(credit.of_rows, counts, strict=True)]
+
+
 def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credit:
     name = OBJECTIVES[key][0]
-    lengths = [len(row) for row in responses(experience.response_mask_BT, experience)]
+    lengths = [len(row) for row in responses(experience.sampled_BT, experience)]
     rewards, K = slow_rewards(experience, config), config.samples_per_prompt
     if name == "best_of_k":
         return Credit([weight for _, weight in slow_best(experience, config)])
@@ -266,18 +291,41 @@ def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credi
     return Credit(weights, of_rows=advantages)
 
 
+def slow_earned(experience: Experience) -> list[list[float]]:
+    """For each sampled token what the environment gave from it on, up to the next sampled token or the row's end."""
+    result = []
+    for flags, given in zip(experience.sampled_BT.tolist(), experience.rewards_BT.tolist(), strict=True):
+        parts: list[list[float]] = []
+        for sampled, reward in zip(flags, given, strict=True):
+            if sampled:
+                parts.append([reward])
+            elif parts:
+                parts[-1].append(reward)
+        result.append([math.fsum(part) for part in parts])
+    return result
+
+
+def slow_rests(experience: Experience, config: PPOConfig) -> list[float]:
+    """What the last sampled token of each row gets beside that: the rest of the score, or what is expected later."""
+    rests = []
+    for row, score in enumerate(experience.scores_B.tolist()):
+        rest = score - math.fsum(experience.rewards_BT[row].tolist())
+        if config.bootstrap_truncated and experience.truncated_B[row]:
+            rest = config.gamma * experience.end_values_B[row].item()
+        rests.append(rest)
+    return rests
+
+
 def slow_ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[list[list[float]], list[list[float]]]:
     penalties, values = slow_reward_kl(experience, config), responses(experience.values_BT, experience)
+    earned, rests = slow_earned(experience), slow_rests(experience, config)
     advantages, returns = [], []
-    for row, score in enumerate(experience.scores_B.tolist()):
+    for row, rest in enumerate(rests):
         n = len(penalties[row])
-        value_at_the_end = 0.0
-        if config.bootstrap_truncated and experience.truncated_B[row]:
-            score, value_at_the_end = 0.0, experience.end_values_B[row].item()
         deltas = []
         for t in range(n):
-            reward = -penalties[row][t] + (score if t == n - 1 else 0.0)
-            value_after = values[row][t + 1] if t + 1 < n else value_at_the_end
+            reward = earned[row][t] - penalties[row][t] + (rest if t == n - 1 else 0.0)
+            value_after = values[row][t + 1] if t + 1 < n else 0.0
             deltas.append(reward + config.gamma * value_after - values[row][t])
         decay = config.gamma * config.lam
         advantages.append([math.fsum(decay**i * d for i, d in enumerate(deltas[t:])) for t in range(n)])
@@ -355,6 +403,8 @@ class SlowLoss:
         for row, advantage in enumerate(self.credit.of_rows):
             if self.credit.weights[row] == 0:
                 continue
+            if not self.pi[row]:  # it has no loss, but its ratio is 1
+                advantage = 0.0
             log_ratio = math.fsum(differences(self.pi[row], self.old[row]))
             weight = 1.0
             if uses_weights(self.config):
@@ -424,31 +474,34 @@ def test_credit_is_its_formula(key):
         expected = slow_credit(key, case.experience, config)
         assert (len(ours), ours.units, ours.rows_per_unit) == (5 * K, 5 * K, 1)
         assert ours.weights_U.tolist() == expected.weights
-        if expected.of_rows is not None:
-            assert ours.advantages_B.dtype == torch.float64
-            assert ours.advantages_B.tolist() == pytest.approx(expected.of_rows, rel=1e-9, abs=1e-9)
+        pairs = [(ours.advantages_BT, of_each_token(expected, case.experience))]
+        if expected.returns is not None:
+            pairs.append((ours.returns_BT, expected.returns))
         else:
-            outside_BT = 1 - ours.response_mask_BT
-            for tensor_BT, rows in ((ours.advantages_BT, expected.of_tokens), (ours.returns_BT, expected.returns)):
-                assert tensor_BT.dtype == torch.float64
-                assert (tensor_BT * outside_BT).abs().max() == 0
-                for ours_T, expected_T in zip(responses(tensor_BT, ours), rows, strict=True):
-                    assert ours_T == pytest.approx(expected_T, rel=1e-9, abs=1e-9)
+            assert ours.returns_BT is None
+            assert all(len(set(row)) < 2 for row in responses(ours.advantages_BT, ours))  # one for all of a row
+        for tensor_BT, rows in pairs:
+            assert tensor_BT.dtype == torch.float64
+            assert (tensor_BT * (1 - ours.sampled_BT)).abs().max() == 0
+            for ours_T, expected_T in zip(responses(tensor_BT, ours), rows, strict=True):
+                assert ours_T == pytest.approx(expected_T, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("key", WITH_RATIOS)
-def test_credit_adds_to_the_experience_and_changes_nothing_else(key):
-    case = make_case(0, 4, 3)
+def test_credit_adds_to_the_experience_and_changes_nothing_else(key, seed):
+    case = make_case(seed, 4, 3)
     before = case.experience.map(lambda name, tensor: tensor.clone())
     ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, configure(key, 3, KLS["reward-k3"]))
-    added = {"advantages_B", "advantages_BT", "returns_BT", "weights_U", "teaches_U"}
+    added = {"advantages_BT", "returns_BT", "weights_U", "teaches_U"}
+    clean = {"sampled_BT", "rewards_BT"}
     for item in fields(Experience):
         old, new = getattr(before, item.name), getattr(ours, item.name)
         given = getattr(case.experience, item.name)
         assert torch.equal(given, old) if isinstance(old, Tensor) else given == old, f"{item.name} of the input"
         if item.name in added:
             assert not isinstance(new, Tensor) or not new.requires_grad
-        elif item.name.endswith("_BT") and old.is_floating_point():
+        elif item.name.endswith("_BT") and old.is_floating_point() and item.name not in clean:
             assert responses(new, ours) == responses(old, before), item.name
         else:
             assert torch.equal(new, old) if isinstance(old, Tensor) else new == old, item.name
@@ -488,9 +541,9 @@ def test_best_of_k_keeps_the_first_best_row_of_each_prompt(K, kl):
             length = int(experience.lengths_B[ours])
             assert best.lengths_B[p] == length
             assert best.scores_B[p] == experience.scores_B[ours]
-            for name in ("tokens_BT", "response_mask_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
+            for name in ("tokens_BT", "sampled_BT", "rewards_BT", "reference_logprobs_BT", "behaviour_logprobs_BT"):
                 assert getattr(best, name)[p, :length].tolist() == getattr(experience, name)[ours, :length].tolist()
-            assert best.response_mask_BT[p, length:].sum() == 0
+            assert best.sampled_BT[p, length:].sum() == 0
 
 
 def test_best_of_k_breaks_ties_by_position_and_ignores_prompts_that_are_all_ties():
@@ -515,8 +568,9 @@ def test_best_of_k_judges_by_the_reward_less_its_kl():
             case.experience,
             tokens_BT=torch.tensor([[0, 5, 5, 5], [1, 5, 5, 5]]),
             lengths_B=torch.tensor([4, 4]),
-            response_mask_BT=mask_BT,
+            sampled_BT=mask_BT,
             behaviour_logprobs_BT=far_BT,
+            rewards_BT=zeros_BT,
             reference_logprobs_BT=zeros_BT,
             values_BT=None,
             old_logprobs_BT=None,
@@ -527,16 +581,47 @@ def test_best_of_k_judges_by_the_reward_less_its_kl():
         assert best.weights_U.tolist() == [1]
 
 
-def test_ppo_gives_the_score_to_the_last_response_token_only():
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ppo_gives_the_score_to_the_last_response_token_only(seed):
     """With lambda 1 and no values every token's advantage is the discounted score; an empty response has none."""
-    case = make_case(1, 6, 2)
-    experience = replace(case.experience, values_BT=torch.zeros_like(case.values_BT))
+    case = make_case(seed, 6, 2)
+    zeros_BT = torch.zeros_like(case.values_BT)
+    experience = replace(case.experience, values_BT=zeros_BT, rewards_BT=zeros_BT)
     config = PPOConfig(samples_per_prompt=2, gamma=0.5, lam=1.0, whiten_advantages=False, kl=KLS["no-kl"])
     ours = ALGORITHMS["ppo"].credit(experience, config)
     for advantages, score in zip(responses(ours.advantages_BT, ours), experience.scores_B.tolist(), strict=True):
         n = len(advantages)
         assert advantages == pytest.approx([score * 0.5 ** (n - 1 - t) for t in range(n)])
     assert torch.equal(ours.advantages_BT, ours.returns_BT)
+
+
+def test_ppo_gives_what_the_environment_gave_to_the_sampled_token_before():
+    """At known numbers: without discount, values and penalty an advantage is what was given from its token on."""
+    sampled = [[0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]]
+    rewards = [[0, 0, 1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32, 0], [0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0]]
+    case, zeros_BT = make_case(1, 1, 4), torch.zeros(4, 7, dtype=torch.float64)
+    experience = replace(
+        case.experience,
+        tokens_BT=torch.zeros(4, 7, dtype=torch.long),
+        lengths_B=torch.tensor([7, 7, 4, 3]),
+        sampled_BT=torch.tensor(sampled, dtype=torch.float64),
+        rewards_BT=torch.tensor(rewards, dtype=torch.float64),
+        scores_B=torch.tensor([31 + 100.0, 63 - 100.0, 5.0, 3.0], dtype=torch.float64),
+        values_BT=zeros_BT,
+        behaviour_logprobs_BT=zeros_BT,
+        reference_logprobs_BT=zeros_BT,
+        old_logprobs_BT=None,
+        truncated_B=torch.tensor([True, False, True, True]),
+        end_values_B=torch.full((4,), 1000.0, dtype=torch.float64),
+    )
+    config = PPOConfig(samples_per_prompt=4, gamma=1.0, lam=1.0, whiten_advantages=False, kl=KLS["no-kl"])
+    for bootstrap, expected in (
+        (False, [[131.0, 128.0], [-44.0, -52.0], [5.0, 5.0], []]),
+        (True, [[1031.0, 1028.0], [-44.0, -52.0], [1000.0, 1000.0], []]),
+    ):
+        config = replace(config, bootstrap_truncated=bootstrap, non_eos_penalty=not bootstrap)
+        ours = ALGORITHMS["ppo"].credit(experience, config)
+        assert responses(ours.advantages_BT, ours) == responses(ours.returns_BT, ours) == expected
 
 
 # The loss and the metrics
@@ -584,7 +669,7 @@ def test_gradient_is_the_difference_quotient_of_the_slow_loss(key, off_policy):
         _, by_logprobs_BT, by_values_BT = loss_and_gradients(key, case, config)
         slow = SlowLoss(key, case, config)
         for gradient_BT, numbers in ((by_logprobs_BT, slow.pi), (by_values_BT, slow.values)):
-            assert (gradient_BT * (1 - case.experience.response_mask_BT)).abs().max() == 0
+            assert (gradient_BT * (1 - case.experience.sampled_BT)).abs().max() == 0
             if numbers is slow.values and slow.name != "ppo":
                 assert gradient_BT.abs().max() == 0
                 continue
@@ -637,8 +722,9 @@ def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old
             rows = Experience(
                 tokens_BT=torch.zeros(2, 3, dtype=torch.long),
                 lengths_B=torch.tensor([3, 3]),
-                response_mask_BT=mask_BT,
+                sampled_BT=mask_BT,
                 behaviour_logprobs_BT=at_responses(mu_R2)[part],
+                rewards_BT=torch.zeros_like(mask_BT),
                 scores_B=torch.zeros(2, dtype=torch.float64),
                 weights_U=torch.ones(2, dtype=torch.float64),
                 reference_logprobs_BT=at_responses(logprobs(ref_logits))[part],
@@ -673,27 +759,30 @@ def difference_quotients(slow: SlowLoss, numbers: list[float], step: float = 1e-
     return quotients
 
 
+@pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("key", WITH_RATIOS)
-def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(key):
+def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(key, seed):
     """Nothing is clipped however far pi is from mu, and the gradient is that of -A log pi."""
-    case = make_case(3, 4, 3, spread=2.0, old=False)
+    case = make_case(seed, 4, 3, spread=2.0, old=False)
     config = configure(key, 3)
     output, by_logprobs_BT, _ = loss_and_gradients(key, case, config)
     assert output.metrics["policy/clipfrac_avg"].item() == 0
     assert output.metrics["policy/approxkl_avg"].item() == 0
     credit = slow_credit(key, case.experience, config)
+    advantages = of_each_token(credit, case.experience)
     for row, gradient in enumerate(responses(by_logprobs_BT, case.experience)):
         n = len(gradient)
-        expected = [-a for a in (credit.of_tokens[row] if credit.of_tokens else [credit.of_rows[row]] * n)]
+        expected = [-a for a in advantages[row]]
         if OBJECTIVES[key][0] == "grpo" and config.normalization == "sequence":
             expected = [g / n for g in expected]
         expected = [g * (credit.weights[row] > 0) for g in expected]  # completions that are masked teach nothing
         assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("seed", [4, 5])
 @pytest.mark.parametrize("key", [key for key in WITH_RATIOS if not key.startswith("ppo")])
-def test_groups_of_equal_scores_train_nothing(key):
-    case = make_case(4, 4, 3)
+def test_groups_of_equal_scores_train_nothing(key, seed):
+    case = make_case(seed, 4, 3)
     equal = replace(case.experience, scores_B=torch.full((12,), 0.5, dtype=torch.float64))
     case = replace(case, experience=equal)
     output, by_logprobs_BT, _ = loss_and_gradients(key, case, configure(key, 3))
@@ -701,9 +790,10 @@ def test_groups_of_equal_scores_train_nothing(key):
     assert by_logprobs_BT.abs().max() == 0
 
 
+@pytest.mark.parametrize("seed", [4, 5])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_without_a_penalty_no_reference_is_needed(key):
-    case = make_case(5, 4, 2)
+def test_without_a_penalty_no_reference_is_needed(key, seed):
+    case = make_case(seed, 4, 2)
     for kl in (KLConfig(coef=0.0), KLConfig(coef=0.0, where="loss", estimator="k2")):
         config = configure(key, 2, kl)
         with_reference = compute_loss(key, case, config)
@@ -711,9 +801,10 @@ def test_without_a_penalty_no_reference_is_needed(key):
         assert compute_loss(key, without, config).loss_sum.item() == with_reference.loss_sum.item() != 0
 
 
+@pytest.mark.parametrize("seed", [6, 7])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_float32_gives_the_same_to_its_precision(key):
-    case = make_case(6, 4, 3)
+def test_float32_gives_the_same_to_its_precision(key, seed):
+    case = make_case(seed, 4, 3)
     config = configure(key, 3, KLS["loss-k3"], OFF_POLICY["truncated-token"])
     single = Case(
         case.experience.map(lambda name, x: x.float() if x.is_floating_point() else x),
@@ -736,19 +827,20 @@ def some_configs(key: str, K: int) -> list[OnlineConfig]:
     return [configure(key, K, kl, off_policy) for kl, off_policy in pairs]
 
 
+@pytest.mark.parametrize("seed", [6, 7])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_the_order_of_the_samples_does_not_matter(key):
+def test_the_order_of_the_samples_does_not_matter(key, seed):
     """Advantages move with their samples. Best-of-K needs scores without ties: of equals it takes the first."""
-    case, rng = make_case(7, 4, 3), random.Random(0)
+    case, rng = make_case(seed, 4, 3), random.Random(0)
     rows = [p * 3 + k for p in range(4) for k in rng.sample(range(3), 3)]
     assert rows != sorted(rows)
-    scores_B = torch.cat([case.experience.scores_B[:9], torch.tensor([0.5, 0.75, 0.25], dtype=torch.float64)])
+    scores_B = torch.tensor([rng.gauss(0, 2) for _ in range(12)], dtype=torch.float64)
     case = replace(case, experience=replace(case.experience, scores_B=scores_B))
     moved = replace(case, experience=case.experience.select(rows))
     for config in some_configs(key, 3):
         credit = ALGORITHMS[OBJECTIVES[key][0]].credit
         ours, theirs = credit(moved.experience, config), credit(case.experience, config)
-        for name in ("advantages_B", "advantages_BT", "returns_BT"):
+        for name in ("advantages_BT", "returns_BT"):
             if getattr(theirs, name) is not None:
                 torch.testing.assert_close(getattr(ours, name), getattr(theirs, name)[rows])
         expected = compute_loss(key, case, config)
@@ -762,15 +854,16 @@ def assert_same(ours: LossOutput, loss: float, metrics: dict[str, Tensor]) -> No
         assert ours.metrics[name].item() == pytest.approx(float(value), rel=1e-9, abs=1e-9), name
 
 
+@pytest.mark.parametrize("seed", [8, 9])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key):
+def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key, seed):
     """Rows of a group may fall apart; parts are trimmed to their longest row; one part has empty responses only."""
-    case = make_case(8, 4, 3)
+    case = make_case(seed, 4, 3)
     algorithm = ALGORITHMS[OBJECTIVES[key][0]]
     for config in some_configs(key, 3):
         rows = algorithm.credit(case.experience, config)
         whole = algorithm.loss(output_for(case, rows), rows, config)
-        empty = [u for u in range(len(rows)) if rows.response_mask_BT[u].sum() == 0]
+        empty = [u for u in range(len(rows)) if rows.sampled_BT[u].sum() == 0]
         units = [u for u in range(len(rows)) if u not in empty]
         random.Random(1).shuffle(units)
         parts = [rows.select(part) for part in (units[:1], units[1:4], units[4:], empty) if part]
@@ -817,17 +910,18 @@ def test_a_positive_factor_of_the_scores_hardly_changes_advantages_scaled_by_the
     case = make_case(1, 4, 3)
     config = configure("grpo-group-sequence", 3)
     scaled = replace(case.experience, scores_B=case.experience.scores_B * factor)
-    ours_B, theirs_B = (ALGORITHMS["grpo"].credit(x, config).advantages_B for x in (scaled, case.experience))
-    assert theirs_B.abs().max() > 0.5
-    torch.testing.assert_close(ours_B, theirs_B, rtol=2e-3, atol=1e-9)
+    ours_BT, theirs_BT = (ALGORITHMS["grpo"].credit(x, config).advantages_BT for x in (scaled, case.experience))
+    assert theirs_BT.abs().max() > 0.5
+    torch.testing.assert_close(ours_BT, theirs_BT, rtol=2e-3, atol=1e-9)
 
 
+@pytest.mark.parametrize("seed", [9, 10])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_nothing_outside_the_response_matters(key):
+def test_nothing_outside_the_response_matters(key, seed):
     """Neither to the loss, nor to a metric, nor to a gradient, where 0 x infinity would be NaN."""
-    clean = make_case(9, 4, 3, garbage=0.0)
+    clean = make_case(seed, 4, 3, garbage=0.0)
     for garbage, config in itertools.product((1.0, 1e3, 1e30), some_configs(key, 3)):
-        dirty = make_case(9, 4, 3, garbage=garbage)
+        dirty = make_case(seed, 4, 3, garbage=garbage)
         assert not torch.equal(clean.experience.behaviour_logprobs_BT, dirty.experience.behaviour_logprobs_BT)
         ours, *our_gradients = loss_and_gradients(key, dirty, config)
         theirs, *their_gradients = loss_and_gradients(key, clean, config)
@@ -837,15 +931,16 @@ def test_nothing_outside_the_response_matters(key):
             assert torch.equal(our_gradient_BT, their_gradient_BT)
 
 
+@pytest.mark.parametrize("seed", [10, 11])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_more_padding_changes_nothing(key):
-    case = make_case(10, 4, 3)
+def test_more_padding_changes_nothing(key, seed):
+    case = make_case(seed, 4, 3)
 
     def widen(name: str, x: Tensor) -> Tensor:
         """Three more columns of garbage; nothing of them is a response."""
         if not name.endswith("_BT"):
             return x
-        filling = 0.0 if name == "response_mask_BT" else 1e3
+        filling = 0.0 if name in ("sampled_BT", "rewards_BT") else 1e3
         return torch.cat([x, torch.full((len(x), 3), filling).to(x.dtype)], dim=1)
 
     wide = Case(case.experience.map(widen), widen("_BT", case.logprobs_BT), widen("_BT", case.values_BT))
@@ -854,37 +949,85 @@ def test_more_padding_changes_nothing(key):
         assert_same(compute_loss(key, wide, config), expected.loss_sum.item(), expected.metrics)
 
 
+def with_observations(case: Case, rng: random.Random) -> tuple[Case, int]:
+    """The same rows with 8 more tokens at random places after the first: observations where they fall within the row.
+
+    Returns the rows and how many observations are followed by a sampled token.
+    """
+    B, T = case.logprobs_BT.shape
+    places = [[0, *sorted(rng.sample(range(1, T + 8), T - 1))] for _ in range(B)]
+    places_BT = torch.tensor(places)
+
+    def insert(name: str, x: Tensor) -> Tensor:
+        if name == "lengths_B":  # up to where its padding begins now
+            return torch.tensor([[*row, T + 8][length] for row, length in zip(places, x.tolist(), strict=True)])
+        if not name.endswith("_BT"):
+            return x
+        filling = 0.0 if name in ("sampled_BT", "rewards_BT") else 1e3 * rng.choice((1, -1))
+        return torch.full((B, T + 8), filling).to(x.dtype).scatter(1, places_BT, x)
+
+    experience = case.experience.map(insert)
+    before_a_sampled_one = 0
+    for row, inserted in zip(experience.sampled_BT.tolist(), places, strict=True):
+        last = max((t for t, sampled in enumerate(row) if sampled), default=0)
+        before_a_sampled_one += len(set(range(last)) - set(inserted))
+    moved = Case(experience, insert("_BT", case.logprobs_BT), insert("_BT", case.values_BT))
+    return moved, before_a_sampled_one
+
+
+@pytest.mark.parametrize("seed", [12, 13])
+@pytest.mark.parametrize("key", OBJECTIVES)
+def test_an_observation_changes_nothing_wherever_it_is_put(key, seed):
+    """Neither the loss, nor a metric, nor a gradient at a sampled token, if nothing was given for it."""
+    case, rng = make_case(seed, 4, 3), random.Random(seed)
+    for config in some_configs(key, 3):
+        moved, count = with_observations(case, rng)
+        assert count > 12
+        ours, *our_gradients = loss_and_gradients(key, moved, config)
+        theirs, *their_gradients = loss_and_gradients(key, case, config)
+        assert_same(ours, theirs.loss_sum.item(), theirs.metrics)
+        for our_gradient_BT, their_gradient_BT in zip(our_gradients, their_gradients, strict=True):
+            assert (our_gradient_BT * (1 - moved.experience.sampled_BT)).abs().max() == 0
+            ours_BT, theirs_BT = moved.experience.sampled_BT > 0, case.experience.sampled_BT > 0
+            torch.testing.assert_close(our_gradient_BT[ours_BT], their_gradient_BT[theirs_BT], rtol=1e-9, atol=1e-12)
+
+
 # Empty responses
 
 
+@pytest.mark.parametrize("seed", [10, 11])
 @pytest.mark.parametrize("key", OBJECTIVES)
-def test_a_batch_of_empty_responses_gives_finite_zeros(key):
+def test_a_batch_of_empty_responses_gives_finite_zeros(key, seed):
     """No response token at all: no loss, no gradient, and nothing that is not a number."""
-    case = make_case(11, 4, 3, empty=True)
-    assert case.experience.response_mask_BT.sum() == 0
+    case = make_case(seed, 4, 3, empty=True)
+    assert case.experience.sampled_BT.sum() == 0
     for config in some_configs(key, 3):
         output, *gradients = loss_and_gradients(key, case, config)
-        if OBJECTIVES[key][0] != "rloo":  # whose ratio of an empty completion is 1, and whose advantages sum to 0
-            assert output.loss_sum.item() == 0
-        if key != "rloo-masked":
-            assert output.loss_sum.item() == pytest.approx(0, abs=1e-9)
+        assert output.loss_sum.item() == 0
         for value in output.metrics.values():
             assert math.isfinite(value.item())
         for gradient_BT in gradients:
             assert gradient_BT.abs().max() == 0  # false for NaN, too
 
 
+@pytest.mark.parametrize("seed", [1, 4])
 @pytest.mark.parametrize("key", WITH_RATIOS)
-def test_an_empty_response_counts_as_a_sample_but_trains_nothing(key):
-    """Its score is in the others' baseline; the rest of its group is trained as always."""
-    case = make_case(1, 1, 3)
-    mask_BT = case.experience.response_mask_BT.clone()
+def test_an_empty_response_counts_as_a_sample_but_trains_nothing(key, seed):
+    """Its score is in the others' baseline; the rest of its group is trained as always.
+
+    With an odd seed the row goes on with observations and what they gave; with an even one it ends with its prompt.
+    """
+    case = make_case(seed, 1, 3)
+    mask_BT = case.experience.sampled_BT.clone()
     mask_BT[1] = 0
     lengths_B = case.experience.lengths_B.clone()
-    lengths_B[1] = int(case.experience.response_mask_BT[0].nonzero()[0, 0])
+    if seed % 2 == 0:
+        lengths_B[1] = int(case.experience.sampled_BT[0].nonzero()[0, 0])
+    else:
+        assert case.experience.rewards_BT[1].abs().sum() > 0
     for score in (-3.0, 5.0):
         scores_B = torch.tensor([1.0, score, 2.0], dtype=torch.float64)
-        experience = replace(case.experience, response_mask_BT=mask_BT, lengths_B=lengths_B, scores_B=scores_B)
+        experience = replace(case.experience, sampled_BT=mask_BT, lengths_B=lengths_B, scores_B=scores_B)
         config = configure(key, 3, KLS["loss-k3"], OFF_POLICY["masked-token"])
         changed = Case(experience, case.logprobs_BT, case.values_BT)
         output, by_logprobs_BT, by_values_BT = loss_and_gradients(key, changed, config)
@@ -900,14 +1043,14 @@ def test_online_dpo_takes_empty_responses(loss_type):
     """An empty response has implicit reward 0; a pair of two has the loss of a margin of 0, and no gradient."""
     algorithm = ALGORITHMS["online_dpo"]
     config = OnlineDPOConfig(samples_per_prompt=2, loss_type=loss_type, beta=0.25)
-    for empty in (True, False):
-        case = make_case(13, 6, 2, empty=empty)
+    for empty, seed in itertools.product((True, False), (12, 13)):
+        case = make_case(seed, 6, 2, empty=empty)
         logprobs_BT = case.logprobs_BT.clone().requires_grad_()
         rows = algorithm.credit(case.experience, config)
         output = algorithm.loss(output_for(Case(case.experience, logprobs_BT, case.values_BT), rows), rows, config)
         (gradient_BT,) = torch.autograd.grad(output.loss_sum, logprobs_BT)
         assert gradient_BT.isfinite().all()
-        assert (gradient_BT * (1 - case.experience.response_mask_BT)).abs().max() == 0
+        assert (gradient_BT * (1 - case.experience.sampled_BT)).abs().max() == 0
         loss, scores = 0.0, case.experience.scores_B.tolist()
         pi, ref = (responses(x, case.experience) for x in (logprobs_BT, case.experience.reference_logprobs_BT))
         implicit = [math.fsum(differences(a, b)) for a, b in zip(pi, ref, strict=True)]
@@ -918,3 +1061,24 @@ def test_online_dpo_takes_empty_responses(loss_type):
             h = implicit[chosen] - implicit[4 * p + 1 - chosen]
             loss += math.log1p(math.exp(-0.25 * h)) if loss_type == "sigmoid" else (h - 2) ** 2
         assert output.loss_sum.item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_what_an_environment_gave_leaves_no_remainder_of_rounding():
+    """A score that is the environment's alone, rounded once from float64, leaves nothing for the last token."""
+    generator = torch.Generator().manual_seed(0)
+    rewards_BT = torch.randn(500, 30, generator=generator)
+    scores_B = rewards_BT.double().sum(dim=1).float()
+    zeros_BT, ones_B = torch.zeros(500, 30), torch.ones(500)
+    rows = Experience(
+        tokens_BT=zeros_BT.long(),
+        lengths_B=torch.full((500,), 30),
+        sampled_BT=torch.ones(500, 30),
+        behaviour_logprobs_BT=zeros_BT,
+        rewards_BT=rewards_BT,
+        scores_B=scores_B,
+        weights_U=ones_B,
+        values_BT=zeros_BT,
+    )
+    config = configure("ppo-other", 1, KLS["no-kl"])
+    config = replace(config, lam=0.0, gamma=0.0)
+    assert torch.equal(ALGORITHMS["ppo"].credit(rows, config).advantages_BT, rewards_BT)

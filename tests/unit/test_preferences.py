@@ -24,7 +24,7 @@ from async_rlhf.stages.reward import (
     split_by_prompt,
 )
 from async_rlhf.stages.training import train
-from async_rlhf.types import Prompt, Rollout
+from async_rlhf.types import Prompt, Sample
 
 
 def write_rows(path: Path, rows) -> str:
@@ -35,16 +35,16 @@ def write_rows(path: Path, rows) -> str:
 # ---------------------------------------------------------------- pairs
 
 
-def sampled(text: str, finish: str = "stop") -> Rollout:
-    return Rollout(tuple(text.encode()), (0.0,) * len(text), (0,) * len(text), finish)
+def sampled(text: str, finish: str = "stop") -> Sample:
+    return Sample.answer([], list(text.encode()), [0.0] * len(text), [0] * len(text), finish)
 
 
 def test_best_against_worst_and_ties():
     prompts = [Prompt(i, i, (1,), {"query": f"q{i}"}) for i in range(3)]
     texts = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
-    rollouts = [sampled(text, "length" if text == "c" else "stop") for text in texts]
+    samples = [sampled(text, "length" if text == "c" else "stop") for text in texts]
     scores = [0.5, 2.0, -1.0, 3.0, 3.0, 3.0, 1.0, 1.0, 0.0]
-    assert best_and_worst(prompts, rollouts, texts, scores) == [
+    assert best_and_worst(prompts, samples, texts, scores) == [
         {
             "prompt": "q0",
             "chosen": "b",

@@ -32,7 +32,7 @@ from async_rlhf.evaluation.judge import Judge
 from async_rlhf.forward import reward_scores
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function
 from async_rlhf.scoring.calls import TooLateError, call_together
-from async_rlhf.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EOS, PAD = 256, 257
 
@@ -128,17 +128,17 @@ TEXTS = ["return x", "abc", "", "x = 1; é", "more and more", "pass"]
 ENDED = [True, False, True, True, False, True]
 
 
-def make_batch(tokenizer) -> RolloutBatch:
+def make_batch(tokenizer) -> Batch:
     groups = []
     for p, samples in enumerate(SAMPLES):
         query = f"def f{p}({'y' * p}):"
         prompt = Prompt(p, 10 + p, tuple(tokenizer(query)["input_ids"]), {"query": query, "name": f"f{p}", "level": p})
-        rollouts = []
+        answers = []
         for text, finish in samples:
             tokens = tokenizer(text.rstrip("|"))["input_ids"] + [EOS] * text.endswith("|")
-            rollouts.append(Rollout(tuple(tokens), (-0.5,) * len(tokens), (0,) * len(tokens), finish))
-        groups.append(RolloutGroup(prompt, tuple(rollouts)))
-    return RolloutBatch(1, 0, tuple(groups), 0.0)
+            answers.append(Sample.answer(prompt.tokens, tokens, [-0.5] * len(tokens), [0] * len(tokens), finish))
+        groups.append(Group(prompt, tuple(answers)))
+    return Batch(1, 0, tuple(groups), 0.0)
 
 
 def config(**changes) -> OnlineDPOConfig:
@@ -157,8 +157,8 @@ LENGTHS = [float(len(text)) for text in TEXTS]
 LEVELS = [100.0 * p + len(f"def f{p}({'y' * p}):") for p in range(3) for _ in range(2)]
 
 
-def whole_rows(batch: RolloutBatch) -> list[list[int]]:
-    return [[*group.prompt.tokens, *rollout.tokens] for group in batch.groups for rollout in group.rollouts]
+def whole_rows(batch: Batch) -> list[list[int]]:
+    return [sample.tokens.tolist() for sample in batch.samples]
 
 
 def scores(tokenizer, batch, reward_model=None, functions=(), **changes) -> list[float]:
@@ -287,7 +287,7 @@ def test_the_number_of_weights_is_checked_before_anything_runs(tokenizer, make_r
 def test_the_length_penalty_is_for_each_token_and_not_for_what_did_not_end(tokenizer):
     """The stop token counts, and the penalty for not ending replaces the one for length as well."""
     batch = make_batch(tokenizer)
-    tokens = [len(rollout.tokens) for group in batch.groups for rollout in group.rollouts]
+    tokens = [len(sample.drawn) for sample in batch.samples]
     assert tokens == [9, 3, 1, 10, 13, 5]  # the e with its accent is two
     changes = {"length_penalty": 0.25, "reward_weights": [2.0]}
     expected = [2 * n - 0.25 * t for n, t in zip(LENGTHS, tokens, strict=True)]

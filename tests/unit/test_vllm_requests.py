@@ -1,21 +1,22 @@
-"""What vLLM answers becomes a rollout only if every token is accounted for."""
+"""What vLLM answers becomes a sample only if every token is accounted for."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from tiny import drawn
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_rollout
+from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
 from async_rlhf.types import Prompt
 
 
 def test_each_token_has_the_version_of_its_span():
-    rollout = to_rollout([5, 6, 7], [-1.0, -2.0, -0.5], [("run:3", 0, 1), ("run:4", 1, 3)], "stop", "run:")
-    assert (rollout.tokens, rollout.logprobs) == ((5, 6, 7), (-1.0, -2.0, -0.5))
-    assert (rollout.versions, rollout.finish_reason) == ((3, 4, 4), "stop")
+    sample = to_sample([9, 9], [5, 6, 7], [-1.0, -2.0, -0.5], [("run:3", 0, 1), ("run:4", 1, 3)], "stop", "run:")
+    assert sample.tokens.tolist() == [9, 9, 5, 6, 7]
+    assert drawn(sample) == ((5, 6, 7), (-1.0, -2.0, -0.5), (3, 4, 4), "stop")
 
 
 @pytest.mark.parametrize(
@@ -32,14 +33,14 @@ def test_each_token_has_the_version_of_its_span():
 )
 def test_other_weights_are_refused(spans):
     with pytest.raises(OtherWeightsError):
-        to_rollout([5, 6, 7], [-1.0, -2.0, -0.5], spans, "length", "run:")
+        to_sample([9], [5, 6, 7], [-1.0, -2.0, -0.5], spans, "length", "run:")
 
 
 def test_what_is_no_completion_is_an_error():
     with pytest.raises(RuntimeError, match="another reason: abort"):
-        to_rollout([5], [-1.0], [("3", 0, 1)], "abort")
+        to_sample([9], [5], [-1.0], [("3", 0, 1)], "abort")
     with pytest.raises(FloatingPointError, match="weights version 3 are not finite"):
-        to_rollout([5], [float("nan")], [("3", 0, 1)], "stop")
+        to_sample([9], [5], [float("nan")], [("3", 0, 1)], "stop")
 
 
 def test_seeds_depend_on_the_seed_and_the_draw_alone():

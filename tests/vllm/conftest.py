@@ -61,6 +61,11 @@ def prompts_of(count: int, first: int = 0) -> list[Prompt]:
     return [Prompt(first + i, i, tuple(row)) for i, row in enumerate(rows)]
 
 
+def sampled(engine, prompts: list[Prompt]) -> list[tuple[tiny.Drawn, ...]]:
+    """What it draws for each prompt, in plain numbers."""
+    return tiny.all_drawn(engine.generate(prompts))
+
+
 @torch.no_grad()
 def by_transformers(model, prompt: Prompt, tokens, temperature: float) -> torch.Tensor:
     """Log-probability of each token of a completion: one forward pass of its row alone, nothing of this package."""

@@ -9,7 +9,7 @@ from contextlib import closing
 import httpx
 import pytest
 from conftest import LONGEST, new_policy, run, served_by
-from tiny import PROMPTS
+from tiny import PROMPTS, drawn
 
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import server_client
@@ -99,7 +99,7 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
             time.sleep(0.4)  # some tokens by those weights
             generator.publish(new_policy(version, max_position_embeddings=LONGEST), version)
         batch = generator.collect(1)
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    rollouts = list(map(drawn, batch.samples))
     assert len(rollouts) == 300
     assert all(list(rollout.versions) == sorted(rollout.versions) for rollout in rollouts)
     assert batch.version == min(version for rollout in rollouts for version in rollout.versions) == 0
@@ -113,7 +113,7 @@ def test_training_keeps_the_bound(flying_args, tokenizer, batches):
     metrics = run(flying_args, tokenizer, PROMPTS, new_policy(max_position_embeddings=LONGEST))
     assert [batch.index for batch in batches] == list(range(1, BATCHES + 1))
     for batch, row in zip(batches, metrics, strict=True):
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        rollouts = list(map(drawn, batch.samples))
         assert len(rollouts) == 16
         for rollout in rollouts:
             assert list(rollout.versions) == sorted(rollout.versions)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import BLOCK, PARAMS, by_transformers, new_policy, prompts_of
+from conftest import BLOCK, PARAMS, by_transformers, new_policy, prompts_of, sampled
 from torch import Tensor
 
 from async_rlhf.config import GenerationConfig
@@ -53,7 +53,7 @@ def test_new_weights_are_in_use_from_the_first_token_on(engine):
     for version, seed in enumerate((0, 1, 2, 1), start=1):
         model = new_policy(seed)
         assert engine.load(named_weights(model), version) == digests(named_weights(model))
-        groups = engine.generate(prompts)
+        groups = sampled(engine, prompts)
         assert {v for group in groups for rollout in group for v in rollout.versions} == {version}
         assert largest_difference(prompts, groups, model) < 1e-4
         assert largest_difference(prompts, groups, new_policy(seed + 1)) > 0.1
@@ -62,10 +62,10 @@ def test_new_weights_are_in_use_from_the_first_token_on(engine):
 def test_without_dropping_what_is_cached_it_would_be_noticed(engine, monkeypatch):
     """The cache of prompts is in use: what the old weights have left there would be mixed with the new ones."""
     prompts, new = long_prompts(), new_policy(1)
-    engine.generate(prompts)
+    sampled(engine, prompts)
     monkeypatch.setattr(engine._llm.llm_engine, "reset_prefix_cache", lambda **_: True)
     engine.load(named_weights(new), 1)
-    assert largest_difference(prompts, engine.generate(prompts), new) > 0.01
+    assert largest_difference(prompts, sampled(engine, prompts), new) > 0.01
 
 
 def test_a_cache_that_is_not_dropped_is_an_error(engine, monkeypatch):
@@ -89,7 +89,7 @@ def test_every_token_is_of_the_newest_weights_between_two_steps(engine):
             engine.load(named_weights(models[engine.version + 1]), engine.version + 1)
 
     engine.params, engine.refresh = replace(PARAMS, stop_token_ids=(256,)), refresh
-    groups = engine.generate(prompts)
+    groups = sampled(engine, prompts)
     rollouts = [(prompt, rollout) for prompt, group in zip(prompts, groups, strict=True) for rollout in group]
     assert all(list(rollout.versions) == sorted(rollout.versions) for _, rollout in rollouts)
     assert sum(set(rollout.versions) == {0, 1, 2} for _, rollout in rollouts) > 6

@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import PARAMS, SIZES, STOPS, by_transformers, new_policy, prompts_of, start_engine, widen
+from conftest import PARAMS, SIZES, STOPS, by_transformers, new_policy, prompts_of, sampled, start_engine, widen
 from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,7 @@ def test_logprobs_are_those_of_transformers(pair):
     engine, model = pair
     prompts = prompts_of(24)
     engine.params = replace(PARAMS, temperature=0.7)
-    groups = engine.generate(prompts)
+    groups = sampled(engine, prompts)
     seen = Counter()
     for prompt, group in zip(prompts, groups, strict=True):
         assert len(group) == 2
@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_transformers(pair):
 def test_the_other_engine_says_the_same_of_its_completions():
     """The measure is one: what holds for vLLM's completions holds for those of the engine on transformers."""
     prompts, model = prompts_of(8), new_policy()
-    for prompt, group in zip(prompts, TransformersEngine(model, PARAMS).generate(prompts), strict=True):
+    for prompt, group in zip(prompts, sampled(TransformersEngine(model, PARAMS), prompts), strict=True):
         for rollout in group:
             expected = by_transformers(model, prompt, rollout.tokens, PARAMS.temperature)
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-4)
@@ -79,7 +79,7 @@ def test_the_other_engine_says_the_same_of_its_completions():
 def test_logprobs_are_of_the_scaled_distribution(engine, temperature):
     prompts, model = prompts_of(8), new_policy()
     engine.params = replace(PARAMS, temperature=temperature)
-    for prompt, group in zip(prompts, engine.generate(prompts), strict=True):
+    for prompt, group in zip(prompts, sampled(engine, prompts), strict=True):
         for rollout in group:
             expected = by_transformers(model, prompt, rollout.tokens, temperature)
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=2e-4)
@@ -88,26 +88,26 @@ def test_logprobs_are_of_the_scaled_distribution(engine, temperature):
 def test_a_completion_depends_on_seed_and_draw_alone(engine):
     """Not on what else is in the batch, nor on the order, nor on what was sampled before: bit for bit."""
     prompts = prompts_of(12)
-    first = engine.generate(prompts)
-    assert engine.generate(prompts) == first
-    assert engine.generate(prompts[::-1])[::-1] == first
-    assert engine.generate(prompts[5:6]) == first[5:6]
-    assert [engine.generate([prompt])[0] for prompt in prompts[:3]] == first[:3]
-    assert engine.generate([*prompts_of(40, first=100), *prompts])[40:] == first
-    other_draws = engine.generate([replace(prompt, draw=prompt.draw + 50) for prompt in prompts])
+    first = sampled(engine, prompts)
+    assert sampled(engine, prompts) == first
+    assert sampled(engine, prompts[::-1])[::-1] == first
+    assert sampled(engine, prompts[5:6]) == first[5:6]
+    assert [sampled(engine, [prompt])[0] for prompt in prompts[:3]] == first[:3]
+    assert sampled(engine, [*prompts_of(40, first=100), *prompts])[40:] == first
+    other_draws = sampled(engine, [replace(prompt, draw=prompt.draw + 50) for prompt in prompts])
     engine.params = replace(PARAMS, seed=1)
-    for others in (other_draws, engine.generate(prompts)):
+    for others in (other_draws, sampled(engine, prompts)):
         pairs = zip(chain(*first), chain(*others), strict=True)
         assert sum(ours.tokens != theirs.tokens for ours, theirs in pairs) > 20
     engine.params = replace(PARAMS, samples_per_prompt=5)
-    assert [group[:2] for group in engine.generate(prompts)] == first  # more samples leave the others alone
+    assert [group[:2] for group in sampled(engine, prompts)] == first  # more samples leave the others alone
 
 
 def test_samples_follow_the_distribution(engine):
     """Pearson's chi-squared of first and second tokens; with these fixed seeds the outcome is always the same."""
     (prompt,), model, count = prompts_of(1), new_policy(), 4000
     engine.params = replace(PARAMS, samples_per_prompt=count, temperature=COLD, response_length=2, stop_token_ids=())
-    (group,) = engine.generate([prompt])
+    (group,) = sampled(engine, [prompt])
     first = Counter(rollout.tokens[0] for rollout in group)
     assert chi_squared_z(first, distribution(model, prompt.tokens, COLD)) < 4
     assert chi_squared_z(first, distribution(model, prompt.tokens, 1.1 * COLD)) > 4  # and it would notice
@@ -121,7 +121,7 @@ def test_seeds_of_many_prompts_follow_the_distribution(engine):
     """One sample for each of many draws of one prompt: the seeds of different draws are independent, too."""
     (prompt,), model = prompts_of(1), new_policy()
     engine.params = replace(PARAMS, samples_per_prompt=1, response_length=1, temperature=COLD)
-    groups = engine.generate([replace(prompt, draw=draw) for draw in range(1500)])
+    groups = sampled(engine, [replace(prompt, draw=draw) for draw in range(1500)])
     found = Counter(group[0].tokens[0] for group in groups)
     assert chi_squared_z(found, distribution(model, prompt.tokens, COLD)) < 4
 

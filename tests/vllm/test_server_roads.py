@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from conftest import PARAMS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, same_metrics, served_by
-from tiny import PROMPTS
+from tiny import PROMPTS, drawn
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.server import ServerGenerator
@@ -63,7 +63,7 @@ def test_two_runs_on_one_server_never_get_each_others_tokens(server, tmp_path):
     def sample(i: int) -> list[tuple[tuple[int, ...], ...]]:
         generators[i].submit(1, 0, prompts)
         groups = generators[i].collect(1).groups
-        return [tuple(rollout.tokens for rollout in group.rollouts) for group in groups]
+        return [tuple(drawn(sample).tokens for sample in group.samples) for group in groups]
 
     try:
         for generator, policy in zip(generators, policies, strict=True):
