@@ -64,7 +64,7 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
     parser.add_class_arguments(kind, as_group=False)
     more = dict(_rules_and_roles(kind))
     for action in parser._actions:
-        action.help = f"{action.help}{more.get(action.dest, '')}"
+        action.help = f"{action.help or ''}{more.get(action.dest, '')}"
     return parser
 
 
