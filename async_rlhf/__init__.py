@@ -10,25 +10,32 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "GRPOConfig": "async_rlhf.config",
+    "Algorithm": "async_rlhf.algorithms.record",
+    "CISPOConfig": "async_rlhf.algorithms.grpo",
+    "DrGRPOConfig": "async_rlhf.algorithms.grpo",
+    "GRPOConfig": "async_rlhf.algorithms.grpo",
     "GRPOTrainer": "async_rlhf.trainers",
+    "GSPOConfig": "async_rlhf.algorithms.grpo",
     "GenerationConfig": "async_rlhf.config",
     "KLConfig": "async_rlhf.config",
     "LoRAConfig": "async_rlhf.config",
+    "Needs": "async_rlhf.algorithms.record",
     "OffPolicyConfig": "async_rlhf.config",
-    "OnlineBoKConfig": "async_rlhf.config",
+    "OnlineBoKConfig": "async_rlhf.algorithms.best_of_k",
     "OnlineBoKTrainer": "async_rlhf.trainers",
     "OnlineConfig": "async_rlhf.config",
-    "OnlineDPOConfig": "async_rlhf.config",
+    "OnlineDPOConfig": "async_rlhf.algorithms.online_dpo",
     "OnlineDPOTrainer": "async_rlhf.trainers",
+    "OnlineTrainer": "async_rlhf.trainers",
     "OnlineTrainerState": "async_rlhf.callbacks",
-    "PPOConfig": "async_rlhf.config",
+    "PPOConfig": "async_rlhf.algorithms.ppo",
     "PPOTrainer": "async_rlhf.trainers",
     "ParallelConfig": "async_rlhf.config",
     "PolicyAndValueWrapper": "async_rlhf.forward",
-    "RLOOConfig": "async_rlhf.config",
+    "RLOOConfig": "async_rlhf.algorithms.reinforce",
     "RLOOTrainer": "async_rlhf.trainers",
     "RayConfig": "async_rlhf.config",
+    "ReinforcePPConfig": "async_rlhf.algorithms.reinforce",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import ConfigError, OnlineConfig, algorithm_of
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, may_change, require
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import SharedPrompts
@@ -120,7 +120,7 @@ class ResumeState:
         """Let go of what the learner has taken; the random generators are still to be restored."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith("random.")}
 
-    def check(self, config: OnlineConfig) -> None:
+    def check(self, config: OnlineConfig, algorithm: str) -> None:
         """Require the configuration to be the same, but for keys that may change.
 
         Raises:
@@ -131,7 +131,7 @@ class ResumeState:
         require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
-            for values in (without_secrets(self.config), as_saved(config))
+            for values in (without_secrets(self.config), as_saved(config, algorithm))
         )
         _require_same(old, new, config.resume_anyway)
 
@@ -140,10 +140,10 @@ class ResumeState:
         _require_same(self.inputs, inputs, anyway)
 
 
-def as_saved(config: OnlineConfig) -> dict[str, Any]:
+def as_saved(config: OnlineConfig, algorithm: str) -> dict[str, Any]:
     """A configuration as JSON gives it back, keys with dots, with what follows from it and may not change."""
     derived = {
-        "algorithm": algorithm_of(config),
+        "algorithm": algorithm,
         "number of generation.urls": len(config.generation.urls),
         "prompts per batch": config.batch_size,
     }

@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "train": Command(
         "train a policy online, synchronously or asynchronously",
-        "async_rlhf.config:RunConfig",
+        "async_rlhf.run_config:RunConfig",
         "async_rlhf.stages.train:run_train",
     ),
     "plan": Command(
@@ -69,7 +69,7 @@ COMMANDS = {
     ),
     "replay": Command(
         "repeat a run from its record and compare",
-        "async_rlhf.config:ReplayConfig",
+        "async_rlhf.run_config:ReplayConfig",
         "async_rlhf.stages.replay:run_replay",
     ),
     "serve": Command(
@@ -89,8 +89,8 @@ COMMANDS = {
     ),
     "config": Command(
         "migrate FILE: rewrite a YAML file of the original in our format",
-        "async_rlhf.config.original.migrate:MigrateConfig",
-        "async_rlhf.config.original.migrate:run_migrate",
+        "async_rlhf.compat.original.migrate:MigrateConfig",
+        "async_rlhf.compat.original.migrate:run_migrate",
     ),
 }
 
@@ -143,7 +143,7 @@ def _run(name: str, words: list[str]) -> int:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         dry_run = "--dry-run" in words
-        from async_rlhf.config.original import parse_either
+        from async_rlhf.compat.original import parse_either
 
         words = [word for word in _spelt_out(name, words) if word != "--dry-run"]
         config, text = parse_either(_find(COMMANDS[name].config), name, words, export=not dry_run)

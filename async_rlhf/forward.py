@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_rlhf.objectives.logprobs import entropies, selected_logprobs
+from async_rlhf.logprobs import entropies, selected_logprobs
 from async_rlhf.rows import by_length, pad_rows
 from async_rlhf.types import PolicyOutput
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
 
-from async_rlhf.algorithms import Algorithm, kl_penalties
-from async_rlhf.config import KLPenaltyConfig, OnlineConfig, PPOConfig, RatioConfig
+from async_rlhf.algorithms.kl import adapted_coefficient, k1
+from async_rlhf.algorithms.policy import kl_penalties
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.forward import PolicyAndValueWrapper, end_values, head_in_float32, response_logprobs, response_values
 from async_rlhf.lora import adapters_off, has_adapters
 from async_rlhf.models import disable_dropout
 from async_rlhf.monitor import RatioMonitor
-from async_rlhf.objectives.kl import adapted_coefficient, k1
 from async_rlhf.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.rows import by_length, dealt, sampled_rows
 from async_rlhf.types import Experience, ScoredBatch
@@ -34,9 +35,9 @@ class Learner:
     Args:
         policy: trained in place, with float32 weights; of a policy with adapters only those are trained.
         reference: stays as it is; None takes the policy as it is now: a copy, or its weights without adapters.
-        algorithm: an entry of :data:`~async_rlhf.algorithms.ALGORITHMS`.
+        algorithm: the objective.
         config: of that algorithm.
-        value: PPO's value model, or a value head on the policy's states.
+        value: a value model, or a value head on the policy's states, where the algorithm needs values.
         parallel: how work and weights are divided among ranks; None for a single one.
         load: puts the weights of a checkpoint into what is trained, before anything is spread.
     """
@@ -53,6 +54,7 @@ class Learner:
     ) -> None:
         self.algorithm = algorithm
         self.config = config
+        self.needs = algorithm.needs(config)
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
         self.policy = disable_dropout(policy)
@@ -79,14 +81,14 @@ class Learner:
             num_warmup_steps=config.warmup_steps,
             num_training_steps=config.num_optimizer_steps,
         )
-        self.kl_coef = config.kl.coef if isinstance(config, KLPenaltyConfig) else 0.0
+        self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
         self._batch_config = config
         """With the KL coefficient of the batch at hand."""
         self.model.train()
 
     def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
         """A model of its own, or None where there is no need of one: no KL, or adapters that can be switched off."""
-        if not self.config.uses_reference or (reference is None and has_adapters(self.policy)):
+        if not self.needs.reference or (reference is None and has_adapters(self.policy)):
             return None
         own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
         return own.requires_grad_(False).eval()
@@ -98,8 +100,7 @@ class Learner:
         require(bool(trained), "model", type(self.policy).__name__, right)
         groups = decayed_groups(trained, config.learning_rate, config.weight_decay)
         if self.value is not None:
-            assert isinstance(config, PPOConfig)
-            rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
+            rate = config.learning_rate if self.needs.value_learning_rate is None else self.needs.value_learning_rate
             groups += decayed_groups(trainable(self.value), rate, config.weight_decay)
         return torch.optim.AdamW(
             groups,
@@ -128,11 +129,11 @@ class Learner:
 
     def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         """The same from rows that say nothing but what was sampled."""
-        if self.config.uses_reference:
+        if self.needs.reference:
             experience = self._add(experience, self._by_reference)
-        if self.value is not None or (isinstance(self.config, RatioConfig) and self.config.needs_proximal_pass):
+        if self.needs.old_logprobs or self.needs.values:
             experience = self._add(experience, self._before_update)
-        if isinstance(self.config, PPOConfig) and self.config.bootstrap_truncated:
+        if self.needs.end_values:
             experience = self._add(experience, self._at_the_end)
         config = self._batch_config = self._adapted_config()
         metrics = _objective_metrics(experience, config)
@@ -140,18 +141,19 @@ class Learner:
             scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
             metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
         credited = self.algorithm.credit(experience, config)
-        if isinstance(config, KLPenaltyConfig) and config.kl.target is not None and "objective/kl" in metrics:
+        penalty = config.kl_penalty
+        if penalty is not None and penalty.target is not None and "objective/kl" in metrics:
             self.kl_coef = adapted_coefficient(
-                self.kl_coef, metrics["objective/kl"], config.kl.target, len(experience), config.kl.horizon
+                self.kl_coef, metrics["objective/kl"], penalty.target, len(experience), penalty.horizon
             )
         return credited, metrics
 
     def _adapted_config(self) -> OnlineConfig:
         """The configuration with the KL coefficient as it is now."""
-        config = self.config
-        if not isinstance(config, KLPenaltyConfig) or config.kl.target is None:
-            return config
-        return replace(config, kl=replace(config.kl, coef=self.kl_coef))
+        penalty = self.config.kl_penalty
+        if penalty is None or penalty.target is None:
+            return self.config
+        return self.config.with_kl_penalty(replace(penalty, coef=self.kl_coef))
 
     def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
         """The rows with more fields, computed without gradient in batches of like length, by all ranks."""
@@ -184,12 +186,11 @@ class Learner:
     def _before_update(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
         """Log-probabilities where the objective needs them from before the update, and values."""
         found = {}
-        assert isinstance(self.config, RatioConfig)
         with self._autocast():
-            if self.config.needs_proximal_pass or self.model.head is not None:
+            if self.needs.old_logprobs or self.model.head is not None:
                 temperature = self.config.generation.temperature
                 output = response_logprobs(self.policy, tokens_BT, mask_BT, temperature, False, self.model.head)
-                if self.config.needs_proximal_pass:
+                if self.needs.old_logprobs:
                     found["old_logprobs_BT"] = output.logprobs_BT
                 if output.values_BT is not None:
                     found["values_BT"] = output.values_BT
@@ -282,10 +283,11 @@ def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str
         return metrics
     kl_B = (k1(behaviour_BT, experience.reference_logprobs_BT) * mask_BT).sum(dim=1)
     metrics["objective/kl"] = kl_B.mean().item()
-    if isinstance(config, KLPenaltyConfig):
-        metrics["objective/kl_coef"] = config.kl.coef
-    if isinstance(config, KLPenaltyConfig) and config.kl.where == "reward":
-        penalty = kl_penalties(experience, config).sum(dim=1).mean().item()
+    if config.kl_penalty is None:
+        return metrics
+    metrics["objective/kl_coef"] = config.kl_penalty.coef
+    if config.kl_penalty.where == "reward":
+        penalty = kl_penalties(experience, config.kl_penalty).sum(dim=1).mean().item()
         metrics["objective/non_score_reward"] = -penalty
         metrics["objective/rlhf_reward"] = experience.scores_B.mean().item() - penalty
     return metrics

@@ -9,20 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.config import (
-    DataConfig,
-    EvaluateConfig,
-    GenerationConfig,
-    NewModelConfig,
-    OnlineDPOConfig,
-    PairsConfig,
-    RewardConfig,
-    RunConfig,
-    SFTConfig,
-)
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.config import EvaluateConfig, GenerationConfig, NewModelConfig, PairsConfig, RewardConfig, SFTConfig
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.files import whole_file
+from async_rlhf.run_config import DataConfig, RunConfig
 from async_rlhf.run_folder import FINAL
 
 logger = logging.getLogger(__name__)

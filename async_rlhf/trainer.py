@@ -106,7 +106,7 @@ class TrainingLoop:
         random_tensors, random_values = random_state.capture()
         return ResumeState(
             batch=batch,
-            config=as_saved(self.run.config),
+            config=as_saved(self.run.config, self.run.algorithm.name),
             inputs=dict(self.run.fingerprints),
             values={
                 "learner": values,

@@ -1,4 +1,4 @@
-"""The trainers: what a user constructs, one for each algorithm; and what has to be open while one trains."""
+"""The trainers: what a user constructs; and what has to be open while one trains."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import ClassVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from async_rlhf.algorithms.best_of_k import BEST_OF_K
+from async_rlhf.algorithms.grpo import GRPO
+from async_rlhf.algorithms.online_dpo import ONLINE_DPO
+from async_rlhf.algorithms.ppo import PPO
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.algorithms.reinforce import RLOO
 from async_rlhf.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.choices import make_generator
-from async_rlhf.config import (
-    ALGORITHM_CONFIGS,
-    GRPOConfig,
-    OnlineBoKConfig,
-    OnlineConfig,
-    OnlineDPOConfig,
-    PPOConfig,
-    RLOOConfig,
-)
-from async_rlhf.config.base import require
+from async_rlhf.config import OnlineConfig
 from async_rlhf.data.loading import Rows
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
@@ -35,11 +32,11 @@ from async_rlhf.wiring import Inputs, Model, Run, build
 
 
 class OnlineTrainer:
-    """Online training of a causal language model; subclasses name the algorithm.
+    """Online training of a causal language model, by the algorithm that the configuration is of.
 
     Args:
         model: the policy, trained in place; a model, a folder or a hub name.
-        args: the configuration.
+        args: the configuration: GRPOConfig for GRPO, and so on.
         train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
         reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
@@ -51,12 +48,14 @@ class OnlineTrainer:
         eval_dataset: held-out rows.
         callbacks: transformers' callbacks.
         prompt_field: the column with the prompt's text.
+        algorithm: an algorithm of your own, whose configuration ``args`` is.
 
     Raises:
         ConfigError: something does not fit; raised before anything is trained or written.
     """
 
-    algorithm: ClassVar[str]
+    algorithm: ClassVar[Algorithm | None] = None
+    """The only one, of subclasses."""
 
     def __init__(
         self,
@@ -72,12 +71,12 @@ class OnlineTrainer:
         eval_dataset: Rows | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         prompt_field: str = "query",
+        algorithm: Algorithm | None = None,
     ) -> None:
-        kind = ALGORITHM_CONFIGS[self.algorithm]
-        require(isinstance(args, kind), "args", type(args).__name__, f"must be of type {kind.__name__}")
         inputs = Inputs(
             model=model,
             train_dataset=train_dataset,
+            algorithm=self.algorithm or algorithm,
             reward_model=reward_model,
             reward_funcs=(reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs),
             ref_model=ref_model,
@@ -181,38 +180,28 @@ def _rollouts(run: Run, generator: Generator, trace: Trace) -> Rollouts:
 class OnlineDPOTrainer(OnlineTrainer):
     """Online DPO or IPO on the best and the worst of K samples; see :class:`OnlineTrainer` and OnlineDPOConfig."""
 
-    algorithm = "online_dpo"
-    args: OnlineDPOConfig
+    algorithm = ONLINE_DPO
 
 
 class OnlineBoKTrainer(OnlineTrainer):
     """Supervised learning on the best of K samples; see :class:`OnlineTrainer` and OnlineBoKConfig."""
 
-    algorithm = "best_of_k"
-    args: OnlineBoKConfig
+    algorithm = BEST_OF_K
 
 
 class RLOOTrainer(OnlineTrainer):
     """REINFORCE leave-one-out; see :class:`OnlineTrainer` and RLOOConfig."""
 
-    algorithm = "rloo"
-    args: RLOOConfig
+    algorithm = RLOO
 
 
 class GRPOTrainer(OnlineTrainer):
     """Group relative policy optimisation; see :class:`OnlineTrainer` and GRPOConfig."""
 
-    algorithm = "grpo"
-    args: GRPOConfig
+    algorithm = GRPO
 
 
 class PPOTrainer(OnlineTrainer):
     """PPO with a learned value function; see :class:`OnlineTrainer` and PPOConfig."""
 
-    algorithm = "ppo"
-    args: PPOConfig
-
-
-TRAINERS: dict[str, type[OnlineTrainer]] = {
-    trainer.algorithm: trainer for trainer in (OnlineDPOTrainer, OnlineBoKTrainer, RLOOTrainer, PPOTrainer, GRPOTrainer)
-}
+    algorithm = PPO

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -196,6 +197,8 @@ class Experience:
 
     def select(self, units: Tensor | Sequence[int]) -> Experience:
         """The given units, in the given order, trimmed to the longest of their rows."""
+        import torch
+
         units_U = torch.as_tensor(units, dtype=torch.long)
         rows_B = (units_U[:, None] * self.rows_per_unit + torch.arange(self.rows_per_unit)).flatten()
         longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
@@ -209,6 +212,8 @@ class Experience:
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
         """The same with every tensor replaced by ``function(name, tensor)``."""
+        from torch import Tensor
+
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         mapped: dict[str, Any] = {n: function(n, x) for n, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **mapped)

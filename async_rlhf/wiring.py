@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.algorithms.table import of_config
 from async_rlhf.callbacks import Callbacks, check_integrations
 from async_rlhf.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.choices import check_launch, make_scorer, reward_device
-from async_rlhf.config import ConfigError, OnlineConfig, PPOConfig, algorithm_of
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream, SharedPrompts
@@ -60,6 +61,7 @@ class Inputs:
 
     model: Model
     train_dataset: Rows
+    algorithm: Algorithm | None = None
     reward_model: Model | None = None
     reward_funcs: Sequence[RewardFunction] = ()
     ref_model: Model | None = None
@@ -81,6 +83,7 @@ class Run:
     """All that a run is made of, on one of its ranks, before it begins. What it resumes from is restored."""
 
     config: OnlineConfig
+    algorithm: Algorithm
     ranks: Ranks
     watch: Watch
     hold: Hold | None
@@ -119,29 +122,41 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     Raises:
         ConfigError: something does not fit; raised before anything is trained or written.
     """
+    algorithm = _algorithm(config, inputs.algorithm)
     check_integrations(config.report_to)
     ranks = start_ranks(config)
     watch = Watch(ranks)
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks)
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
-        run = _build(config, inputs, ranks, watch, hold)
+        run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:
             _restore(run, run.resumed)
         stack.pop_all()  # from here on the folder is the run's to release
     return run
 
 
-def _build(config: OnlineConfig, inputs: Inputs, ranks: Ranks, watch: Watch, hold: Hold | None) -> Run:
-    folder, resumed = _find_checkpoint(config, ranks)
+def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
+    """Who the configuration is for."""
+    if given is None:
+        return of_config(config)
+    right = f"must be of type {given.config.__name__}"
+    require(type(config) is given.config, "args", type(config).__name__, right)
+    return given
+
+
+def _build(
+    config: OnlineConfig, algorithm: Algorithm, inputs: Inputs, ranks: Ranks, watch: Watch, hold: Hold | None
+) -> Run:
+    folder, resumed = _find_checkpoint(config, algorithm, ranks)
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
     # Data before models: its mistakes are found within seconds.
     recorded = ranks.from_lead("recorded schedule", lambda: _read_record(config))
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
-    models = _load_models(config, inputs, tokenizer, parallel, device)
+    models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     reward_checksum = None if models.reward is None else checksum(named_weights(models.reward))
-    learner = _make_learner(config, models, parallel, folder.checkpoint, resumed)
+    learner = _make_learner(config, algorithm, models, parallel, folder.checkpoint, resumed)
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
     one_each = replace(models.params, samples_per_prompt=1)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
@@ -151,6 +166,7 @@ def _build(config: OnlineConfig, inputs: Inputs, ranks: Ranks, watch: Watch, hol
         fingerprints["reward_model"] = reward_checksum
     return Run(
         config=config,
+        algorithm=algorithm,
         ranks=ranks,
         watch=watch,
         hold=hold,
@@ -170,12 +186,12 @@ def _build(config: OnlineConfig, inputs: Inputs, ranks: Ranks, watch: Watch, hol
     )
 
 
-def _find_checkpoint(config: OnlineConfig, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
+def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
     """What the run goes on from, if anything; requires that nothing else is in the way."""
     checkpoint = ranks.from_lead("checkpoint", lambda: checkpoint_to_resume(config))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     if resumed is not None:
-        resumed.check(config)
+        resumed.check(config, algorithm.name)
     folder = RunFolder(config, checkpoint, resumed.batch if resumed else 0)
     if ranks.leads:
         folder.check()
@@ -229,6 +245,7 @@ class _Models:
 
 def _load_models(
     config: OnlineConfig,
+    algorithm: Algorithm,
     inputs: Inputs,
     tokenizer: PreTrainedTokenizerBase,
     parallel: Parallel,
@@ -250,7 +267,7 @@ def _load_models(
     reference = load_policy(ref_model, device, "ref_model", trust=trust) if isinstance(ref_model, str) else ref_model
     if reference is not None:
         check_embeddings(reference.to(device), tokenizer, "ref_model")
-    value = _value(config, inputs.value_model, policy, reward, tokenizer, device)
+    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device)
     require_alike(parallel.ranks, model=policy, ref_model=reference, reward_model=reward, value_model=value)
     if config.lora.rank > 0 and not has_adapters(policy):
         add_adapters(policy, config.lora, config.seed)
@@ -261,18 +278,19 @@ def _load_models(
 
 def _value(
     config: OnlineConfig,
+    algorithm: Algorithm,
     given: Model | None,
     policy: PreTrainedModel,
     reward_model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> PreTrainedModel | nn.Linear | None:
-    """PPO's value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
-    if not isinstance(config, PPOConfig):
-        right = f"must be None: {algorithm_of(config)} has no value model"
-        require(given is None, "value_model", given, right)
+    """The value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
+    needs = algorithm.needs(config)
+    if not needs.values:
+        require(given is None, "value_model", given, f"must be None: {algorithm.name} has no value model")
         return None
-    if config.shared_trunk:
+    if needs.shared_trunk:
         if not (given is None or isinstance(given, str)):
             raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
         return new_value_head(policy, given).to(device)
@@ -297,12 +315,16 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
 
 
 def _make_learner(
-    config: OnlineConfig, models: _Models, parallel: Parallel, checkpoint: Path | None, resumed: ResumeState | None
+    config: OnlineConfig,
+    algorithm: Algorithm,
+    models: _Models,
+    parallel: Parallel,
+    checkpoint: Path | None,
+    resumed: ResumeState | None,
 ) -> Learner:
     load = None
     if checkpoint is not None and resumed is not None:
         load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    algorithm = ALGORITHMS[algorithm_of(config)]
     return Learner(models.policy, models.reference, algorithm, config, models.value, parallel, load)
 
 

@@ -1,4 +1,4 @@
-"""All five algorithms on the docstring task after equal numbers of completions, synchronous and asynchronous.
+"""All algorithms on the docstring task after equal numbers of completions, synchronous and asynchronous.
 
     for s in 0 1 2; do async-rlhf quickstart --out runs/seed$s --seed $s; done
     python benchmarks/algorithms.py runs/seed0 runs/seed1 runs/seed2
@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.algorithms.table import BUILT_IN
+
 RECIPES = Path(__file__).parents[1] / "recipes" / "docstrings"
-ALGORITHMS = ("online_dpo", "best_of_k", "rloo", "ppo", "grpo")
 
 
 def async_rlhf(command: str, **options: object) -> None:
@@ -62,7 +63,7 @@ def evaluate(base: Path, names: list[str], seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bases", nargs="+", type=Path, help="folders of quickstarts")
-    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
+    parser.add_argument("--algorithms", nargs="+", default=[*BUILT_IN], choices=BUILT_IN)
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
     arguments = parser.parse_args()
     runs = [(f"{a}_staleness_{s}", a, s) for a in arguments.algorithms for s in arguments.staleness]

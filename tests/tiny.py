@@ -9,7 +9,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
 
-from async_rlhf.config import ALGORITHM_CONFIGS, GenerationConfig, OnlineConfig
+from async_rlhf.algorithms.table import find
+from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.types import Prompt, Sample
 
 LLAMA_SIZES = {
@@ -99,4 +100,4 @@ def new_args(
         "num_threads": 1,
         "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
     }
-    return ALGORITHM_CONFIGS[algorithm](**values | changes)
+    return find(algorithm).config(**values | changes)

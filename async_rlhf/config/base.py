@@ -212,6 +212,11 @@ class Checked:
             self.keeps(item.name, *item.metadata.get("rules", ()))
         self.check()
 
+    @classmethod
+    def with_all_keys(cls, value: Callable[[str], Any]) -> type[Checked]:
+        """The class that a parser takes the keys from, where they depend on the value of one: ``value(key)``."""
+        return cls
+
     def check(self) -> None:
         """Checks of several keys together. Raises :class:`ConfigError`."""
 

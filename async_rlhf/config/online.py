@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_rlhf.config.base import (
     DEVICE,
@@ -22,6 +22,9 @@ from async_rlhf.config.base import (
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
+
+if TYPE_CHECKING:
+    from async_rlhf.config.policy import KLConfig
 
 MAX_STALENESS = 128
 """Twice the largest that the study of asynchronous RLHF has tried; a ring of a million takes a minute to zero."""
@@ -92,8 +95,8 @@ class OnlineConfig(Checked):
     per_device_train_batch_size: int = key(8, at_least(1))
     """What one forward and backward pass holds: pairs of completions for DPO, else completions."""
     gradient_accumulation_steps: int = key(1, at_least(1))
-    """With num_mini_batches it makes up the batch, see above. An optimiser step has so many passes; of RLOO, PPO and
-    GRPO, which train on every completion, samples_per_prompt times as many."""
+    """With num_mini_batches it makes up the batch, see above. An optimiser step has so many passes; where every
+    completion is trained on (all but online_dpo and best_of_k), samples_per_prompt times as many."""
     num_mini_batches: int = key(1, at_least(1))
     """N, optimiser steps per epoch over a batch."""
     num_epochs: int = key(1, at_least(1))
@@ -301,9 +304,13 @@ class OnlineConfig(Checked):
         return self.num_batches * self.num_mini_batches * self.num_epochs
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether the objective needs a reference policy."""
-        return True
+    def kl_penalty(self) -> KLConfig | None:
+        """The penalty that keeps the policy near the reference policy, where the objective has one."""
+        return None
+
+    def with_kl_penalty(self, penalty: KLConfig) -> OnlineConfig:
+        """The same with another penalty."""
+        raise TypeError(f"{type(self).__name__} has no KL penalty")
 
     @property
     def placement(self) -> Literal["inline", "process", "server"]:

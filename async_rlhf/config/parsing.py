@@ -16,9 +16,7 @@ from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from async_rlhf.config.algorithms import ALGORITHM_CONFIGS
 from async_rlhf.config.base import Checked, ConfigError, require
-from async_rlhf.config.run import RunConfig
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.yaml_text import read_by_jsonargparse, read_yaml
 
@@ -92,18 +90,15 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     """
     config_file, arguments = take_config_file(arguments)
     read = {} if config_file is None else _mapping(read_yaml(config_file, "--config"), config_file)
-    if kind is RunConfig:
-        kind = typing.cast(type[Config], RunConfig.of(_algorithm(arguments, read)))
-    arguments = _plain_lists(arguments, set(_list_keys(kind)))
-    parser = make_parser(kind, command, config_file)
+    whole = kind.with_all_keys(lambda key: _early(key, arguments, read))
+    arguments = _plain_lists(arguments, set(_list_keys(whole)))
+    parser = make_parser(whole, command, config_file)
     _check_environment(parser)
     try:
         with read_by_jsonargparse():
             values: Namespace = parser.parse_args(list(arguments))
             text = parser.dump(_shown(values), skip_unset=False)
-            # Of a run, not what RunConfig.of made for the parser: the same as one that is made in Python.
-            made = typing.cast(type[Config], RunConfig if issubclass(kind, RunConfig) else kind)
-            config = made(**vars(parser.instantiate(values)))
+            config = kind(**vars(parser.instantiate(values)))
     except ConfigError:
         raise
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
@@ -139,15 +134,12 @@ def _mapping(values: Any, file: str) -> dict[str, Any]:
     return values or {}
 
 
-def _algorithm(arguments: Sequence[str], read: Mapping[str, Any]) -> str:
-    """The algorithm that a run asks for: which keys there are depends on it."""
-    chosen: Any = read.get("algorithm", RunConfig.algorithm)  # the default
-    chosen = os.environ.get(f"{ENVIRONMENT_PREFIX}_ALGORITHM", chosen)
+def _early(key: str, arguments: Sequence[str], read: Mapping[str, Any]) -> Any:
+    """The value of a key of its own, before there is a parser; None where it is not set."""
+    chosen = os.environ.get(f"{ENVIRONMENT_PREFIX}_{key.upper()}", read.get(key))
     for word, after in itertools.pairwise([*arguments, ""]):
-        if word == "--algorithm" or word.startswith("--algorithm="):
+        if word == f"--{key}" or word.startswith(f"--{key}="):
             chosen = word.partition("=")[2] or after
-    known = isinstance(chosen, str) and chosen in ALGORITHM_CONFIGS
-    require(known, "algorithm", chosen, f"must be one of {', '.join(ALGORITHM_CONFIGS)}")
     return chosen
 
 

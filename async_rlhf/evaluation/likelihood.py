@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.forward import response_logits
-from async_rlhf.objectives.logprobs import selected_logprobs
+from async_rlhf.logprobs import selected_logprobs
 from async_rlhf.rows import by_length, pad_rows
 
 

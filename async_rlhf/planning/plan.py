@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_rlhf.config import ConfigError, PlanConfig, RunConfig
+from async_rlhf.config import ConfigError, PlanConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
 from async_rlhf.files import whole_file
@@ -22,6 +22,7 @@ from async_rlhf.planning.roofline import Roofline, batch_of
 from async_rlhf.planning.search import Choice, Proposal, propose, search, try_split
 from async_rlhf.planning.times import Scaled, Split, Times, given
 from async_rlhf.reports import trace
+from async_rlhf.run_config import RunConfig
 
 PLAN, TRACE = "plan.json", "trace.json"
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from async_rlhf.config import OnlineBoKConfig, OnlineConfig, OnlineDPOConfig
+from async_rlhf.algorithms.table import of_config
+from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
@@ -65,7 +66,7 @@ def batch_of(workload: WorkloadConfig, recipe: OnlineConfig | None) -> Batch:
 
 def _workload(recipe: OnlineConfig) -> WorkloadConfig:
     """What a recipe says of its batches."""
-    trained = {OnlineDPOConfig: 2, OnlineBoKConfig: 1}.get(type(recipe), recipe.samples_per_prompt)
+    trained = of_config(recipe).rows_per_prompt(recipe)
     return WorkloadConfig(
         prompts=recipe.batch_size,
         samples_per_prompt=recipe.samples_per_prompt,

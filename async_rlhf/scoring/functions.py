@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import math
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.rewards import FunctionName
+from async_rlhf.named import load_attribute
 from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, call_together
 
 logger = logging.getLogger(__name__)
@@ -59,18 +55,9 @@ def name_loaded_by(function: RewardFunction) -> str | None:
 def load_object(name: str, key: str) -> Any:
     """Something callable by name, for the given configuration key."""
     wanted = FunctionName.parse(name, key)
-    place, attribute = wanted.place, wanted.attribute
-    if "" not in sys.path:
-        sys.path.append("")  # an installed command does not look into the current folder; python -m does
-    try:
-        module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, FileNotFoundError, ValueError, SyntaxError) as error:
-        raise ConfigError(
-            f'{key}: got {name!r}: {error}; must be "module:function" or "path/to/file.py:function"'
-        ) from error
-    function = getattr(module, attribute, None)
+    function = load_attribute(wanted.place, wanted.attribute, key, "function")
     if not callable(function):
-        raise ConfigError(f"{key}: got {name!r}; {place} has no function {attribute!r}")
+        raise ConfigError(f"{key}: got {name!r}; {wanted.place} has no function {wanted.attribute!r}")
     return function if wanted.arguments is None else _made_by(function, wanted.arguments, name, key)
 
 
@@ -83,18 +70,6 @@ def _made_by(factory: Callable[..., Any], arguments: Mapping[str, Any], name: st
         raise ConfigError(f"{key}: got {name!r}: {error}; {right}") from error
     require(callable(made), key, name, f"called with these arguments it must return a function, not {made!r:.200}")
     return made
-
-
-def _module_from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{str(path)!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def function_name(function: RewardFunction) -> str:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.config import ConfigError, ReplayConfig, RunConfig
+from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
+from async_rlhf.run_config import ReplayConfig, RunConfig
 from async_rlhf.stages.train import RUN_FILE, run_train
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.config import ConfigError, RunConfig
+from async_rlhf.algorithms.table import find
+from async_rlhf.config import ConfigError
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.files import whole_file
@@ -20,10 +21,11 @@ from async_rlhf.launch.torchrun import start_ranks
 from async_rlhf.launch.watch import Watch
 from async_rlhf.models import load_tokenizer
 from async_rlhf.ranks import Ranks
+from async_rlhf.run_config import RunConfig
 from async_rlhf.run_folder import hold_folder, refuse_second
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 from async_rlhf.stage import Stage
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 
 MARKER = "train"
 RUN_FILE = "run.yml"
@@ -71,7 +73,7 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
         if data.eval is not None:
             eval_rows = load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
-    trainer = TRAINERS[config.algorithm](
+    trainer = OnlineTrainer(
         config.model,
         config.train,
         train_rows,
@@ -83,6 +85,7 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         processing_class=_tokenizer(config),
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
         prompt_field=data.prompt_field,
+        algorithm=find(config.algorithm),
     )
     if ranks.leads:
         with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:

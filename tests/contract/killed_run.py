@@ -299,8 +299,9 @@ def train(arguments: argparse.Namespace) -> None:
     from tiny import byte_tokenizer, count_letters, tiny_config
     from transformers import GPTNeoXForCausalLM
 
-    from async_rlhf.config import ALGORITHM_CONFIGS, GenerationConfig
-    from async_rlhf.trainers import TRAINERS
+    from async_rlhf.algorithms.table import find
+    from async_rlhf.config import GenerationConfig
+    from async_rlhf.trainers import OnlineTrainer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -309,7 +310,7 @@ def train(arguments: argparse.Namespace) -> None:
         for parameter in policy.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)  # so that samples differ
-    config = ALGORITHM_CONFIGS[arguments.algorithm](
+    config = find(arguments.algorithm).config(
         output_dir=str(arguments.out),
         resume=True,
         staleness=arguments.staleness,
@@ -329,9 +330,7 @@ def train(arguments: argparse.Namespace) -> None:
     )
     prompts = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
     measured = json.loads(arguments.measured.read_text()) if arguments.measured else None
-    trainer = TRAINERS[arguments.algorithm](
-        policy, config, prompts, reward_funcs=count_letters, processing_class=byte_tokenizer()
-    )
+    trainer = OnlineTrainer(policy, config, prompts, reward_funcs=count_letters, processing_class=byte_tokenizer())
     with watched(Watch(arguments.out, arguments.kill, measured, arguments.disturb)):
         trainer.train()
 

@@ -14,12 +14,14 @@ import pytest
 from tiny import byte_tokenizer, count_letters
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
-from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, DataConfig, GRPOConfig, PPOConfig, RLOOConfig, RunConfig
+from async_rlhf import GenerationConfig, GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
+from async_rlhf.algorithms.table import BUILT_IN, find
+from async_rlhf.config import ConfigError, GroupConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.generation import placement
 from async_rlhf.models import load_policy, load_reward_model, write_model
+from async_rlhf.run_config import DataConfig, RunConfig
 from async_rlhf.run_folder import hold_folder
 from async_rlhf.scoring import RewardError
 from async_rlhf.stages.data import run_data
@@ -98,7 +100,10 @@ NETWORK = ["--train.generation.weights_road", "network"]
         (["--train.device", "gpu"], 'device: got \'gpu\'; must be "cpu", "cuda"'),
         (["--train.eval_steps", "5"], "train.eval_steps: got 5; must be 0 without data.eval"),
         (["--config", "nowhere.yml"], "--config: got 'nowhere.yml'; there is no such file"),
-        (["--algorithm", "dpo"], "algorithm: got 'dpo'; must be one of online_dpo, best_of_k, rloo, ppo, grpo"),
+        (
+            ["--algorithm", "dpo"],
+            "algorithm: got 'dpo'; must be one of online_dpo, best_of_k, rloo, reinforce_pp, ppo, grpo",
+        ),
         (["--algorithm", "grpo", "--train.beta", "1"], "beta"),
         (["--algorithm", "rloo", "--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
         (["--algorithm", "rloo", "--train.off_policy.level", "token"], "off_policy.level: got 'token'; must be \"seq"),
@@ -108,7 +113,7 @@ NETWORK = ["--train.generation.weights_road", "network"]
         (["--algorithm", "ppo", "--train.cliprange", "1"], "cliprange: got 1.0; must be below 1"),
         (["--algorithm", "grpo", "--train.off_policy.cap", "0.5"], "cap: got 0.5; must be at least 1"),
         (["--algorithm", "grpo", "--train.normalization", "tokens"], "normalization.*tokens"),
-        (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: only \"ppo\" has a value model"),
+        (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: 'online_dpo' has no value model"),
         (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
         (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
         (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got nan; must be a finite number"),
@@ -173,10 +178,10 @@ def test_the_algorithm_decides_the_keys(files, monkeypatch):
 def test_what_becomes_of_a_completion_that_is_cut_off(files, given, expected):
     """True and false keep their meaning; without a word there is no penalty where rewards can be verified."""
     words = ["--config", str(files["config.yml"])]
-    for algorithm in ALGORITHM_CONFIGS:
+    for algorithm in BUILT_IN:
         chosen = [*words, "--algorithm", algorithm]
         penalty = parse(RunConfig, "train", chosen)[0].train.non_eos_penalty
-        assert penalty is (algorithm not in ("rloo", "grpo"))
+        assert penalty is (not issubclass(find(algorithm).config, GroupConfig))
         assert (
             parse(RunConfig, "train", [*chosen, "--train.non_eos_penalty", given])[0].train.non_eos_penalty == expected
         )

@@ -21,13 +21,13 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
 from async_rlhf.schedule import Rollouts, read_schedule
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.types import drawn_versions
 
 
 def run(make_policy, tokenizer, prompts, args, algorithm="online_dpo", reward=count_letters):
     policy = make_policy()
-    TRAINERS[algorithm](policy, args, prompts, reward_funcs=reward, processing_class=tokenizer).train()
+    OnlineTrainer(policy, args, prompts, reward_funcs=reward, processing_class=tokenizer).train()
     folder = Path(args.output_dir)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]

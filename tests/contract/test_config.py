@@ -13,14 +13,17 @@ import yaml
 from test_fuzz import SEEDS
 from tiny import new_args
 
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.checkpoint import ResumeState, as_saved
 from async_rlhf.cli import COMMANDS, _find
-from async_rlhf.config import ALGORITHM_CONFIGS, ConfigError, DataConfig, OnlineDPOConfig, PairsConfig, RunConfig
+from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.base import Checked, key, known_of
 from async_rlhf.config.parsing import make_parser, parse
+from async_rlhf.run_config import DataConfig, RunConfig
 from async_rlhf.stages.train import train_stage
 
-FILES = {**SEEDS, **{f"train {name}": f"{SEEDS['train']}algorithm: {name}\n" for name in ALGORITHM_CONFIGS}}
+FILES = {**SEEDS, **{f"train {name}": f"{SEEDS['train']}algorithm: {name}\n" for name in BUILT_IN}}
 FILES["config"] = "file: config.yml\n"  # itself
 FILES["evaluate"] += "judge: {max_tokens: 2}\nvllm: {options: {}}\n"
 
@@ -29,7 +32,7 @@ def built(kind: type[Any], values: dict[str, Any]) -> Any:
     """The configuration that the values of a file are, made as in Python."""
     hints = get_type_hints(kind)
     if kind is RunConfig:
-        hints["train"] = ALGORITHM_CONFIGS[values.get("algorithm", "online_dpo")]
+        hints["train"] = find(values.get("algorithm", "online_dpo")).config
     return kind(**{name: built(hints[name], x) if is_dataclass(hints[name]) else x for name, x in values.items()})
 
 
@@ -105,13 +108,13 @@ LONGER_OR_KEPT |= {"eval_steps", "reward_timeout"}
 def test_a_run_is_resumed_with_another_key_unless_that_decides_what_is_computed(name, tmp_path):
     """Said here once more for the exceptions alone: they are on purpose."""
     before = new_args(tmp_path, generation=SERVED if name == "generation.urls" else None)
-    state, after = ResumeState(0, as_saved(before), {}, {}, {}), with_other(before, name)
+    state, after = ResumeState(0, as_saved(before, "online_dpo"), {}, {}, {}), with_other(before, name)
     elsewhere = known_of(before, name).get("role", "result") != "result" and name not in LAST_DIGITS
     if elsewhere or name in LONGER_OR_KEPT:
-        state.check(after)
+        state.check(after, "online_dpo")
         return
     with pytest.raises(ConfigError, match=rf"\n +{name}[.\w]*: was "):
-        state.check(after)
+        state.check(after, "online_dpo")
 
 
 @pytest.mark.parametrize("name", leaves(a_run(Path())))
@@ -142,7 +145,7 @@ def test_a_finished_run_of_an_earlier_version_counts(tmp_path):
 def explained(command: str) -> dict[str, str]:
     """Each key of a command, and what ``--help`` says of it."""
     kind = _find(COMMANDS[command].config)
-    kinds = [RunConfig.of(name) for name in ALGORITHM_CONFIGS] if kind is RunConfig else [kind]
+    kinds = [RunConfig.of(name) for name in BUILT_IN] if kind is RunConfig else [kind]
     actions = [action for each in kinds for action in make_parser(each, command)._actions]
     return {action.dest: action.help for action in actions if action.help != "Path to a configuration file."}
 

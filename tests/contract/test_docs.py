@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import COMMANDS
-from async_rlhf.config import ALGORITHM_CONFIGS, RunConfig
 from async_rlhf.config.parsing import make_parser
+from async_rlhf.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -70,7 +71,7 @@ def options_of(command: str) -> set[str]:
     """What its parser knows, of every algorithm."""
     module, _, name = COMMANDS[command].config.partition(":")
     kind = getattr(import_module(module), name)
-    kinds = [RunConfig.of(algorithm) for algorithm in ALGORITHM_CONFIGS] if kind is RunConfig else [kind]
+    kinds = [RunConfig.of(algorithm) for algorithm in BUILT_IN] if kind is RunConfig else [kind]
     parsers = [make_parser(kind, command) for kind in kinds]
     return {
         option.lstrip("-") for parser in parsers for action in parser._actions for option in action.option_strings

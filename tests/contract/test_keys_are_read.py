@@ -21,12 +21,14 @@ import torch.distributed as dist
 from tiny import PROMPTS, byte_tokenizer, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.checkpoint import as_saved
+from async_rlhf.choices import make_generator
 from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.compat.original.migrate import MigrateConfig, run_migrate
 from async_rlhf.config import (
-    ALGORITHM_CONFIGS,
     AdapterConfig,
-    DataConfig,
     EvaluateConfig,
     GenerateConfig,
     JudgeConfig,
@@ -35,36 +37,36 @@ from async_rlhf.config import (
     NewModelConfig,
     OffPolicyConfig,
     OnlineConfig,
-    OnlineDPOConfig,
     PairsConfig,
     ParallelConfig,
     PlanConfig,
     RayConfig,
     RelabelConfig,
-    ReplayConfig,
     RewardConfig,
-    RunConfig,
     ServeConfig,
     SFTConfig,
     VLLMConfig,
 )
 from async_rlhf.config.base import Checked
-from async_rlhf.config.original.migrate import MigrateConfig, run_migrate
 from async_rlhf.config.plan import ModelSizeConfig, SecondsConfig, WorkloadConfig
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.evaluation.evaluate import run_evaluate
 from async_rlhf.evaluation.generate import run_generate
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
-from async_rlhf.generation import placement, server, vllm_engine, vllm_serve
-from async_rlhf.generation.protocol import GeneratorError
+from async_rlhf.generation import server, vllm_engine, vllm_serve
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.server_client import key_of
+from async_rlhf.generation.shared import shared_engine
 from async_rlhf.launch.deepspeed import ZeRO
 from async_rlhf.launch.torchrun import FullyShardedDataParallel, start_ranks
 from async_rlhf.models import write_model
+from async_rlhf.parallel import ALONE
 from async_rlhf.planning.plan import run_plan
 from async_rlhf.quickstart import stage_configs
 from async_rlhf.ranks import Ranks
+from async_rlhf.reports.trace import Trace
+from async_rlhf.run_config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.scoring import RewardError
 from async_rlhf.stage import Stage
 from async_rlhf.stages.data import run_data
@@ -177,7 +179,9 @@ def _trains(inputs: Inputs) -> None:
     run_train(inputs.run("grpo", "grpo", kl=KLConfig(where="loss", estimator="k3", corrected=True), **exact))
     old = OffPolicyConfig(level="sequence", importance="masked")
     run_train(inputs.run("rloo", "rloo", off_policy=old, num_mini_batches=2, per_device_train_batch_size=2))
-    run_train(inputs.run("bok", "best_of_k"))
+    for name in BUILT_IN:
+        if name not in ("online_dpo", "ppo", "grpo", "rloo"):
+            run_train(inputs.run(name, name))
 
 
 def _stages(inputs: Inputs) -> None:
@@ -246,9 +250,10 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(server, "check_server", lambda url, *_: key_of(served.generation))
         patch.setattr(server, "SnapshotFolder", _stop)
         served = args(generation={"engine": "vllm", "placement": "server", "urls": ["http://127.0.0.1:9"]})
+        engine = shared_engine(args(), inputs.policy, SamplingParams(2, 0.7, 6, (256,), 0), ALONE)
         for config in (args(generation={"engine": "vllm"}), served):
             with pytest.raises(StopError):
-                placement.make_generator(config, inputs.policy, None, None, 1, None)
+                make_generator(config, engine, Trace(), 1)
         dead, often = SimpleNamespace(end=lambda: "died", number=0), {"_restarts": 3, "kind": "generator"}
         with pytest.raises(GeneratorError, match="max_restarts"):
             RestartingGenerator._restart(SimpleNamespace(config=served.generation, **often), dead)
@@ -305,7 +310,10 @@ def kinds() -> list[type[Checked]]:
                 for hint in get_type_hints(each).values():
                     add(hint)
 
-    for kind in [*(_find(command.config) for command in COMMANDS.values()), *ALGORITHM_CONFIGS.values()]:
+    for kind in [
+        *(_find(command.config) for command in COMMANDS.values()),
+        *(algorithm.config for algorithm in built_in()),
+    ]:
         add(kind)
     return list(found)
 
@@ -330,7 +338,7 @@ def test_what_treats_all_keys_alike_reads_none():
         config = Planted()
         assert config == pickle.loads(pickle.dumps(replace(config, nothing=0)))
         assert "nothing" in repr(config)
-        assert as_saved(config)["nothing"] == asdict(config)["nothing"] == 0
+        assert as_saved(config, "online_dpo")["nothing"] == asdict(config)["nothing"] == 0
         assert Stage(Path(), "x", config, {}).identity["config"]["nothing"] == 0
         assert config.num_optimizer_steps > 0  # by a test, not by the package
     assert unread(Planted, found) == ["nothing"]

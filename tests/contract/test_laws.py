@@ -12,7 +12,7 @@ import torch
 from tiny import count_letters
 
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
-from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.algorithms.table import find
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -20,7 +20,7 @@ from async_rlhf.learner import Learner
 from async_rlhf.models import new_value_model
 from async_rlhf.schedule import batches_for, version_for
 from async_rlhf.scoring import Scorer
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.types import Batch, Group
 
 LOSSES = ("loss/policy_avg", "loss/value_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")
@@ -29,7 +29,7 @@ SAMPLES = {"best_of_k": 3, "rloo": 2, "ppo": 1, "grpo": 4}
 
 def run_trainer(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo"):
     policy = make_policy()
-    trainer = TRAINERS[algorithm](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     trainer.train()
     return policy.state_dict(), metrics_of(args)
 
@@ -52,7 +52,7 @@ def sequential_oracle(make_policy, tokenizer, prompts, args: OnlineConfig, algor
     """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back."""
     policy = make_policy()
     value = new_value_model(policy) if algorithm == "ppo" else None
-    learner = Learner(policy, None, ALGORITHMS[algorithm], args, value)
+    learner = Learner(policy, None, find(algorithm), args, value)
     scorer = Scorer(tokenizer, args, None, [count_letters])
     stream = PromptStream(prompts, tokenizer, max_length=args.max_prompt_length, seed=args.seed)
     params = SamplingParams(
@@ -139,7 +139,7 @@ def accumulated_gradients(make_policy, tokenizer, prompts, args: OnlineConfig, a
     value = new_value_model(make_policy(3)) if algorithm == "ppo" else None
     if value is not None:
         torch.nn.init.normal_(value.score.weight, generator=torch.Generator().manual_seed(0))
-    learner = Learner(make_policy(), make_policy(7), ALGORITHMS[algorithm], args, value)
+    learner = Learner(make_policy(), make_policy(7), find(algorithm), args, value)
     sampling = SamplingParams(args.samples_per_prompt, 0.7, 12, (256,), 0)
     drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
     completions = TransformersEngine(make_policy(5), sampling).generate(drawn)

@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
+from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.checkpoint import FORMAT, ResumeState, as_saved
 from async_rlhf.config import ConfigError
 from async_rlhf.manifest import write_whole
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 
 RUNS = {
     "online_dpo": {"samples_per_prompt": 2},
@@ -71,7 +72,7 @@ class NoisyReward:
 
 def run(make_policy, tokenizer, prompts, args, name="online_dpo", callbacks=(), reward=None, final=False, **options):
     """The metrics, the samples, and every trained tensor, as they are after the run or where it was stopped."""
-    trainer = TRAINERS[next(a for a in TRAINERS if name.startswith(a))](
+    trainer = OnlineTrainer(
         make_policy(),
         args,
         prompts,
@@ -116,7 +117,7 @@ def finals(trainer):
 
 @pytest.mark.parametrize(("name", "staleness"), [*product(RUNS, [0, 1]), ("online_dpo", 3), ("ppo", 3)])
 def test_a_resumed_run_is_the_uninterrupted_one(make_policy, tokenizer, prompts, make_args, name, staleness):
-    algorithm = next(a for a in TRAINERS if name.startswith(a))
+    algorithm = next(a for a in BUILT_IN if name.startswith(a))
     options = {"algorithm": algorithm, "staleness": staleness, "num_samples_logged": 100, **RUNS[name]}
     whole = run(make_policy, tokenizer, prompts, make_args("whole", **options), name)
     stopped = make_args("stopped", **options)
@@ -361,17 +362,17 @@ def test_servers_may_move_but_not_multiply(make_args):
         return make_args(generation=generation, staleness=1, **changes)
 
     before = served("http://a:1", "http://a:2")
-    state = ResumeState(batch=1, config=as_saved(before), inputs={}, values={}, logs={})
-    state.check(served("http://b:1", "http://c:2"))
+    state = ResumeState(batch=1, config=as_saved(before, "online_dpo"), inputs={}, values={}, logs={})
+    state.check(served("http://b:1", "http://c:2"), "online_dpo")
     with pytest.raises(ConfigError, match=r"number of generation.urls: was 2, is 1"):
-        state.check(served("http://b:1"))
-    state.check(served("http://b:1", resume_anyway=True))
+        state.check(served("http://b:1"), "online_dpo")
+    state.check(served("http://b:1", resume_anyway=True), "online_dpo")
 
 
 def test_as_many_ranks_with_as_large_a_batch(make_args):
     """Else prompts would be passed over: who has which draw follows from the size of a batch."""
     before = make_args(parallel=ParallelConfig(ranks=2), total_episodes=96)
-    state = ResumeState(batch=1, config=as_saved(before), inputs={}, values={}, logs={})
-    state.check(make_args(parallel=ParallelConfig(ranks=2), total_episodes=192))
+    state = ResumeState(batch=1, config=as_saved(before, "online_dpo"), inputs={}, values={}, logs={})
+    state.check(make_args(parallel=ParallelConfig(ranks=2), total_episodes=192), "online_dpo")
     with pytest.raises(ConfigError, match=r"parallel.ranks: was 2, is 1\n +prompts per batch: was 16, is 8"):
-        state.check(make_args(total_episodes=96))
+        state.check(make_args(total_episodes=96), "online_dpo")

@@ -14,10 +14,10 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
-    {"children", "files", "config", "doors", "lock", "ranks", "signals", "types"},
-    {"lora", "objectives", "parallel", "rewards", "rows"},
-    {"weights"},
-    {"algorithms", "forward", "models", "random_state", "reports"},
+    {"children", "files", "config", "doors", "lock", "named", "ranks", "signals", "types"},
+    {"algorithms", "logprobs", "lora", "parallel", "rewards", "rows", "run_config"},
+    {"compat", "weights"},
+    {"forward", "models", "random_state", "reports"},
     {"data", "scoring", "generation"},
     {"checkpoint", "choices", "launch", "learner", "manifest", "monitor", "run_folder", "schedule", "stage"},
     {"callbacks"},
@@ -65,14 +65,17 @@ def test_imports_go_downward():
     assert upward == []
 
 
-def test_the_loop_knows_no_engine_and_objectives_know_only_tensors():
-    for name in ("trainer.py", "schedule.py", "learner.py", "algorithms.py"):
+def test_the_loop_knows_no_engine_and_algorithms_know_only_configurations_and_tensors():
+    for name in ("trainer.py", "schedule.py", "learner.py"):
         modules = imports(FILES[PACKAGE / name])
         assert {m for m in modules if m.startswith("async_rlhf.generation")} <= {"async_rlhf.generation.protocol"}, name
-    for path in (PACKAGE / "objectives").glob("*.py"):
-        known = {"__future__", "math", "typing", "torch", "async_rlhf"}
-        assert {m.split(".")[0] for m in imports(FILES[path])} <= known, path
-        assert {m for m in imports(FILES[path]) if m.startswith("async_rlhf")} <= {"async_rlhf.types"}
+    for path in (PACKAGE / "algorithms").glob("*.py"):
+        modules = imports(FILES[path])
+        known = {"__future__", "collections", "dataclasses", "importlib", "math", "re", "typing", "torch", "async_rlhf"}
+        known |= {"functools", "pathlib"}
+        assert {m.split(".")[0] for m in modules} <= known, path
+        rooms = {room(m) for m in modules if m.startswith("async_rlhf.")}
+        assert rooms <= {"algorithms", "config", "named", "types"}, path
     assert "async_rlhf.generation" not in {m[:21] for m in imports(FILES[PACKAGE / "learner.py"])}
 
 
@@ -86,7 +89,8 @@ def test_heavy_extras_are_imported_where_they_are_used():
 
 def test_importing_the_package_loads_nothing_heavy():
     program = (
-        "import sys, async_rlhf, async_rlhf.config, async_rlhf.cli, async_rlhf.rewards.reasoning_gym\n"
+        "import sys, async_rlhf, async_rlhf.cli, async_rlhf.run_config, async_rlhf.rewards.reasoning_gym\n"
+        "from async_rlhf.algorithms.table import built_in\nlist(built_in())\n"
         "heavy = {'torch', 'transformers', 'vllm', 'ray', 'deepspeed', 'wandb', 'matplotlib', 'datasets'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

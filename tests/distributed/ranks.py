@@ -22,7 +22,7 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.learner import Learner
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.weights import NoSnapshots
 
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
@@ -111,7 +111,7 @@ def train(
         lora=LoRAConfig(rank=lora),
         **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
     )
-    trainer = TRAINERS[algorithm](
+    trainer = OnlineTrainer(
         new_policy(),
         args,
         PROMPTS,

@@ -12,7 +12,8 @@ import pytest
 from tiny import count_letters
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.algorithms.table import BUILT_IN
+from async_rlhf.trainers import OnlineTrainer
 
 KEYS = (
     "loss/policy_avg",
@@ -46,6 +47,10 @@ RUNS = {
         "cliprange_high": 0.28,
         "off_policy": OffPolicyConfig(importance="masked", level="sequence", cap=1.2),
     },
+    "dr_grpo": {"samples_per_prompt": 4, "num_epochs": 2},
+    "gspo": {"samples_per_prompt": 4, "num_epochs": 2},
+    "cispo": {"samples_per_prompt": 4, "num_epochs": 2, "cliprange_high": 0.1},
+    "reinforce_pp": {"num_epochs": 2},
 }
 """Name of each run, which begins with the algorithm's, and what is not at its default."""
 
@@ -53,9 +58,9 @@ RUNS = {
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_do_not_move(request, make_policy, make_reward_model, tokenizer, prompts, make_args, name, staleness):
-    algorithm = next((a for a in TRAINERS if name.startswith(a)), "online_dpo")
+    algorithm = next((a for a in BUILT_IN if name.startswith(a)), "online_dpo")
     args = make_args(algorithm=algorithm, staleness=staleness, **RUNS[name])
-    trainer = TRAINERS[algorithm](
+    trainer = OnlineTrainer(
         make_policy(),
         args,
         prompts,

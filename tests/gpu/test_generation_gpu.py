@@ -13,7 +13,7 @@ from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation import process
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.weights import DeviceRing
 
 pytestmark = [
@@ -27,7 +27,7 @@ VLLM = {"engine": "vllm", "dtype": "bfloat16", "vllm": VLLMConfig(gpu_memory_uti
 def run(tokenizer, prompts, args) -> list[dict[str, float]]:
     torch.manual_seed(0)
     policy = GPTNeoXForCausalLM(tiny_config(hidden_size=64, intermediate_size=128)).cuda()
-    trainer = TRAINERS["online_dpo"](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     trainer.train()
     rows = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rlhf.config import OnlineDPOConfig
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.rewards import numeric_answer, regex
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function, load_reward_functions
 from async_rlhf.scoring.stoppable import Source, source_of

@@ -14,19 +14,19 @@ from tiny import LLAMA_SIZES, count_letters, drawn
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
-from async_rlhf.algorithms import ALGORITHMS
+from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.checkpoint import learner_state, restore_learner
 from async_rlhf.config import ConfigError
 from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_logprobs, response_values, reward_scores
 from async_rlhf.models import new_value_model
 from async_rlhf.monitor import RatioMonitor
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.types import Batch, Experience, Group, PolicyOutput, Sample
 
 
 def train(make_policy, tokenizer, prompts, args, algorithm, **options):
     options = {"reward_funcs": count_letters} | options
-    trainer = TRAINERS[algorithm](make_policy(), args, prompts, processing_class=tokenizer, **options)
+    trainer = OnlineTrainer(make_policy(), args, prompts, processing_class=tokenizer, **options)
     trainer.train()
     return trainer, metrics_of(args)
 
@@ -148,7 +148,7 @@ def test_the_reward_model_itself_is_no_value_model(make_policy, make_reward_mode
 
 def test_only_ppo_takes_a_value_model(make_policy, make_reward_model, tokenizer, prompts, make_args):
     with pytest.raises(ConfigError, match=r"value_model: [\s\S]*rloo has no value model"):
-        TRAINERS["rloo"](
+        OnlineTrainer(
             make_policy(),
             make_args(algorithm="rloo"),
             prompts,
@@ -218,7 +218,7 @@ def test_completions_that_are_masked_are_in_baselines_and_nowhere_else(
             num_mini_batches=1,
             max_grad_norm=0.0,
         )
-        trainer = TRAINERS[algorithm](make_policy(), args, prompts, **options)
+        trainer = OnlineTrainer(make_policy(), args, prompts, **options)
         scored = scored_batch(trainer)
         groups = tuple(
             replace(
@@ -266,7 +266,7 @@ def test_without_the_proximal_pass_the_only_step_is_the_same(make_policy, tokeni
             total_episodes=16,
             kl=KLConfig(coef=coef),
         )
-        assert args.needs_proximal_pass == (coef > 0)
+        assert find(algorithm).needs(args).old_logprobs == (coef > 0)
         trainer, metrics = train(make_policy, tokenizer, prompts, args, algorithm)
         found.append((dict(trainer.model.named_parameters()), metrics))
     for name, parameter in found[0][0].items():
@@ -329,7 +329,7 @@ def test_the_coefficient_of_a_batch_is_the_one_that_is_logged(make_policy, token
         used.append(config.kl.coef)
         return rloo.loss(output, rows, config)
 
-    rloo = ALGORITHMS["rloo"]
+    rloo = find("rloo")
     args = make_args(
         algorithm="rloo",
         total_episodes=32,
@@ -338,7 +338,7 @@ def test_the_coefficient_of_a_batch_is_the_one_that_is_logged(make_policy, token
         learning_rate=3e-3,
         kl=KLConfig(coef=0.1, where="loss", estimator="k3", target=0.5, horizon=40),
     )
-    trainer = TRAINERS["rloo"](make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     trainer.learner.algorithm = replace(rloo, loss=loss)
     trainer.train()
     logged = [line["objective/kl_coef"] for line in metrics_of(args)]
@@ -362,12 +362,12 @@ def test_no_reference_is_held_without_a_penalty(make_policy, tokenizer, prompts,
 # Prompts without reward
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, make_args, algorithm):
     """Training on a batch with a prompt that has no reward equals training on the batch without that prompt."""
     args = make_args(algorithm=algorithm, samples_per_prompt=2, num_mini_batches=1, per_device_train_batch_size=8)
     options = {"reward_funcs": count_letters, "processing_class": tokenizer}
-    trainer = TRAINERS[algorithm](make_policy(), args, prompts, **options)
+    trainer = OnlineTrainer(make_policy(), args, prompts, **options)
     scored = scored_batch(trainer)
     holed_PK = scored.scores_PK.clone()
     holed_PK[2, 1] = holed_PK[5, 0] = math.nan
@@ -386,7 +386,7 @@ def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, ma
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prompts, make_args, algorithm):
     calls = []
 
@@ -419,7 +419,7 @@ def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prom
 
     kl = KLConfig(coef=0.0 if where == "none" else 0.1, where="loss" if where == "loss" else "reward", estimator="k3")
     args = make_args(algorithm=algorithm, samples_per_prompt=8, total_episodes=16, num_mini_batches=2, kl=kl)
-    trainer = TRAINERS[algorithm](make_policy(), args, prompts, reward_funcs=same_at_last, processing_class=tokenizer)
+    trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=same_at_last, processing_class=tokenizer)
     update = trainer.learner.update
 
     def watched(experience, batch):
@@ -457,7 +457,7 @@ def test_tied_groups_count_in_the_normaliser_of_a_mini_batch(make_policy, tokeni
     )
     norms, weights = [], []
     for groups in (slice(0, 8), slice(0, 4)):
-        trainer = TRAINERS["grpo"](make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
         scored = scored_batch(trainer, torch.tensor([[1.0, 3.0]] * 4 + [[0.1, 0.1]] * 4))
         part = replace(scored.batch, groups=scored.batch.groups[groups])
         experience, _ = trainer.learner.annotate(replace(scored, batch=part, scores_PK=scored.scores_PK[groups]))
@@ -518,7 +518,7 @@ def test_without_weight_decay_the_optimiser_is_as_it_was(make_policy, tokenizer,
         ({"weight_decay": 0.1}, 2),
         ({"weight_decay": 0.1, "lora": LoRAConfig(rank=2)}, 1),
     ):
-        trainer = TRAINERS["rloo"](make_policy(), make_args(algorithm="rloo", **changes), prompts, **options)
+        trainer = OnlineTrainer(make_policy(), make_args(algorithm="rloo", **changes), prompts, **options)
         assert len(trainer.learner.optimizer.param_groups) == groups
 
 
@@ -562,7 +562,7 @@ def test_a_head_in_float32_halves_the_error_of_bf16(tokenizer, prompts, make_arg
         args = make_args(kind, samples_per_prompt=4, num_mini_batches=1, **bf16)
         policy = make_llama()
         exact = copy.deepcopy(policy).double()
-        trainer = TRAINERS["online_dpo"](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
         learner, errors, by_policy = trainer.learner, {}, []
         experience, _ = learner.annotate(scored_batch(trainer))
         loss = learner.algorithm.loss

@@ -13,10 +13,11 @@ from tiny import LLAMA_SIZES, count_letters
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
 from async_rlhf.lora import adapters_off, add_adapters, unwrap
 from async_rlhf.models import new_value_model
-from async_rlhf.trainers import TRAINERS
+from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.weights import SnapshotRing, named_weights
 
 TOKENS_BT = torch.arange(3, 33).view(3, 10)
@@ -81,7 +82,7 @@ def test_the_seed_decides_the_adapters():
     assert any(not torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_every_algorithm_trains_adapters_only(make_policy, tokenizer, prompts, make_args, algorithm):
     """In two processes: the generator, with merged weights, samples as the learner with adapters would."""
     args = make_args(
@@ -94,7 +95,7 @@ def test_every_algorithm_trains_adapters_only(make_policy, tokenizer, prompts, m
     )
     policy = make_policy()
     before = {name: tensor.clone() for name, tensor in named_weights(policy).items()}
-    trainer = TRAINERS[algorithm](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
     trainer.train()
     assert trainer.learner.reference is None  # no second copy
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
@@ -127,7 +128,7 @@ def test_every_algorithm_trains_adapters_only(make_policy, tokenizer, prompts, m
 
 def test_a_users_own_peft_model_is_trained(make_policy, tokenizer, prompts, make_args):
     own = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM"))
-    trainer = TRAINERS["online_dpo"](
+    trainer = OnlineTrainer(
         own, make_args(total_episodes=8), prompts, reward_funcs=count_letters, processing_class=tokenizer
     )
     assert trainer.learner.reference is None
@@ -143,7 +144,7 @@ def test_a_peft_model_that_was_loaded_frozen_is_refused(make_policy, tokenizer, 
     peft.get_peft_model(make_policy(), config).save_pretrained(tmp_path / "adapter")
     frozen = peft.PeftModel.from_pretrained(make_policy(), tmp_path / "adapter")
     with pytest.raises(ConfigError, match="is_trainable=True"):
-        TRAINERS["online_dpo"](frozen, make_args(), prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        OnlineTrainer(frozen, make_args(), prompts, reward_funcs=count_letters, processing_class=tokenizer)
 
 
 def test_a_value_model_on_an_adapted_policy_has_its_merged_body(make_policy):
@@ -173,7 +174,7 @@ def test_gradient_checkpointing_changes_no_gradient(make_policy, tokenizer, prom
             name, total_episodes=8, num_epochs=2, lora=LoRAConfig(rank=2), gradient_checkpointing=checkpointing
         )
         policy = make_policy()
-        TRAINERS["online_dpo"](policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
+        OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
         found.append({n: p.detach() for n, p in policy.named_parameters() if p.requires_grad})
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], rtol=1e-4, atol=1e-6)

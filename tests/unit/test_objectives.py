@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rlhf.algorithms import ALGORITHMS
-from async_rlhf.config import OnlineDPOConfig
-from async_rlhf.objectives.kl import k1, k2, k3
-from async_rlhf.objectives.logprobs import entropies, selected_logprobs
-from async_rlhf.objectives.preference import preference_loss
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.algorithms.kl import k1, k2, k3
+from async_rlhf.algorithms.preference import preference_loss
+from async_rlhf.algorithms.table import find
+from async_rlhf.logprobs import entropies, selected_logprobs
 from async_rlhf.types import Experience, PolicyOutput
 
-DPO = ALGORITHMS["online_dpo"]
+DPO = find("online_dpo")
 LOSS_TYPES = ("sigmoid", "ipo")
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.config import ConfigError, OnlineDPOConfig, ParallelConfig
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.config.parallel import launched_on_host, launched_rank, launched_ranks
 from async_rlhf.generation.process import worker_device
 from async_rlhf.launch.torchrun import from_accelerate

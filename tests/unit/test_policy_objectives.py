@@ -1,4 +1,4 @@
-"""Best-of-K, RLOO, GRPO and PPO from the scores to the loss, against loops over Python's floats.
+"""Best-of-K, RLOO, REINFORCE++, PPO, GRPO and its kin from the scores to the loss, against loops over floats.
 
 Four policies: mu sampled, ref is the reference, old is the one before the update, pi is being trained.
 """
@@ -15,18 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rlhf.algorithms import ALGORITHMS
-from async_rlhf.config import (
-    GenerationConfig,
-    GRPOConfig,
-    KLConfig,
-    OffPolicyConfig,
-    OnlineBoKConfig,
-    OnlineConfig,
-    OnlineDPOConfig,
-    PPOConfig,
-    RLOOConfig,
-)
+from async_rlhf import OnlineDPOConfig, PPOConfig, ReinforcePPConfig
+from async_rlhf.algorithms.table import find
+from async_rlhf.config import GenerationConfig, KLConfig, OffPolicyConfig, OnlineConfig
+from async_rlhf.config.base import ConfigError
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 KLS = {
@@ -62,11 +54,23 @@ OBJECTIVES = {
     "grpo-masked-constant": ("grpo", {"mask_truncated": True, "normalization": "constant", "scale_rewards": "none"}),
     "ppo-asymmetric": ("ppo", {"cliprange": 0.3, "cliprange_high": 0.1, "whiten_advantages": False, "lam": 1.0}),
     "grpo-asymmetric": ("grpo", {"cliprange": 0.1, "cliprange_high": 0.4}),
+    "grpo-of-samples": ("grpo", {"ratio": "sequence", "cliprange": 0.2, "cliprange_high": 0.5}),
+    "dr_grpo": ("dr_grpo", {}),
+    "gspo": ("gspo", {}),
+    "gspo-wide-token": ("gspo", {"cliprange": 0.1, "cliprange_high": 0.3, "normalization": "token"}),
+    "gspo-masked-constant": ("gspo", {"cliprange": 0.05, "normalization": "constant", "mask_truncated": True}),
+    "cispo": ("cispo", {}),
+    "cispo-narrow-sequence": ("cispo", {"cliprange": 0.1, "cliprange_high": 0.2, "normalization": "sequence"}),
+    "cispo-masked-constant": ("cispo", {"cliprange_high": None, "normalization": "constant", "mask_truncated": True}),
+    "reinforce_pp": ("reinforce_pp", {}),
+    "reinforce_pp-group": ("reinforce_pp", {"baseline": "group", "gamma": 0.9, "cliprange_high": 0.4}),
 } | {
     f"grpo-{scale}-{normalization}": ("grpo", {"scale_rewards": scale, "normalization": normalization})
     for scale, normalization in itertools.product(("group", "batch", "none"), ("sequence", "token", "constant"))
 }
 WITH_RATIOS = [key for key, (name, _) in OBJECTIVES.items() if name != "best_of_k"]
+FROM_ONE_SAMPLE = [key for key in WITH_RATIOS if key.startswith("ppo") or key == "reinforce_pp"]
+BY_GROUPS = [key for key in WITH_RATIOS if not key.startswith(("ppo", "reinforce_pp"))]
 SHARED_METRICS = {"policy/approxkl_avg", "policy/clipfrac_avg"}
 IMPORTANCE_METRICS = {"policy/importance_weight", "policy/importance_capped"}
 
@@ -75,15 +79,14 @@ IMPORTANCE_METRICS = {"policy/importance_weight", "policy/importance_capped"}
 def configure(
     key: str, K: int, kl: KLConfig = KLS["no-kl"], off_policy: OffPolicyConfig = OFF_POLICY["proximal"]
 ) -> OnlineConfig:
-    """RLOO has no weights for tokens; there the level is set right."""
+    """Where a sample is one action there are no weights for tokens; there the level is set right."""
     name, changes = OBJECTIVES[key]
     if name == "best_of_k":
-        return OnlineBoKConfig(samples_per_prompt=K, kl=kl)
-    if name == "rloo":
-        return RLOOConfig(samples_per_prompt=K, kl=kl, off_policy=replace(off_policy, level="sequence"), **changes)
-    kind = {"ppo": PPOConfig, "grpo": GRPOConfig}[name]
+        return find(name).config(samples_per_prompt=K, kl=kl)
+    if name == "rloo" or changes.get("ratio") == "sequence":
+        off_policy = replace(off_policy, level="sequence")
     generation = GenerationConfig(response_length=11)
-    return kind(samples_per_prompt=K, kl=kl, off_policy=off_policy, generation=generation, **changes)
+    return find(name).config(samples_per_prompt=K, kl=kl, off_policy=off_policy, generation=generation, **changes)
 
 
 # Batches
@@ -176,7 +179,7 @@ def output_for(case: Case, rows: Experience) -> PolicyOutput:
 
 
 def compute_loss(key: str, case: Case, config: OnlineConfig) -> LossOutput:
-    algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+    algorithm = find(OBJECTIVES[key][0])
     rows = algorithm.credit(case.experience, config)
     return algorithm.loss(output_for(case, rows), rows, config)
 
@@ -246,7 +249,7 @@ def slow_std(values: list[float]) -> float:
 
 @dataclass
 class Credit:
-    """Advantages of rows (RLOO, GRPO) or of tokens (PPO), and what every row adds to the normaliser."""
+    """Advantages of rows (RLOO, GRPO) or of tokens (PPO, REINFORCE++), and what every row adds to the normaliser."""
 
     weights: list[float]
     of_rows: list[float] | None = None
@@ -270,6 +273,8 @@ def slow_credit(key: str, experience: Experience, config: OnlineConfig) -> Credi
     if name == "ppo":
         advantages, returns = slow_ppo_advantages(experience, config)
         return Credit([float(n) for n in lengths], of_tokens=advantages, returns=returns)
+    if name == "reinforce_pp":
+        return Credit([float(n) for n in lengths], of_tokens=slow_returns(experience, config))
     advantages = []
     for row, reward in enumerate(rewards):
         group = rewards[row // K * K : row // K * K + K]
@@ -330,19 +335,54 @@ def slow_ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[list
         decay = config.gamma * config.lam
         advantages.append([math.fsum(decay**i * d for i, d in enumerate(deltas[t:])) for t in range(n)])
         returns.append([a + v for a, v in zip(advantages[row], values[row], strict=True)])
-    everything = [a for row in advantages for a in row]
-    if config.whiten_advantages and everything:
-        mean = math.fsum(everything) / len(everything)
-        variance = math.fsum((a - mean) ** 2 for a in everything) / len(everything)
-        advantages = [[(a - mean) / math.sqrt(variance + 1e-8) for a in row] for row in advantages]
-    return advantages, returns
+    return slow_whiten(advantages) if config.whiten_advantages else advantages, returns
+
+
+def slow_whiten(rows: list[list[float]]) -> list[list[float]]:
+    everything = [x for row in rows for x in row]
+    if not everything:
+        return rows
+    mean = math.fsum(everything) / len(everything)
+    variance = math.fsum((x - mean) ** 2 for x in everything) / len(everything)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
+
+
+def slow_returns(experience: Experience, config: ReinforcePPConfig) -> list[list[float]]:
+    """REINFORCE++: what a row earns from each of its sampled tokens on, whitened over the tokens of all rows."""
+    penalties, earned, scores = (
+        slow_reward_kl(experience, config),
+        slow_earned(experience),
+        experience.scores_B.tolist(),
+    )
+    K, returns = config.samples_per_prompt, []
+    for row, score in enumerate(scores):
+        if config.baseline == "group":
+            score -= math.fsum(scores[row // K * K : row // K * K + K]) / K
+        rewards = differences(earned[row], penalties[row])
+        if rewards:
+            rewards[-1] += score - math.fsum(experience.rewards_BT[row].tolist())
+        returns.append(
+            [math.fsum(config.gamma**i * reward for i, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+        )
+    return slow_whiten(returns)
+
+
+def slow_clip(log_ratio: float, config: OnlineConfig) -> tuple[float, float]:
+    """The ratio and what it is clipped to."""
+    ratio = math.exp(log_ratio)
+    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+    return ratio, min(max(ratio, 1 - config.cliprange), 1 + high)
 
 
 def slow_surrogate(log_ratio: float, advantage: float, config: OnlineConfig) -> tuple[float, bool]:
-    ratio = math.exp(log_ratio)
-    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
-    clipped = min(max(ratio, 1 - config.cliprange), 1 + high)
+    ratio, clipped = slow_clip(log_ratio, config)
     return -min(ratio * advantage, clipped * advantage), clipped * advantage < ratio * advantage
+
+
+def slow_likelihood(log_ratio: float, advantage: float, logprob: float, config: OnlineConfig) -> tuple[float, bool]:
+    """CISPO: the log-probability times a clipped ratio, which the caller holds fixed while it moves the former."""
+    ratio, clipped = slow_clip(log_ratio, config)
+    return -clipped * advantage * logprob, clipped != ratio
 
 
 def slow_weight(log_ratio: float, off_policy: OffPolicyConfig) -> tuple[float, bool]:
@@ -377,14 +417,16 @@ class SlowLoss:
         self.ref = responses(case.experience.reference_logprobs_BT, case.experience)
         self.mu = responses(case.experience.behaviour_logprobs_BT, case.experience)
         self.old_values = responses(case.experience.values_BT, case.experience)
+        self.given_pi = [list(row) for row in self.pi]
+        """Of CISPO's weights, which stay when pi is moved."""
         if self.name != "best_of_k":
-            self.old = slow_old(case.experience, config, [list(row) for row in self.pi])
+            self.old = slow_old(case.experience, config, self.given_pi)
 
     def __call__(self) -> tuple[float, dict[str, float]]:
         if self.name == "best_of_k":
             return self.best_of_k()
-        if self.name == "rloo":
-            return self.rloo()
+        if self.config.ratio == "sequence":
+            return self.of_samples()
         return self.of_tokens()
 
     def loss_kl(self, row: int) -> list[float]:
@@ -397,14 +439,30 @@ class SlowLoss:
             logps += weight * math.fsum(self.pi[row])
         return loss, {"loss/policy_avg": loss, "logps/chosen": logps}
 
-    def rloo(self) -> tuple[float, dict[str, float]]:
+    def surrogate(self, row: int, t: int, advantage: float) -> tuple[float, bool]:
+        """Of one token, the importance weight left out. With a ratio of the mean it is the same for all of the row."""
+        log_ratio = self.log_ratio(row, t)
+        if self.config.ratio == "sequence_mean":
+            advantages = of_each_token(self.credit, self.experience)[row]
+            return slow_surrogate(log_ratio, math.fsum(advantages) / len(advantages), self.config)
+        if self.config.surrogate == "cispo":
+            fixed = self.given_pi[row][t] - self.old[row][t]
+            return slow_likelihood(fixed, advantage, self.pi[row][t], self.config)
+        return slow_surrogate(log_ratio, advantage, self.config)
+
+    def log_ratio(self, row: int, t: int) -> float:
+        between = differences(self.pi[row], self.old[row])
+        return math.fsum(between) / len(between) if self.config.ratio == "sequence_mean" else between[t]
+
+    def of_samples(self) -> tuple[float, dict[str, float]]:
+        """RLOO, and GRPO with a ratio of the sample: each is one action."""
         metrics = dict.fromkeys(SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(self.config) else set()), 0.0)
         loss = 0.0
-        for row, advantage in enumerate(self.credit.of_rows):
+        for row, advantages in enumerate(of_each_token(self.credit, self.experience)):
             if self.credit.weights[row] == 0:
                 continue
-            if not self.pi[row]:  # it has no loss, but its ratio is 1
-                advantage = 0.0
+            # A row without tokens has no loss, but its ratio is 1.
+            advantage = math.fsum(advantages) / len(advantages) if advantages else 0.0
             log_ratio = math.fsum(differences(self.pi[row], self.old[row]))
             weight = 1.0
             if uses_weights(self.config):
@@ -419,30 +477,32 @@ class SlowLoss:
         return loss, metrics | {"loss/policy_avg": loss}
 
     def of_tokens(self) -> tuple[float, dict[str, float]]:
-        """GRPO and PPO. ``collected`` holds the numbers of a row's tokens, whose means become the metrics."""
+        """All others. ``collected`` holds the numbers of a row's tokens, whose means become the metrics."""
         config, ppo = self.config, self.name == "ppo"
         policy_loss = value_loss = 0.0
         names = SHARED_METRICS | (IMPORTANCE_METRICS if uses_weights(config) else set())
         metrics = dict.fromkeys(names | ({"val/clipfrac_avg", "val/value_avg"} if ppo else set()), 0.0)
         for row, pi in enumerate(self.pi):
-            if not pi or self.credit.weights[row] == 0:
+            if self.credit.weights[row] == 0:
+                continue
+            if not pi:  # it has no loss, but where ratio and weight are of the row they are 1, products of nothing
+                if uses_weights(config) and config.ratio == "sequence_mean" and config.off_policy.level == "sequence":
+                    metrics["policy/importance_weight"] += self.credit.weights[row]
                 continue
             collected = {name: [] for name in metrics}
             losses = []
             penalties = self.loss_kl(row)
             between = differences(self.old[row], self.mu[row])
-            for t in range(len(pi)):
-                log_ratio = pi[t] - self.old[row][t]
-                advantage = self.credit.of_tokens[row][t] if ppo else self.credit.of_rows[row]
+            for t, advantage in enumerate(of_each_token(self.credit, self.experience)[row]):
                 weight = 1.0
                 if uses_weights(config):
                     distance = between[t] if config.off_policy.level == "token" else math.fsum(between)
                     weight, capped = slow_weight(distance, config.off_policy)
                     collected["policy/importance_weight"].append(weight)
                     collected["policy/importance_capped"].append(float(capped))
-                surrogate, clipped = slow_surrogate(log_ratio, advantage, config)
+                surrogate, clipped = self.surrogate(row, t, advantage)
                 losses.append(weight * surrogate + penalties[t])
-                collected["policy/approxkl_avg"].append(log_ratio**2 / 2)
+                collected["policy/approxkl_avg"].append(self.log_ratio(row, t) ** 2 / 2)
                 collected["policy/clipfrac_avg"].append(float(clipped))
                 if ppo:
                     value, old, target = self.values[row][t], self.old_values[row][t], self.credit.returns[row][t]
@@ -450,8 +510,7 @@ class SlowLoss:
                     value_loss += 0.5 * max((value - target) ** 2, (near - target) ** 2)
                     collected["val/clipfrac_avg"].append(float((near - target) ** 2 > (value - target) ** 2))
                     collected["val/value_avg"].append(value)
-            mean_of_row = not ppo and config.normalization == "sequence"
-            policy_loss += math.fsum(losses) / (len(losses) if mean_of_row else 1)
+            policy_loss += math.fsum(losses) / (len(losses) if config.normalization == "sequence" else 1)
             for name, numbers in collected.items():
                 metrics[name] += math.fsum(numbers) / len(numbers) * self.credit.weights[row]
         metrics["loss/policy_avg"] = policy_loss
@@ -467,10 +526,10 @@ class SlowLoss:
 def test_credit_is_its_formula(key):
     """With an old policy at hand the penalty in the reward is that of the old policy, otherwise that of mu."""
     for kl, seed, old in itertools.product(KLS, range(2), (True, False)):
-        K = 1 + seed if OBJECTIVES[key][0] == "ppo" else 2 + (seed + old) % 3
+        K = 1 + seed if key in FROM_ONE_SAMPLE else 2 + (seed + old) % 3
         case = make_case(seed, 5, K, old=old)
         config = configure(key, K, KLS[kl])
-        ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, config)
+        ours = find(OBJECTIVES[key][0]).credit(case.experience, config)
         expected = slow_credit(key, case.experience, config)
         assert (len(ours), ours.units, ours.rows_per_unit) == (5 * K, 5 * K, 1)
         assert ours.weights_U.tolist() == expected.weights
@@ -479,6 +538,7 @@ def test_credit_is_its_formula(key):
             pairs.append((ours.returns_BT, expected.returns))
         else:
             assert ours.returns_BT is None
+        if expected.of_rows is not None:
             assert all(len(set(row)) < 2 for row in responses(ours.advantages_BT, ours))  # one for all of a row
         for tensor_BT, rows in pairs:
             assert tensor_BT.dtype == torch.float64
@@ -492,7 +552,7 @@ def test_credit_is_its_formula(key):
 def test_credit_adds_to_the_experience_and_changes_nothing_else(key, seed):
     case = make_case(seed, 4, 3)
     before = case.experience.map(lambda name, tensor: tensor.clone())
-    ours = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, configure(key, 3, KLS["reward-k3"]))
+    ours = find(OBJECTIVES[key][0]).credit(case.experience, configure(key, 3, KLS["reward-k3"]))
     added = {"advantages_BT", "returns_BT", "weights_U", "teaches_U"}
     clean = {"sampled_BT", "rewards_BT"}
     for item in fields(Experience):
@@ -508,12 +568,12 @@ def test_credit_adds_to_the_experience_and_changes_nothing_else(key, seed):
 
 
 @pytest.mark.parametrize("kl", KLS)
-@pytest.mark.parametrize("key", ["rloo", "grpo-group-sequence", "grpo-none-constant"])
+@pytest.mark.parametrize("key", ["rloo", "grpo-group-sequence", "dr_grpo", "gspo", "cispo"])
 def test_a_completion_teaches_where_its_loss_has_a_gradient(key, kl):
     """Ties of the score are none where a KL penalty is in the reward, and do not matter where it is in the loss."""
     for seed in range(4):
         case, config = make_case(seed, 6, 3), configure(key, 3, KLS[kl])
-        rows = ALGORITHMS[OBJECTIVES[key][0]].credit(case.experience, config)
+        rows = find(OBJECTIVES[key][0]).credit(case.experience, config)
         lengths = [len(row) for row in responses(case.logprobs_BT, rows)]
         advantages = slow_credit(key, case.experience, config).of_rows
         expected = [
@@ -529,7 +589,7 @@ def test_best_of_k_keeps_the_first_best_row_of_each_prompt(K, kl):
     for seed, old in itertools.product(range(3), (True, False)):
         experience = make_case(seed, 9, K, old=old).experience
         config = configure("best_of_k", K, KLS[kl])
-        best = ALGORITHMS["best_of_k"].credit(experience, config)
+        best = find("best_of_k").credit(experience, config)
         expected = slow_best(experience, config)
         assert (len(best), best.units, best.rows_per_unit) == (9, 9, 1)
         assert best.weights_U.tolist() == [weight for _, weight in expected]
@@ -550,7 +610,7 @@ def test_best_of_k_breaks_ties_by_position_and_ignores_prompts_that_are_all_ties
     experience = make_case(0, 4, 4).experience
     scores = [1.0, 3.0, 3.0, 3.0, 2.0, 2.0, 1.0, 2.0, 7.0, 7.0, 7.0, 7.0, 0.1, 0.1, math.nextafter(0.1, 1), 0.1]
     experience = replace(experience, scores_B=torch.tensor(scores, dtype=torch.float64))
-    best = ALGORITHMS["best_of_k"].credit(experience, configure("best_of_k", 4))
+    best = find("best_of_k").credit(experience, configure("best_of_k", 4))
     assert best.weights_U.tolist() == [1, 1, 0, 1]
     numbers = best.tokens_BT[:, 0].tolist()
     assert numbers[:2] == [1, 4]
@@ -576,7 +636,7 @@ def test_best_of_k_judges_by_the_reward_less_its_kl():
             old_logprobs_BT=None,
             scores_B=torch.tensor(scores, dtype=torch.float64),
         )
-        best = ALGORITHMS["best_of_k"].credit(experience, configure("best_of_k", 2, KLS["reward-k1"]))
+        best = find("best_of_k").credit(experience, configure("best_of_k", 2, KLS["reward-k1"]))
         assert best.tokens_BT[:, 0].tolist() == [best_row]  # the first row's penalty is 0.3 x (1 + 1)
         assert best.weights_U.tolist() == [1]
 
@@ -588,7 +648,7 @@ def test_ppo_gives_the_score_to_the_last_response_token_only(seed):
     zeros_BT = torch.zeros_like(case.values_BT)
     experience = replace(case.experience, values_BT=zeros_BT, rewards_BT=zeros_BT)
     config = PPOConfig(samples_per_prompt=2, gamma=0.5, lam=1.0, whiten_advantages=False, kl=KLS["no-kl"])
-    ours = ALGORITHMS["ppo"].credit(experience, config)
+    ours = find("ppo").credit(experience, config)
     for advantages, score in zip(responses(ours.advantages_BT, ours), experience.scores_B.tolist(), strict=True):
         n = len(advantages)
         assert advantages == pytest.approx([score * 0.5 ** (n - 1 - t) for t in range(n)])
@@ -620,8 +680,42 @@ def test_ppo_gives_what_the_environment_gave_to_the_sampled_token_before():
         (True, [[1031.0, 1028.0], [-44.0, -52.0], [1000.0, 1000.0], []]),
     ):
         config = replace(config, bootstrap_truncated=bootstrap, non_eos_penalty=not bootstrap)
-        ours = ALGORITHMS["ppo"].credit(experience, config)
+        ours = find("ppo").credit(experience, config)
         assert responses(ours.advantages_BT, ours) == responses(ours.returns_BT, ours) == expected
+
+
+def test_reinforce_pp_at_known_numbers():
+    """Three tokens discounted by half; then one token a row, with the mean of each prompt taken off or not."""
+    case = make_case(0, 1, 4)
+
+    def advantages(sampled: list[list[int]], scores: list[float], **changes: object) -> list[list[float]]:
+        zeros_BT = torch.zeros(len(sampled), len(sampled[0]), dtype=torch.float64)
+        experience = replace(
+            case.experience,
+            tokens_BT=zeros_BT.long(),
+            lengths_B=torch.full((len(sampled),), zeros_BT.shape[1]),
+            sampled_BT=torch.tensor(sampled, dtype=torch.float64),
+            scores_B=torch.tensor(scores, dtype=torch.float64),
+            weights_U=torch.ones(len(sampled), dtype=torch.float64),
+            **dict.fromkeys(("behaviour_logprobs_BT", "reference_logprobs_BT", "rewards_BT"), zeros_BT),
+            old_logprobs_BT=None,
+            values_BT=None,
+            truncated_B=None,
+            end_values_B=None,
+        )
+        config = ReinforcePPConfig(samples_per_prompt=len(sampled) // 2 or 1, kl=KLS["no-kl"], **changes)
+        rows = find("reinforce_pp").credit(experience, config)
+        assert rows.weights_U.tolist() == [sum(row) for row in sampled]
+        return responses(rows.advantages_BT, rows)
+
+    mean, deviation = 7 / 3, math.sqrt(14) / 3  # of 1, 2 and 4
+    (found,) = advantages([[0, 1, 1, 1]], [4.0], gamma=0.5)
+    assert found == pytest.approx([(x - mean) / deviation for x in (1, 2, 4)], rel=1e-7)
+    one, scores = [[0, 1]] * 4, [3.0, 1.0, 10.0, 10.0]
+    found = [row[0] for row in advantages(one, scores)]
+    assert found == pytest.approx([x / math.sqrt(16.5) for x in (-3, -5, 4, 4)], rel=1e-7)
+    found = [row[0] for row in advantages(one, scores, baseline="group")]
+    assert found == pytest.approx([math.sqrt(2), -math.sqrt(2), 0, 0], rel=1e-7)
 
 
 # The loss and the metrics
@@ -632,7 +726,7 @@ def test_ppo_gives_what_the_environment_gave_to_the_sampled_token_before():
 def test_loss_and_metrics_are_their_formulas(key, off_policy):
     """Every penalty, with and without a pass for the old policy, policies near and far from each other."""
     for seed, (kl, old) in enumerate(itertools.product(KLS, (True, False))):
-        K = 1 + seed % 3 if OBJECTIVES[key][0] == "ppo" else 2 + seed % 3
+        K = 1 + seed % 3 if key in FROM_ONE_SAMPLE else 2 + seed % 3
         spread = (0.05, 0.3, 2.0)[(seed + seed // 6) % 3]
         case = make_case(seed, 4, K, spread=spread, old=old)
         config = configure(key, K, KLS[kl], OFF_POLICY[off_policy])
@@ -690,7 +784,7 @@ def test_a_corrected_penalty_is_its_formula(key):
 
 
 @pytest.mark.parametrize("old", ["pi", "mu", "neither"])
-@pytest.mark.parametrize("key", ["grpo-group-sequence", "rloo"])
+@pytest.mark.parametrize("key", ["grpo-group-sequence", "grpo-of-samples", "gspo", "rloo"])
 def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old):
     """Over all texts of two words of a vocabulary of four, in float64; nothing is sampled.
 
@@ -729,22 +823,84 @@ def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old
                 weights_U=torch.ones(2, dtype=torch.float64),
                 reference_logprobs_BT=at_responses(logprobs(ref_logits))[part],
             )
-            algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+            algorithm = find(OBJECTIVES[key][0])
             output = PolicyOutput(at_responses(pi_R2)[part], torch.zeros(2, 3, dtype=torch.float64))
             total = total + chance * algorithm.loss(output, algorithm.credit(rows, config), config).loss_sum
         return torch.autograd.grad(total, pi_logits)[0]
 
     def kl_gradient(mu: Tensor) -> Tensor:
+        config = configure(key, 2, CORRECTED)
         pi_log, ref_log = pi_logits.log_softmax(dim=1), ref_logits.log_softmax(dim=1)
         kl_N = (pi_log.exp() * (pi_log - ref_log)).sum(dim=1)
         total = kl_N[0] + (mu[0].softmax(dim=0) * kl_N[1:]).sum()
-        tokens = 2 if key.startswith("grpo") else 1  # whose loss is a mean over them
+        tokens = 1 if config.ratio == "sequence" else 2  # whose loss is a mean over them
         return torch.autograd.grad(total, pi_logits)[0] * 2 * CORRECTED.coef / tokens
 
     mu = {"pi": pi_logits.detach(), "mu": mu_logits, "neither": mu_logits * 3}[old]
     torch.testing.assert_close(expected_gradient(mu, True), kl_gradient(mu), rtol=1e-9, atol=1e-12)
     biased = expected_gradient(mu, False)
     assert (biased - kl_gradient(mu)).norm() > 0.2 * kl_gradient(mu).norm()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("key", ["rloo", "grpo-of-samples", "gspo-wide-token"])
+def test_a_ratio_of_the_sample_takes_the_mean_of_its_advantages(key, level):
+    """Which differ from token to token where credit is someone's own."""
+    for seed in range(3):
+        case = make_case(seed, 2, 3)
+        config = configure(key, 3, KLS["loss-k2"], OFF_POLICY[f"truncated-{level}"])
+        rows = find(OBJECTIVES[key][0]).credit(case.experience, config)
+        rows = replace(rows, advantages_BT=torch.randn_like(rows.advantages_BT) * rows.sampled_BT)
+        slow = SlowLoss(key, case, config)
+        slow.credit = Credit(slow.credit.weights, of_tokens=responses(rows.advantages_BT, rows))
+        assert_equal(find(OBJECTIVES[key][0]).loss(output_for(case, rows), rows, config), slow(), f"{key} {seed}")
+
+
+SAME_AS_GRPO = {
+    "dr_grpo": {"scale_rewards": "none", "normalization": "constant"},
+    "gspo": {"ratio": "sequence_mean", "cliprange": 3e-4, "cliprange_high": 4e-4},
+    "cispo": {"surrogate": "cispo", "normalization": "token", "cliprange": 0.9999999999, "cliprange_high": 4.0},
+}
+"""With which keys GRPO is another algorithm; its cliprange has to be below 1."""
+
+
+@pytest.mark.parametrize("name", SAME_AS_GRPO)
+def test_an_algorithm_of_other_defaults_is_grpo_with_these_keys(name):
+    """All but the penalty, of which only GRPO has one by default."""
+    assert (find(name).config().kl.coef, find("grpo").config().kl.coef) == (0.0, 0.04)
+    for seed, off_policy in enumerate(OFF_POLICY.values()):
+        case = make_case(seed, 3, 3)
+        shared = {"samples_per_prompt": 3, "kl": KLS["loss-k3"], "off_policy": off_policy}
+        shared["generation"] = GenerationConfig(response_length=11)
+        losses = []
+        for algorithm, config in (
+            (find(name), find(name).config(**shared)),
+            (find("grpo"), find("grpo").config(**shared, **SAME_AS_GRPO[name])),
+        ):
+            rows = algorithm.credit(case.experience, config)
+            losses.append(algorithm.loss(output_for(case, rows), rows, config))
+        assert_same(losses[0], losses[1].loss_sum.item(), losses[1].metrics)
+        assert losses[0].loss_sum.item() != 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("grpo", {"ratio": "sequence"}, 'off_policy.level: got .token.; must be "sequence"'),
+        ("grpo", {"ratio": "sequence", "normalization": "token"}, 'normalization: got .token.; must be "sequence"'),
+        ("grpo", {"ratio": "sequence", "normalization": "constant"}, "normalization: got .constant."),
+        ("cispo", {"ratio": "sequence_mean"}, 'ratio: got .sequence_mean.; must be "token"'),
+        ("gspo", {"surrogate": "cispo"}, 'ratio: got .sequence_mean.; must be "token"'),
+        ("gspo", {"ratio": "geometric"}, "ratio: got .*geometric"),
+        ("grpo", {"cliprange": 1.0}, "cliprange: got 1.0; must be "),
+        ("cispo", {"cliprange": 1.1}, "cliprange: got 1.1; must be "),
+        ("reinforce_pp", {"baseline": "group"}, "samples_per_prompt: got 1; must be "),
+        ("reinforce_pp", {"gamma": 1.1}, "gamma: got 1.1; must be "),
+    ],
+)
+def test_a_configuration_that_is_no_algorithm_is_refused(name, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        find(name).config(**changes)
 
 
 def difference_quotients(slow: SlowLoss, numbers: list[float], step: float = 1e-6) -> list[float]:
@@ -773,14 +929,14 @@ def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(ke
     for row, gradient in enumerate(responses(by_logprobs_BT, case.experience)):
         n = len(gradient)
         expected = [-a for a in advantages[row]]
-        if OBJECTIVES[key][0] == "grpo" and config.normalization == "sequence":
+        if config.normalization == "sequence" and config.ratio != "sequence":
             expected = [g / n for g in expected]
         expected = [g * (credit.weights[row] > 0) for g in expected]  # completions that are masked teach nothing
         assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", [4, 5])
-@pytest.mark.parametrize("key", [key for key in WITH_RATIOS if not key.startswith("ppo")])
+@pytest.mark.parametrize("key", BY_GROUPS)
 def test_groups_of_equal_scores_train_nothing(key, seed):
     case = make_case(seed, 4, 3)
     equal = replace(case.experience, scores_B=torch.full((12,), 0.5, dtype=torch.float64))
@@ -838,7 +994,7 @@ def test_the_order_of_the_samples_does_not_matter(key, seed):
     case = replace(case, experience=replace(case.experience, scores_B=scores_B))
     moved = replace(case, experience=case.experience.select(rows))
     for config in some_configs(key, 3):
-        credit = ALGORITHMS[OBJECTIVES[key][0]].credit
+        credit = find(OBJECTIVES[key][0]).credit
         ours, theirs = credit(moved.experience, config), credit(case.experience, config)
         for name in ("advantages_BT", "returns_BT"):
             if getattr(theirs, name) is not None:
@@ -859,7 +1015,7 @@ def assert_same(ours: LossOutput, loss: float, metrics: dict[str, Tensor]) -> No
 def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key, seed):
     """Rows of a group may fall apart; parts are trimmed to their longest row; one part has empty responses only."""
     case = make_case(seed, 4, 3)
-    algorithm = ALGORITHMS[OBJECTIVES[key][0]]
+    algorithm = find(OBJECTIVES[key][0])
     for config in some_configs(key, 3):
         rows = algorithm.credit(case.experience, config)
         whole = algorithm.loss(output_for(case, rows), rows, config)
@@ -874,7 +1030,7 @@ def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key, s
 
 
 def offset_objectives() -> list[str]:
-    """All but PPO. Dividing by the deviation of the whole batch allows only one offset for all prompts."""
+    """All but PPO. What is of the whole batch, a deviation or a mean, allows only one offset for all prompts."""
     return [key for key in OBJECTIVES if not key.startswith("ppo")]
 
 
@@ -886,7 +1042,7 @@ def test_an_offset_of_the_scores_of_a_prompt_does_not_matter(key):
         expected = compute_loss(key, case, config)
         one_for_all = torch.full((12,), 64.0, dtype=torch.float64)
         own = torch.tensor([64.0, -128.0, 0.0, 32.0], dtype=torch.float64).repeat_interleave(3)
-        for offsets_B in [one_for_all] if "batch" in key else [one_for_all, own]:
+        for offsets_B in [one_for_all] if "batch" in key or key == "reinforce_pp" else [one_for_all, own]:
             shifted = replace(case.experience, scores_B=case.experience.scores_B + offsets_B)
             ours = compute_loss(key, Case(shifted, case.logprobs_BT, case.values_BT), config)
             assert ours.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-8, abs=1e-8)
@@ -894,7 +1050,7 @@ def test_an_offset_of_the_scores_of_a_prompt_does_not_matter(key):
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 def test_an_offset_of_the_scores_of_a_prompt_does_not_matter_to_online_dpo(loss_type):
-    algorithm, config = ALGORITHMS["online_dpo"], OnlineDPOConfig(samples_per_prompt=3, loss_type=loss_type)
+    algorithm, config = find("online_dpo"), OnlineDPOConfig(samples_per_prompt=3, loss_type=loss_type)
     case = make_case(0, 5, 3)
     offsets_B = torch.tensor([64.0, -128.0, 0.0, 32.0, 1.0], dtype=torch.float64).repeat_interleave(3)
     losses = []
@@ -910,7 +1066,7 @@ def test_a_positive_factor_of_the_scores_hardly_changes_advantages_scaled_by_the
     case = make_case(1, 4, 3)
     config = configure("grpo-group-sequence", 3)
     scaled = replace(case.experience, scores_B=case.experience.scores_B * factor)
-    ours_BT, theirs_BT = (ALGORITHMS["grpo"].credit(x, config).advantages_BT for x in (scaled, case.experience))
+    ours_BT, theirs_BT = (find("grpo").credit(x, config).advantages_BT for x in (scaled, case.experience))
     assert theirs_BT.abs().max() > 0.5
     torch.testing.assert_close(ours_BT, theirs_BT, rtol=2e-3, atol=1e-9)
 
@@ -1041,7 +1197,7 @@ def test_an_empty_response_counts_as_a_sample_but_trains_nothing(key, seed):
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 def test_online_dpo_takes_empty_responses(loss_type):
     """An empty response has implicit reward 0; a pair of two has the loss of a margin of 0, and no gradient."""
-    algorithm = ALGORITHMS["online_dpo"]
+    algorithm = find("online_dpo")
     config = OnlineDPOConfig(samples_per_prompt=2, loss_type=loss_type, beta=0.25)
     for empty, seed in itertools.product((True, False), (12, 13)):
         case = make_case(seed, 6, 2, empty=empty)
@@ -1081,4 +1237,4 @@ def test_what_an_environment_gave_leaves_no_remainder_of_rounding():
     )
     config = configure("ppo-other", 1, KLS["no-kl"])
     config = replace(config, lam=0.0, gamma=0.0)
-    assert torch.equal(ALGORITHMS["ppo"].credit(rows, config).advantages_BT, rewards_BT)
+    assert torch.equal(find("ppo").credit(rows, config).advantages_BT, rewards_BT)

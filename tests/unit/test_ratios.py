@@ -1,4 +1,4 @@
-"""Clipped ratios, importance weights, value clipping and the adapted KL coefficient against their formulas.
+"""Clipped ratios and likelihoods, importance weights, value clipping and the adapted KL coefficient against formulas.
 
 The oracles are loops over Python's floats.
 """
@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rlhf.objectives.kl import adapted_coefficient
-from async_rlhf.objectives.ratios import (
+from async_rlhf.algorithms.kl import adapted_coefficient
+from async_rlhf.algorithms.ratios import (
+    clipped_likelihood,
     clipped_surrogate,
     effective_sample_share,
     importance_weights,
     ratio_statistics,
 )
-from async_rlhf.objectives.values import clipped_value_loss
+from async_rlhf.algorithms.values import clipped_value_loss
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 CLIPRANGES = [(0.2, 0.2), (0.2, 0.28), (0.5, 0.1), (0.05, 2.0)]
@@ -139,6 +140,76 @@ def test_a_ratio_that_overflows_is_no_nan_where_it_is_clipped_or_does_not_count(
     assert gradient_N.tolist() == [0, 0, 0]
 
 
+# The clipped likelihood
+
+
+def slow_likelihood(
+    log_ratio: float, advantage: float, logprob: float, low: float, high: float
+) -> tuple[float, float, float]:
+    """The loss, its derivative by the log-probability, and whether the weight was clipped."""
+    ratio = math.exp(log_ratio)
+    weight = clip(ratio, 1 - low, 1 + high)
+    return -weight * advantage * logprob, -weight * advantage, float(weight != ratio)
+
+
+@pytest.mark.parametrize(("low", "high"), [*CLIPRANGES, (1.0, 4.0)])
+@pytest.mark.parametrize("width", [0.0, 0.5, 5.0])
+def test_clipped_likelihood_and_its_gradient_are_their_formulas(low, high, width):
+    """The gradient goes through the log-probability alone, and through every entry, clipped or not."""
+    pi_BT, ratios_BT, advantages_BT = normal(0, 12, 30), normal(1, 12, 30, width=width), normal(2, 12, 30)
+    advantages_BT[::4] = 0
+    for x_BT in (pi_BT, ratios_BT):
+        x_BT.requires_grad_()
+    loss_BT, clipped_BT = clipped_likelihood(pi_BT, ratios_BT, advantages_BT, low, high)
+    assert not clipped_BT.requires_grad
+    gradient_BT, through_the_weight = torch.autograd.grad(loss_BT.sum(), (pi_BT, ratios_BT), allow_unused=True)
+    assert through_the_weight is None or through_the_weight.abs().max() == 0
+    seen = set()
+    for row in range(12):
+        for t in range(30):
+            numbers = [x[row, t].item() for x in (ratios_BT, advantages_BT, pi_BT)]
+            loss, gradient, clipped = slow_likelihood(*numbers, low, high)
+            assert loss_BT[row, t].item() == pytest.approx(loss, rel=1e-12, abs=1e-14)
+            assert gradient_BT[row, t].item() == pytest.approx(gradient, rel=1e-12, abs=1e-14)
+            assert clipped_BT[row, t].item() == clipped
+            assert advantages_BT[row, t] == 0 or gradient_BT[row, t] != 0
+            seen.add((clipped, numbers[0] < 0))
+    if width == 5.0:
+        assert seen == {(0.0, True), (0.0, False), (1.0, False)} | ({(1.0, True)} if low < 1 else set())
+
+
+def test_clipped_likelihood_at_known_points():
+    """Ratios below, inside and above the bounds 0.8 and 1.3, and both signs: a sign makes no bound inactive."""
+    ratios = torch.tensor([0.5, 1.0, 2.0, 0.5, 1.0, 2.0, 2.0], dtype=torch.float64)
+    advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0, 0.0], dtype=torch.float64)
+    logprobs = torch.full((7,), -1.0, dtype=torch.float64, requires_grad=True)
+    loss, clipped = clipped_likelihood(logprobs, ratios.log(), advantages, 0.2, 0.3)
+    assert loss.tolist() == pytest.approx([1.6, 2.0, 2.6, -1.6, -2.0, -2.6, 0.0])
+    assert clipped.tolist() == [1, 0, 1, 1, 0, 1, 1]
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-1.6, -2.0, -2.6, 1.6, 2.0, 2.6, 0.0])
+
+
+def test_with_a_cliprange_of_one_a_weight_has_no_lower_bound():
+    """Nor is a ratio that underflows to 0 counted as clipped; one that overflows is, and is no infinity."""
+    log_ratios = torch.tensor([-1e4, -20.0, 0.0, 1e4])
+    logprobs = torch.full((4,), -2.0, requires_grad=True)
+    loss, clipped = clipped_likelihood(logprobs, log_ratios, torch.ones(4), 1.0, 4.0)
+    assert loss.tolist() == pytest.approx([0.0, 2 * math.exp(-20.0), 2.0, 10.0])
+    assert clipped.tolist() == [0, 0, 0, 1]
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, -math.exp(-20.0), -1.0, -5.0])
+
+
+def test_at_ratio_one_the_clipped_likelihood_is_the_policy_gradient():
+    """The same gradient as the clipped surrogate's."""
+    advantages_N, logprobs_N = normal(4, 20), normal(5, 20).requires_grad_()
+    loss_N, clipped_N = clipped_likelihood(logprobs_N, logprobs_N - logprobs_N.detach(), advantages_N, 0.2, 0.2)
+    (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
+    torch.testing.assert_close(gradient_N, -advantages_N)
+    assert clipped_N.sum() == 0
+
+
 # Importance weights
 
 
@@ -194,11 +265,12 @@ def test_importance_weights_carry_no_gradient(kind):
     "function",
     [
         lambda x: clipped_surrogate(x, x.flip(0), 0.2, 0.2),
+        lambda x: clipped_likelihood(x, x.roll(1), x.flip(0), 0.2, 0.2),
         lambda x: importance_weights(x, "truncated", 1.5),
         lambda x: importance_weights(x, "masked", 1.5),
         lambda x: clipped_value_loss(x, x.flip(0), x.roll(1), 0.2),
     ],
-    ids=["clipped_surrogate", "truncated", "masked", "clipped_value_loss"],
+    ids=["clipped_surrogate", "clipped_likelihood", "truncated", "masked", "clipped_value_loss"],
 )
 def test_values_and_flags_have_the_type_of_the_input(function, dtype):
     x_N = normal(15, 20).to(dtype)

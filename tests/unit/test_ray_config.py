@@ -58,9 +58,11 @@ def test_what_would_be_ignored_is_refused(make_args):
 def test_where_a_run_runs_may_change_when_it_is_resumed(make_args):
     ray = RayConfig(labels={"a": "b"}, runtime_env={"pip": ["c"]}, reward_workers=2)
     here, there = make_args(staleness=1), make_args(staleness=1, launch="ray", ray=ray)
-    ResumeState(batch=1, config=as_saved(here), inputs={}, values={}, logs={}).check(there)
-    ResumeState(batch=1, config=as_saved(there), inputs={}, values={}, logs={}).check(here)
+    ResumeState(batch=1, config=as_saved(here, "online_dpo"), inputs={}, values={}, logs={}).check(there, "online_dpo")
+    ResumeState(batch=1, config=as_saved(there, "online_dpo"), inputs={}, values={}, logs={}).check(here, "online_dpo")
     workers = make_args(generation={"workers": 2}, staleness=1, launch="ray", ray=ray)
     with pytest.raises(ConfigError, match=r"generation.workers: was 1, is 2\nset them back") as caught:
-        ResumeState(batch=1, config=as_saved(here), inputs={}, values={}, logs={}).check(workers)
+        ResumeState(batch=1, config=as_saved(here, "online_dpo"), inputs={}, values={}, logs={}).check(
+            workers, "online_dpo"
+        )
     assert "ray" not in str(caught.value).partition("set them back")[0]

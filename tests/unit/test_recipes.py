@@ -21,9 +21,10 @@ from tiny import byte_tokenizer, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.cli import COMMANDS, main
-from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, RunConfig, SFTConfig
+from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.evaluation.evaluate import run_evaluate
+from async_rlhf.run_config import RunConfig
 from async_rlhf.stages.relabel import run_relabel
 from async_rlhf.stages.reward import run_reward
 from async_rlhf.stages.sft import run_sft

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny import answered, drawn
 
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.checkpoint import ResumeState
-from async_rlhf.config import OnlineDPOConfig
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.sampling import row_uniforms, sample_uniforms
 from async_rlhf.rows import sampled_rows

@@ -27,7 +27,8 @@ from transformers import (
     MistralForSequenceClassification,
 )
 
-from async_rlhf.config import ConfigError, OnlineDPOConfig
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.config import ConfigError
 from async_rlhf.evaluation.judge import Judge
 from async_rlhf.forward import reward_scores
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function

@@ -18,13 +18,14 @@ from tiny import PROMPTS, new_args
 
 from async_rlhf.callbacks import training_arguments
 from async_rlhf.checkpoint import ResumeState, as_saved
-from async_rlhf.config import ConfigError, DataConfig, EvaluateConfig, GenerationConfig, JudgeConfig, RunConfig
+from async_rlhf.config import ConfigError, EvaluateConfig, GenerationConfig, JudgeConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.secrets import masked, without_secrets
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation.server import ServerGenerator
 from async_rlhf.generation.server_client import check_server
 from async_rlhf.models import write_model
+from async_rlhf.run_config import DataConfig, RunConfig
 from async_rlhf.stage import Stage
 from async_rlhf.stages.train import run_train
 
@@ -200,14 +201,14 @@ def test_a_marker_of_an_earlier_version_is_compared_without_its_secrets(tmp_path
 
 def test_the_state_of_a_run_has_none_and_another_password_resumes(tmp_path):
     args = new_args(tmp_path)
-    state = ResumeState(1, as_saved(replace(args, generation=served(api_key=KEY))), {}, {}, {})
+    state = ResumeState(1, as_saved(replace(args, generation=served(api_key=KEY)), "online_dpo"), {}, {}, {})
     assert clean(json.dumps(state.config))
     other = replace(args, generation=served(api_key="new", urls=[f"http://{USER}:n3w@127.0.0.1:9"]))
-    state.check(other)
+    state.check(other, "online_dpo")
     state.config["generation.api_key"] = "of an earlier version"
-    state.check(other)
+    state.check(other, "online_dpo")
     with pytest.raises(ConfigError, match=r"learning_rate: was 0.001, is 0.5"):
-        state.check(replace(other, learning_rate=0.5))
+        state.check(replace(other, learning_rate=0.5), "online_dpo")
 
 
 def test_what_may_hold_secrets_is_for_its_owner_alone(tmp_path, make_policy, tokenizer):

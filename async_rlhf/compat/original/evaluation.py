@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.compat.original import common
+from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation
 from async_rlhf.config.base import require
-from async_rlhf.config.original import common
-from async_rlhf.config.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation
 
 _SANITY_PROMPTS = 10
 _GENERATIONS = "_generations"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-from async_rlhf.config.base import ConfigError, require
-from async_rlhf.config.original import common
-from async_rlhf.config.original.algorithm import PROGRAMS
-from async_rlhf.config.original.batches import Batches, batches
-from async_rlhf.config.original.keys import DPO_UNREAD, ONLINE_DPO_ONLY, PPO_ONLY
-from async_rlhf.config.original.translation import (
+from async_rlhf.compat.original import common
+from async_rlhf.compat.original.algorithm import PROGRAMS
+from async_rlhf.compat.original.batches import Batches, batches
+from async_rlhf.compat.original.keys import DPO_UNREAD, ONLINE_DPO_ONLY, PPO_ONLY
+from async_rlhf.compat.original.translation import (
     ALGORITHM,
     IDLE_HERE,
     IDLE_THERE,
@@ -19,6 +18,7 @@ from async_rlhf.config.original.translation import (
     one_of,
     share_of,
 )
+from async_rlhf.config.base import ConfigError, require
 
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
 _UNREAD = {

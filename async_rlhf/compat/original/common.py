@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 
+from async_rlhf.compat.original.keys import ENVIRONMENT, TRAINING_WITHOUT_COUNTERPART
+from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation
 from async_rlhf.config.base import ConfigError, require
-from async_rlhf.config.original.keys import ENVIRONMENT, TRAINING_WITHOUT_COUNTERPART
-from async_rlhf.config.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation
 
 _INTEGRATIONS = ("tensorboard", "wandb")
 _HUB = f"{IDLE_HERE}: upload the finished folder with `huggingface-cli upload`"

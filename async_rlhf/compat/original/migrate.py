@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from async_rlhf.config import evaluation, run, stages
+from async_rlhf import run_config
+from async_rlhf.compat.original import as_yaml, translate
+from async_rlhf.config import evaluation, stages
 from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
-from async_rlhf.config.original import as_yaml, translate
 from async_rlhf.config.yaml_text import read_yaml
 
 KINDS: dict[str, type[Checked]] = {
-    "train": run.RunConfig,
+    "train": run_config.RunConfig,
     "sft": stages.SFTConfig,
     "reward": stages.RewardConfig,
     "relabel": stages.RelabelConfig,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from async_rlhf.compat.original.keys import KEYS
 from async_rlhf.config.base import Checked, ConfigError, require
-from async_rlhf.config.original.keys import KEYS
 
 MAPPED = "mapped"
 IDLE_THERE = "no effect there"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from async_rlhf.compat.original.translation import IDLE_THERE, MAPPED, Translation
 from async_rlhf.config.base import ConfigError, require
-from async_rlhf.config.original.translation import IDLE_THERE, MAPPED, Translation
 from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.parsing import ENVIRONMENT_PREFIX
 

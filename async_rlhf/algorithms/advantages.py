@@ -107,6 +107,9 @@ def whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     Returns:
         (B, T): (x - mean) / sqrt(variance + 1e-8).
     """
+    inside_N = values_BT[mask_BT.bool()]
+    if len(inside_N) == 0 or inside_N.min() == inside_N.max():  # the mean of twelve 0.7 is not 0.7
+        return torch.zeros_like(values_BT)
     count = mask_BT.sum().clamp(min=1)
     mean = (values_BT * mask_BT).sum() / count
     centred_BT = (values_BT - mean) * mask_BT

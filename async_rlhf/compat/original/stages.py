@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rlhf.config.original import common
-from async_rlhf.config.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation, one_of
+from async_rlhf.compat.original import common
+from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation, one_of
 
 _SANITY_ROWS = 64
 _TRL_MAX_LENGTH = 1024  # SFTTrainer's own where max_seq_length is not given

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from async_rlhf.compat.original.algorithm import find_algorithm
+from async_rlhf.compat.original.evaluation import translate_evaluate, translate_generate
+from async_rlhf.compat.original.keys import KEYS
+from async_rlhf.compat.original.reading import check_known, field_names, read_file, take_overrides, typed
+from async_rlhf.compat.original.show import as_yaml, print_table
+from async_rlhf.compat.original.stages import translate_relabel, translate_reward, translate_sft
+from async_rlhf.compat.original.train import translate_train
+from async_rlhf.compat.original.translation import Translation
 from async_rlhf.config.base import Checked
-from async_rlhf.config.original.algorithm import find_algorithm
-from async_rlhf.config.original.evaluation import translate_evaluate, translate_generate
-from async_rlhf.config.original.keys import KEYS
-from async_rlhf.config.original.reading import check_known, field_names, read_file, take_overrides, typed
-from async_rlhf.config.original.show import as_yaml, print_table
-from async_rlhf.config.original.stages import translate_relabel, translate_reward, translate_sft
-from async_rlhf.config.original.train import translate_train
-from async_rlhf.config.original.translation import Translation
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import ENVIRONMENT_PREFIX, parse, take_config_file
-from async_rlhf.config.run import RunConfig
+from async_rlhf.run_config import RunConfig
 
 __all__ = ["as_yaml", "parse_either", "print_table", "translate"]
 

@@ -30,6 +30,27 @@ def clipped_surrogate(log_ratios: Tensor, advantages: Tensor, low: float, high: 
     return -bounded.exp() * advantages, clipped.to(log_ratios.dtype)
 
 
+def clipped_likelihood(
+    logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """-clip(r, 1 - low, 1 + high) A log pi, without gradient through the weight: CISPO, arXiv 2506.13585, eq. 4.
+
+    Args:
+        logprobs: log pi of tokens.
+        log_ratios: log pi - log pi_old.
+        advantages: of the same shape.
+        low: how far below 1 the weight may go; with 1 as far as it will.
+        high: how far above.
+
+    Returns:
+        The loss of each entry, and 1.0 where the weight was clipped, else 0.0. No entry loses its gradient.
+    """
+    bottom, top = math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)
+    weights = log_ratios.detach().clamp(bottom, top).exp()
+    clipped = (log_ratios < bottom) | (log_ratios > top)
+    return -weights * advantages * logprobs, clipped.to(log_ratios.dtype)
+
+
 def importance_weights(log_ratios: Tensor, kind: Literal["truncated", "masked"], cap: float) -> tuple[Tensor, Tensor]:
     """Weights w = pi_old / mu that correct for samples of mu, kept from growing without bound.
 

@@ -8,8 +8,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from async_rlhf.compat.original.keys import ENVIRONMENT, KEYS, Key
 from async_rlhf.config.base import Checked, ConfigError, require, shown
-from async_rlhf.config.original.keys import ENVIRONMENT, KEYS, Key
 from async_rlhf.config.yaml_text import parse_yaml, read_yaml
 
 _NULLABLE = {"eval_split"}  # where null is not the same as leaving the key out

@@ -12,8 +12,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from async_rlhf.config.original.keys import ENVIRONMENT
-from async_rlhf.config.original.translation import ALGORITHM, MAPPED, Row, Translation
+from async_rlhf.compat.original.keys import ENVIRONMENT
+from async_rlhf.compat.original.translation import ALGORITHM, MAPPED, Row, Translation
 
 _WIDTH = 160
 _SECRET = ("hub_token", "push_to_hub_token")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
-from typing import Literal, get_type_hints
+from typing import Any
 
-from async_rlhf.config.algorithms import ALGORITHM_CONFIGS, OnlineDPOConfig
+from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import FOLDER, Checked, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions
@@ -50,18 +51,24 @@ class RunConfig(Checked):
     """A folder or a name on the hub; null takes the policy's."""
     callbacks: list[str] = key([])
     """transformers' callbacks as "module:Class" or "file.py:Class"."""
-    train: OnlineConfig = key(OnlineDPOConfig)
+    train: OnlineConfig = key(lambda: find("online_dpo").config())
     """Everything about the training itself; the keys depend on the algorithm."""
-    algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo", "grpo"] = "online_dpo"
-    """The objective."""
+    algorithm: str = "online_dpo"
+    """The objective: online_dpo, best_of_k, rloo, reinforce_pp, ppo, grpo, dr_grpo, gspo or cispo, or a record of your
+    own as "module:RECORD" or "path/to/file.py:RECORD"."""
+
+    @classmethod
+    def with_all_keys(cls, value: Callable[[str], Any]) -> type[RunConfig]:
+        given = value("algorithm")
+        return cls.of(cls.algorithm if given is None else given)
 
     @staticmethod
     def of(algorithm: str) -> type[RunConfig]:
         """This class with the ``train`` keys of one algorithm, for parsing."""
-        kind, hint = ALGORITHM_CONFIGS[algorithm], get_type_hints(RunConfig)["algorithm"]
+        kind = find(algorithm).config
         # Without a default of its own for train: that would be a run of default size, which not every number of ranks
         # can divide.
-        fields = [("train", kind, field(kw_only=True)), ("algorithm", hint, field(default=algorithm))]
+        fields = [("train", kind, field(kw_only=True)), ("algorithm", str, field(default=algorithm))]
         namespace = {"__doc__": RunConfig.__doc__}
         return make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, namespace=namespace)
 
@@ -71,11 +78,12 @@ class RunConfig(Checked):
         return self.train.overwrite_output_dir
 
     def check(self) -> None:
-        kind = ALGORITHM_CONFIGS[self.algorithm]
-        right = f"must be a {kind.__name__} with algorithm {self.algorithm!r}"
-        require(isinstance(self.train, kind), "train", type(self.train).__name__, right)
-        right = 'must be null: only "ppo" has a value model'
-        require(self.value_model is None or self.algorithm == "ppo", "value_model", self.value_model, right)
+        algorithm = find(self.algorithm)
+        right = f"must be a {algorithm.config.__name__} with algorithm {self.algorithm!r}"
+        require(type(self.train) is algorithm.config, "train", type(self.train).__name__, right)
+        right = f"must be null: {self.algorithm!r} has no value model"
+        valued = algorithm.needs(self.train).values
+        require(self.value_model is None or valued, "value_model", self.value_model, right)
         check_functions(self.reward_funcs)
         check_functions(self.callbacks, "callbacks")
         weights, functions = self.train.reward_weights, self.reward_funcs

@@ -1,0 +1,47 @@
+"""Best-of-K: supervised learning on the best of K samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from async_rlhf.algorithms.policy import kl_loss, kl_penalties, penalty_needs
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.config.base import at_least, key, require
+from async_rlhf.config.policy import KLConfig, KLPenaltyConfig
+from async_rlhf.types import Experience, LossOutput, PolicyOutput
+
+
+@dataclass(frozen=True)
+class OnlineBoKConfig(KLPenaltyConfig):
+    """Best-of-K: supervised learning on the best of K samples (Stiennon et al., arXiv 2009.01325, as a trainer)."""
+
+    kl: KLConfig = key(lambda: KLConfig(coef=0.0))
+    """The penalty."""
+
+    def check(self) -> None:
+        super().check()
+        right = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
+        require(not self.kl.corrected, "kl.corrected", self.kl.corrected, right)
+        self.keeps("samples_per_prompt", at_least(2))
+
+
+def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:
+    """The best sample of each prompt by its reward; none of a prompt whose samples are all equally good."""
+    from async_rlhf.algorithms.preference import best_rows, differ
+
+    rewards_B = experience.scores_B - kl_penalties(experience, config.kl).sum(dim=1)
+    rewards_PK = rewards_B.view(-1, config.samples_per_prompt)
+    return replace(experience.select(best_rows(rewards_PK)), weights_U=differ(rewards_PK))
+
+
+def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConfig) -> LossOutput:
+    """Minus the log-probability of each sample, and the KL penalty of its tokens where that is in the loss."""
+    logps_B = (output.logprobs_BT * rows.sampled_BT).sum(dim=1)
+    losses_B = (kl_loss(output, rows, config.kl).sum(dim=1) - logps_B) * rows.weights_U
+    metrics = {"loss/policy_avg": losses_B, "logps/chosen": logps_B * rows.weights_U}
+    return LossOutput(losses_B.sum(), {name: values_B.detach().sum() for name, values_B in metrics.items()})
+
+
+BEST_OF_K = Algorithm(
+    "best_of_k", OnlineBoKConfig, best_of_k, best_of_k_loss, needs=penalty_needs, rows_per_prompt=lambda config: 1
+)

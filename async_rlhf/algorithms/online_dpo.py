@@ -1,0 +1,75 @@
+"""Online DPO and IPO: a preference loss on the best and the worst of K samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from async_rlhf.algorithms.record import Algorithm, Needs
+from async_rlhf.config.base import above, at_least, key
+from async_rlhf.config.online import OnlineConfig
+from async_rlhf.config.policy import IN_LOSS
+from async_rlhf.types import Experience, LossOutput, PolicyOutput
+
+
+@dataclass(frozen=True)
+class OnlineDPOConfig(OnlineConfig):
+    """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples."""
+
+    beta: float = key(0.1, above(0), IN_LOSS)
+    """Strength of the implicit KL penalty: smaller lets the policy move further. It is in units of log-probabilities at
+    generation.temperature, whose differences are larger than those at temperature 1."""
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """ "sigmoid" (DPO) or "ipo", which here takes sums over tokens, as its paper does, and not means: 1 / (2 beta) is a
+    margin of whole completions, and beta is to be smaller than where means are taken."""
+
+    def check(self) -> None:
+        super().check()
+        self.keeps("samples_per_prompt", at_least(2))
+
+
+def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experience:
+    """The best and the worst scored sample of each prompt as a pair; of equal scores the first.
+
+    Where all scores of a prompt are equal there is no preference: its pair has weight 0 and is not trained on.
+    """
+    from async_rlhf.algorithms.preference import best_and_worst_rows, differ
+
+    scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
+    rows_B = best_and_worst_rows(scores_PK)
+    return replace(experience.select(rows_B), rows_per_unit=2, weights_U=differ(scores_PK))
+
+
+def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
+    """The preference loss of each pair, and what DPO is watched by."""
+    from async_rlhf.algorithms.preference import preference_loss, ranked_right
+
+    assert pairs.reference_logprobs_BT is not None
+    sampled_BT = pairs.sampled_BT
+    logps_B = (output.logprobs_BT * sampled_BT).sum(dim=1)
+    reference_B = (pairs.reference_logprobs_BT * sampled_BT).sum(dim=1)
+    ratios_B = logps_B - reference_B
+    chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
+    losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
+    metrics = {
+        "loss/policy_avg": losses_U,
+        "rewards/chosen": config.beta * chosen_U,
+        "rewards/rejected": config.beta * rejected_U,
+        "rewards/accuracies": ranked_right(chosen_U - rejected_U, logps_B, reference_B, sampled_BT),
+        "rewards/margins": config.beta * (chosen_U - rejected_U),
+        "logps/chosen": logps_B[0::2],
+        "logps/rejected": logps_B[1::2],
+        "objective/scores_margin": pairs.scores_B[0::2] - pairs.scores_B[1::2],
+    }
+    sums = {name: (values_U.detach() * pairs.weights_U).sum() for name, values_U in metrics.items()}
+    return LossOutput(losses_U.sum(), sums)
+
+
+ONLINE_DPO = Algorithm(
+    "online_dpo",
+    OnlineDPOConfig,
+    best_and_worst,
+    online_dpo_loss,
+    needs=lambda config: Needs(reference=True),
+    rows_per_prompt=lambda config: 2,
+)

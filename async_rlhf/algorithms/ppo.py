@@ -1,0 +1,98 @@
+"""PPO with a learned value function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
+from async_rlhf.algorithms.record import Algorithm, Needs
+from async_rlhf.config.base import above, at_least, inside, key, require
+from async_rlhf.config.online import LEARNING_RATE
+from async_rlhf.config.policy import IN_LOSS, RatioConfig
+from async_rlhf.types import Experience, LossOutput, PolicyOutput
+
+
+@dataclass(frozen=True)
+class PPOConfig(RatioConfig):
+    """PPO with a learned value function (Schulman et al., arXiv 1707.06347)."""
+
+    samples_per_prompt: int = key(1, at_least(1))
+    """K, completions per prompt; PPO needs no second one."""
+    gamma: float = key(1.0, inside("[0, 1]"))
+    """Discount from token to token."""
+    lam: float = key(0.95, inside("[0, 1]"))
+    """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
+    whiten_advantages: bool = True
+    """Give the advantages of a batch mean 0 and standard deviation 1 over its tokens."""
+    vf_coef: float = key(0.1, at_least(0), IN_LOSS)
+    """Weight of the value loss."""
+    cliprange_value: float = key(0.2, above(0))
+    """The value may move so far from its old estimate within one batch."""
+    shared_trunk: bool = False
+    """False trains a value model of its own, which starts from the reward model; true puts a value head on the
+    policy."""
+    value_learning_rate: float | None = key(None, *LEARNING_RATE)
+    """Of the value model or head, whose values often like a higher one; null for learning_rate."""
+    bootstrap_truncated: bool = False
+    """response_length is a limit of time, not of the task: for a completion that did not end by itself the value of the
+    whole text stands in place of the score that it would have got later (Pardo et al., arXiv 1712.00378). It takes
+    non_eos_penalty: false, and one more pass of the value model."""
+
+    def check(self) -> None:
+        super().check()
+        right = "must be false with bootstrap_truncated, by which a completion that is cut off has no score to change"
+        unchanged = not (self.bootstrap_truncated and self.non_eos_penalty)
+        require(unchanged, "non_eos_penalty", self.non_eos_penalty, right)
+
+
+def ppo_needs(config: PPOConfig) -> Needs:
+    """Values, beside what every ratio needs."""
+    return replace(
+        ratio_needs(config),
+        values=True,
+        end_values=config.bootstrap_truncated,
+        shared_trunk=config.shared_trunk,
+        value_learning_rate=config.value_learning_rate,
+    )
+
+
+def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
+    """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn.
+
+    With ``bootstrap_truncated`` a sample that was cut off has what is expected later in place of the score.
+    """
+    from async_rlhf.algorithms.advantages import gae, whiten
+
+    assert experience.values_BT is not None
+    sampled_BT, rest_B = experience.sampled_BT, rest_of_score(experience, experience.scores_B)
+    if config.bootstrap_truncated:
+        assert experience.truncated_B is not None
+        assert experience.end_values_B is not None
+        later_B = config.gamma * experience.end_values_B
+        rest_B = later_B.where(experience.truncated_B, rest_B)
+    rewards_BT = rewards_of_tokens(experience, rest_B, config.kl)
+    advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, sampled_BT, config.gamma, config.lam)
+    if config.whiten_advantages:
+        advantages_BT = whiten(advantages_BT, sampled_BT)
+    weights_U = sampled_BT.sum(dim=1)
+    return replace(experience, advantages_BT=advantages_BT, returns_BT=returns_BT, weights_U=weights_U)
+
+
+def ppo_loss(output: PolicyOutput, rows: Experience, config: PPOConfig) -> LossOutput:
+    """The policy loss and ``vf_coef`` times the clipped value loss, summed over tokens."""
+    from async_rlhf.algorithms.values import clipped_value_loss
+
+    assert rows.values_BT is not None
+    assert rows.returns_BT is not None
+    assert output.values_BT is not None
+    policy = policy_loss(output, rows, config)
+    losses_BT, clipped_BT = clipped_value_loss(
+        output.values_BT, rows.values_BT, rows.returns_BT, config.cliprange_value
+    )
+    value = (losses_BT * rows.sampled_BT).sum()
+    metrics = {"val/clipfrac_avg": clipped_BT, "val/value_avg": output.values_BT.detach()}
+    sums = {**policy.metrics, "loss/value_avg": value.detach(), **weighted_sums(metrics, rows)}
+    return LossOutput(policy.loss_sum + config.vf_coef * value, sums)
+
+
+PPO = Algorithm("ppo", PPOConfig, ppo_credit, ppo_loss, needs=ppo_needs)

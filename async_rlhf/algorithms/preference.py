@@ -1,0 +1,58 @@
+"""Which samples of a prompt are best and worst, and losses on such pairs: DPO and IPO."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def best_rows(scores_PK: Tensor) -> Tensor:
+    """Row of the best sample of each prompt; of equal scores the first."""
+    return scores_PK.argmax(dim=1) + torch.arange(len(scores_PK)) * scores_PK.shape[1]
+
+
+def best_and_worst_rows(scores_PK: Tensor) -> Tensor:
+    """(2P,): rows of the best and the worst sample of each prompt; of equal scores the first."""
+    return torch.stack([best_rows(scores_PK), best_rows(-scores_PK)], dim=1).flatten()
+
+
+def differ(scores_PK: Tensor) -> Tensor:
+    """1.0 for each prompt whose samples did not all score the same."""
+    return (scores_PK.amax(dim=1) > scores_PK.amin(dim=1)).float()
+
+
+def preference_loss(
+    chosen_logratios_U: Tensor, rejected_logratios_U: Tensor, beta: float, loss_type: Literal["sigmoid", "ipo"]
+) -> Tensor:
+    """Loss of each pair, with h the margin log pi(y+)/ref(y+) - log pi(y-)/ref(y-).
+
+    "sigmoid" is -log sigmoid(beta h): Rafailov et al., "Direct Preference Optimization", arXiv 2305.18290, eq. 7.
+    "ipo" is (h - 1/(2 beta))^2: Azar et al., arXiv 2310.12036, eq. 17, with summed log-probabilities.
+
+    Args:
+        chosen_logratios_U: log pi - log ref of the preferred completion, summed over its response tokens.
+        rejected_logratios_U: the same of the other.
+        beta: strength of the implicit KL penalty.
+        loss_type: which of the two.
+
+    Returns:
+        (U,), one loss for each pair.
+    """
+    margins_U = chosen_logratios_U - rejected_logratios_U
+    if loss_type == "sigmoid":
+        return -F.logsigmoid(beta * margins_U)
+    return (margins_U - 1 / (2 * beta)).square()
+
+
+def ranked_right(margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """1 for a positive margin, 0 for a negative one, 1/2 for one that may be rounding, as all are at the first step.
+
+    Rounding is the float32 step of the sums that the margin is made of, and that at 1 for each token: so much do
+    log-probabilities near 0 carry over from logits.
+    """
+    sizes_B = logps_B.abs() + reference_B.abs() + mask_BT.sum(dim=1)
+    rounding_U = torch.finfo(torch.float32).eps * (sizes_B[0::2] + sizes_B[1::2])
+    return (torch.where(margins_U.abs() <= rounding_U, 0.0, margins_U).sign() + 1) / 2

@@ -1,0 +1,92 @@
+"""REINFORCE without a value model: RLOO and REINFORCE++."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from async_rlhf.algorithms.policy import (
+    credited,
+    policy_loss,
+    ratio_needs,
+    rest_of_score,
+    rewards_of_groups,
+    rewards_of_tokens,
+    teaching,
+)
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.config.base import at_least, inside, key, require
+from async_rlhf.config.policy import GroupConfig, KLConfig, OffPolicyConfig, RatioConfig
+from async_rlhf.types import Experience
+
+
+@dataclass(frozen=True)
+class RLOOConfig(GroupConfig):
+    """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): one ratio and one advantage for each completion."""
+
+    off_policy: OffPolicyConfig = key(lambda: OffPolicyConfig(level="sequence"))
+    """Corrections for stale samples; the level is "sequence", as the ratio's."""
+
+    @property
+    def ratio(self) -> Literal["sequence"]:
+        return "sequence"
+
+    @property
+    def normalization(self) -> Literal["sequence"]:
+        return "sequence"
+
+    def check(self) -> None:
+        super().check()
+        right = 'must be "sequence": the ratio of RLOO is one number for each completion'
+        require(self.off_policy.level == "sequence", "off_policy.level", self.off_policy.level, right)
+
+
+@dataclass(frozen=True)
+class ReinforcePPConfig(RatioConfig):
+    """REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over the whole batch, without a value model."""
+
+    samples_per_prompt: int = key(1, at_least(1))
+    """K, completions per prompt; without a baseline there is no need of a second one."""
+    kl: KLConfig = key(lambda: KLConfig(coef=0.01))
+    """The penalty, in the reward of each token."""
+    gamma: float = key(1.0, inside("[0, 1]"))
+    """Discount from token to token."""
+    baseline: Literal["none", "group"] = "none"
+    """ "group" takes the mean reward of a prompt's completions off first ("REINFORCE++ with baseline")."""
+
+    def check(self) -> None:
+        super().check()
+        if self.baseline == "group":
+            self.keeps("samples_per_prompt", at_least(2))
+
+
+def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
+    """One advantage for each sample: its reward less the mean reward of the prompt's other samples."""
+    from async_rlhf.algorithms.advantages import leave_one_out
+
+    return credited(experience, leave_one_out(rewards_of_groups(experience, config)), config)
+
+
+RLOO = Algorithm("rloo", RLOOConfig, rloo_credit, policy_loss, needs=ratio_needs)
+
+
+def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Experience:
+    """What is left of a sample's reward from each token on, whitened over the tokens of the batch.
+
+    REINFORCE++, arXiv 2501.03262, section 3: A_t = sum of gamma^(i - t) r_i for i >= t, with the KL penalty in the
+    reward of its token and the score at the last one. With ``baseline`` "group" the mean score of the prompt's samples
+    is taken off first.
+    """
+    from async_rlhf.algorithms.advantages import gae, group_normalized, whiten
+
+    sampled_BT, scores_B = experience.sampled_BT, experience.scores_B
+    if config.baseline == "group":
+        scores_B = group_normalized(scores_B.view(-1, config.samples_per_prompt), "none").flatten()
+    rewards_BT = rewards_of_tokens(experience, rest_of_score(experience, scores_B), config.kl)
+    left_BT, _ = gae(rewards_BT, rewards_BT.new_zeros(rewards_BT.shape), sampled_BT, config.gamma, lam=1.0)
+    advantages_BT = whiten(left_BT, sampled_BT)
+    teaches_U = teaching(advantages_BT, sampled_BT, config.kl)
+    return replace(experience, advantages_BT=advantages_BT, weights_U=sampled_BT.sum(dim=1), teaches_U=teaches_U)
+
+
+REINFORCE_PP = Algorithm("reinforce_pp", ReinforcePPConfig, reinforce_pp_credit, policy_loss, needs=ratio_needs)

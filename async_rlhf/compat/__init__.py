@@ -1,0 +1,1 @@
+"""Configurations of other programs, read as ours."""

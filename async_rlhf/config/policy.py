@@ -1,0 +1,135 @@
+"""Configuration that algorithms share: KL penalties, ratios of probabilities and groups of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from async_rlhf.config.base import Checked, above, at_least, at_most, below, key, require
+from async_rlhf.config.online import MAX_COEFFICIENT, NonEosPenalty, OnlineConfig
+
+IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
+
+
+@dataclass(frozen=True)
+class KLConfig(Checked):
+    """The penalty that keeps the policy near the reference policy."""
+
+    coef: float = key(0.05, at_least(0), IN_LOSS)
+    """Its coefficient; 0 needs no reference policy, and holds none. Like every KL here it is of the distributions at
+    generation.temperature, not at 1."""
+    where: Literal["reward", "loss"] = "reward"
+    """ "reward" subtracts it from the reward, "loss" adds it to the loss."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
+    corrected: bool = False
+    """In the loss, weigh the k3 of each token by pi / mu, mu having sampled it, and let the gradient go through that
+    weight too: it is then the gradient of the KL, which that of k3 alone is not, least of all with samples of older
+    weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+    target: float | None = key(None, above(0), IN_LOSS)
+    """The KL of a completion that the coefficient is adapted to keep (Ziegler et al., arXiv 1909.08593, section 2.2);
+    null leaves the coefficient as it is."""
+    horizon: int = key(10_000, at_least(1))
+    """Completions over which an adapted coefficient changes by at most 20%."""
+
+    def check(self) -> None:
+        require(
+            self.where == "reward" or self.estimator != "k1",
+            "kl.estimator",
+            self.estimator,
+            'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation and would restrain '
+            "nothing",
+        )
+        right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
+        able = self.where == "loss" and self.estimator == "k3"
+        require(able or not self.corrected, "kl.corrected", self.corrected, right)
+        require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
+
+
+@dataclass(frozen=True)
+class OffPolicyConfig(Checked):
+    """How a ratio-based objective corrects for samples of other weights than those being trained.
+
+    Three policies: mu sampled, pi is being trained, and the clipped ratio is pi / old.
+    """
+
+    old_logprobs: Literal["behaviour", "proximal"] = "proximal"
+    """ "behaviour": old is mu, by the generator's own log-probabilities. "proximal": old is the policy before the
+    update (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298), and what lies between mu and old
+    is corrected by importance weights."""
+    importance: Literal["none", "truncated", "masked"] = "truncated"
+    """With "proximal", the weight w = old / mu of each term of the loss: "none" leaves it out, "truncated" is min(w,
+    cap), "masked" is w where w <= cap and else 0."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight for each "token", or one for each "sequence", the product over its tokens."""
+    cap: float = key(2.0, at_least(1))
+    """See importance."""
+
+
+@dataclass(frozen=True)
+class KLPenaltyConfig(OnlineConfig):
+    """Objectives with an explicit KL penalty."""
+
+    kl: KLConfig = key(KLConfig)
+    """The penalty."""
+
+    def check(self) -> None:
+        super().check()
+        completions = self.batch_size * self.samples_per_prompt
+        right = f"must be at least the {completions} completions of a batch with kl.target"
+        require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", self.kl.horizon, right)
+
+    @property
+    def kl_penalty(self) -> KLConfig:
+        return self.kl
+
+    def with_kl_penalty(self, penalty: KLConfig) -> KLPenaltyConfig:
+        return replace(self, kl=penalty)
+
+
+@dataclass(frozen=True)
+class RatioConfig(KLPenaltyConfig):
+    """Objectives on the clipped ratio pi / old (Schulman et al., arXiv 1707.06347, eq. 7)."""
+
+    cliprange: float = key(0.2, above(0), below(1, ": the ratio is positive"))
+    """The ratio is clipped at 1 - cliprange and 1 + cliprange."""
+    cliprange_high: float | None = key(None, above(0))
+    """The upper bound is 1 + this instead (Yu et al., "DAPO", arXiv 2503.14476); null for cliprange."""
+    off_policy: OffPolicyConfig = key(OffPolicyConfig)
+    """Corrections for stale samples."""
+
+    @property
+    def upper_cliprange(self) -> float:
+        """How far above 1 the ratio is clipped."""
+        return self.cliprange if self.cliprange_high is None else self.cliprange_high
+
+    @property
+    def ratio(self) -> Literal["token", "sequence", "sequence_mean"]:
+        """Of what: each token, the whole sample (the product over its tokens), or the geometric mean over these."""
+        return "token"
+
+    @property
+    def surrogate(self) -> Literal["clipped", "cispo"]:
+        """What is made of ratio and advantage."""
+        return "clipped"
+
+    @property
+    def normalization(self) -> Literal["sequence", "token", "constant"]:
+        """What the loss is divided by: samples and the tokens of each, all tokens, or a constant for each sample."""
+        return "token"
+
+
+@dataclass(frozen=True)
+class GroupConfig(RatioConfig):
+    """Objectives whose baseline is the rewards of the prompt's other completions."""
+
+    non_eos_penalty: NonEosPenalty = False
+    """As for every algorithm, but none by default: what verifiable rewards say of a completion that did not end by
+    itself is not to be changed unasked."""
+    mask_truncated: bool = False
+    """Completions that did not end by themselves are not trained on nor in the normaliser, but their rewards count in
+    the baselines of the others ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4)."""
+
+    def check(self) -> None:
+        super().check()
+        self.keeps("samples_per_prompt", at_least(2))

@@ -1,1 +1,0 @@
-"""Pure functions on tensors: log-probabilities, KL estimators, losses. They know no model and no schedule."""
