@@ -81,7 +81,7 @@ def find_times(config: PlanConfig) -> Source:
         right = "must be a YAML file, or null, with model.parameters: the times are either measured or estimated"
         require(not folder, "run", config.run, right)
         assert config.devices is not None
-        batch = batch_of(config.workload, recipe.train if recipe else None)
+        batch = batch_of(config.workload, recipe)
         text = (
             f"{config.devices} x {config.hardware.name}, {config.model.parameters / 1e9:.3g} billion parameters; "
             f"{batch.prompts} x {batch.samples_per_prompt} completions of {batch.prompt_tokens:g} + "

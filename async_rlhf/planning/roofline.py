@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from async_rlhf.algorithms.table import of_config
-from async_rlhf.config import OnlineConfig
+from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
+from async_rlhf.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Batch:
     num_mini_batches: int
 
 
-def batch_of(workload: WorkloadConfig, recipe: OnlineConfig | None) -> Batch:
+def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     """The workload, with the recipe's values where it leaves them open.
 
     Raises:
@@ -64,17 +64,17 @@ def batch_of(workload: WorkloadConfig, recipe: OnlineConfig | None) -> Batch:
     )
 
 
-def _workload(recipe: OnlineConfig) -> WorkloadConfig:
+def _workload(recipe: RunConfig) -> WorkloadConfig:
     """What a recipe says of its batches."""
-    trained = of_config(recipe).rows_per_prompt(recipe)
+    train = recipe.train
     return WorkloadConfig(
-        prompts=recipe.batch_size,
-        samples_per_prompt=recipe.samples_per_prompt,
-        prompt_tokens=float(recipe.max_prompt_length),
-        response_length=recipe.generation.response_length,
-        trained_per_prompt=trained,
-        num_epochs=recipe.num_epochs,
-        num_mini_batches=recipe.num_mini_batches,
+        prompts=train.batch_size,
+        samples_per_prompt=train.samples_per_prompt,
+        prompt_tokens=float(train.max_prompt_length),
+        response_length=train.generation.response_length,
+        trained_per_prompt=find(recipe.algorithm).rows_per_prompt(train),
+        num_epochs=train.num_epochs,
+        num_mini_batches=train.num_mini_batches,
     )
 
 

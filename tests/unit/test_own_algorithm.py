@@ -22,7 +22,9 @@ from async_rlhf.algorithms.policy import policy_loss
 from async_rlhf.algorithms.table import BUILT_IN, built_in, find
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
+from async_rlhf.config.plan import WorkloadConfig
 from async_rlhf.models import write_model
+from async_rlhf.planning.roofline import batch_of
 from async_rlhf.run_config import RunConfig
 from async_rlhf.stages.train import run_train
 from async_rlhf.types import Experience, PolicyOutput
@@ -121,6 +123,11 @@ def test_from_python_it_is_the_same(folder, tokenizer, monkeypatch):
         OnlineTrainer("policy", config, rows, **options)
     with pytest.raises(ConfigError, match="args: got 'GRPOConfig'; must be of type SimPOConfig"):
         OnlineTrainer("policy", GRPOConfig(), rows, algorithm=simpo, **options)
+
+
+def test_a_plan_knows_how_many_of_its_samples_are_trained_on(folder):
+    recipe = parse(RunConfig, "train", ["--config", "run.yml"])[0]
+    assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).trained_per_prompt == 2
 
 
 def test_its_loss_is_its_formula(folder):
