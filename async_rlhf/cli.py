@@ -16,7 +16,7 @@ import async_rlhf
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
-from async_rlhf.signals import RankError, ending_signals
+from async_rlhf.system.signals import RankError, ending_signals
 
 
 @dataclass(frozen=True)
@@ -32,35 +32,35 @@ COMMANDS = {
     "quickstart": Command(
         "run the whole pipeline on the built-in docstring task",
         "async_rlhf.config.quickstart:QuickstartConfig",
-        "async_rlhf.quickstart:run_quickstart",
+        "async_rlhf.commands.quickstart:run_quickstart",
     ),
     "data": Command(
         "make the data of the docstring task from Python source code",
         "async_rlhf.config.quickstart:DocstringsConfig",
-        "async_rlhf.stages.data:run_data",
+        "async_rlhf.commands.data:run_data",
     ),
     "sft": Command(
-        "fine-tune a language model on demonstrations", "async_rlhf.config:SFTConfig", "async_rlhf.stages.sft:run_sft"
+        "fine-tune a language model on demonstrations", "async_rlhf.config:SFTConfig", "async_rlhf.commands.sft:run_sft"
     ),
     "pairs": Command(
         "sample completions and label them into preference pairs",
         "async_rlhf.config:PairsConfig",
-        "async_rlhf.stages.pairs:run_pairs",
+        "async_rlhf.commands.pairs:run_pairs",
     ),
     "reward": Command(
         "train a reward model on preference pairs",
         "async_rlhf.config:RewardConfig",
-        "async_rlhf.stages.reward:run_reward",
+        "async_rlhf.commands.reward:run_reward",
     ),
     "relabel": Command(
         "label preference pairs anew by a gold reward",
         "async_rlhf.config:RelabelConfig",
-        "async_rlhf.stages.relabel:run_relabel",
+        "async_rlhf.commands.relabel:run_relabel",
     ),
     "train": Command(
         "train a policy online, synchronously or asynchronously",
-        "async_rlhf.run_config:RunConfig",
-        "async_rlhf.stages.train:run_train",
+        "async_rlhf.run.config:RunConfig",
+        "async_rlhf.commands.train:run_train",
     ),
     "plan": Command(
         "predict speed and the best split of devices from measured or given times",
@@ -69,8 +69,8 @@ COMMANDS = {
     ),
     "replay": Command(
         "repeat a run from its record and compare",
-        "async_rlhf.run_config:ReplayConfig",
-        "async_rlhf.stages.replay:run_replay",
+        "async_rlhf.run.config:ReplayConfig",
+        "async_rlhf.commands.replay:run_replay",
     ),
     "serve": Command(
         "start a vLLM server that samples for runs on other devices or hosts",

@@ -52,7 +52,7 @@ def evaluate(base: Path, names: list[str], seed: int) -> dict[str, Any]:
         data=base / "data" / "heldout.jsonl",
         output_dir=folder,
         max_prompts=1000,
-        reward_funcs="async_rlhf.data.docstring_reward:gold_rewards",
+        reward_funcs="async_rlhf.tasks.docstrings.reward:gold_rewards",
         response_length=32,
         max_prompt_length=128,
         seed=seed,

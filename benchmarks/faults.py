@@ -38,7 +38,7 @@ from killed_run import ENDING, OPTIONS, PHASES, SPANS, SURVIVED, Kill  # noqa: E
 from test_kill import BrokenPromise, Program, difference  # noqa: E402
 from tiny import PROMPTS, byte_tokenizer, tiny_config  # noqa: E402
 
-from async_rlhf.manifest import CheckpointError  # noqa: E402
+from async_rlhf.run.manifest import CheckpointError  # noqa: E402
 
 LATEST = 3
 """The last occurrence of a phase to kill in. Checkpoints are 2 batches apart, so the first two rarely get further."""
@@ -158,7 +158,7 @@ def make_inputs(folder: Path) -> None:
     import torch
     from transformers import GPTNeoXForCausalLM
 
-    from async_rlhf.models import write_model
+    from async_rlhf.models.loading import write_model
 
     torch.manual_seed(0)
     write_model(GPTNeoXForCausalLM(tiny_config()), byte_tokenizer(), folder / "base")

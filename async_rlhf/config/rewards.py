@@ -12,7 +12,7 @@ from typing import Any
 from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, key, require
 from async_rlhf.config.secrets import HIDDEN, is_masked
 
-GOLD_REWARD = "async_rlhf.data.docstring_reward:gold_rewards"
+GOLD_REWARD = "async_rlhf.tasks.docstrings.reward:gold_rewards"
 
 
 _RIGHT = (

@@ -21,7 +21,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, check_columns
 from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.ranks import Ranks
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.files import cache_folder
 from async_rlhf.reports.progress import progress_bar
+from async_rlhf.system.files import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import check_columns
@@ -42,9 +43,8 @@ from async_rlhf.evaluation.statistics import (
     win_rate,
 )
 from async_rlhf.evaluation.tables import format_table, side_by_side
-from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
-from async_rlhf.stage import Source, Stage, json_lines
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
 

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.sampling import first_prompts, sampling_params
-from async_rlhf.files import whole_lines
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.lock import InUseError
-from async_rlhf.models import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.snapshots import named_weights
 from async_rlhf.reports.progress import progress_bar
-from async_rlhf.run_folder import FINAL, Checkpoints, batch_of
-from async_rlhf.stage import Source, Stage
+from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
+from async_rlhf.system.files import whole_lines
+from async_rlhf.system.lock import InUseError
 from async_rlhf.types import FinishReason, Prompt
-from async_rlhf.weights import named_weights
 
 logger = logging.getLogger(__name__)
 

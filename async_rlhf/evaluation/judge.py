@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
-from async_rlhf.forward import score_rows
-from async_rlhf.models import load_reward_model, load_tokenizer, positions_of
+from async_rlhf.models.forward import score_rows
+from async_rlhf.models.loading import load_reward_model, load_tokenizer, positions_of
 from async_rlhf.scoring.functions import (
     RewardError,
     call_reward_functions,

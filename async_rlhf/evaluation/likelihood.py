@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.forward import response_logits
-from async_rlhf.logprobs import selected_logprobs
-from async_rlhf.rows import by_length, pad_rows
+from async_rlhf.models.forward import response_logits
+from async_rlhf.models.logprobs import selected_logprobs
+from async_rlhf.models.rows import by_length, pad_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from async_rlhf.config import GenerationConfig
-from async_rlhf.forward import response_logits
 from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
-from async_rlhf.lora import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.parallel import ALONE, Parallel
-from async_rlhf.rows import sampled_rows
+from async_rlhf.models.adapters import adapters_off, has_adapters, is_adapter, names_below_adapters
+from async_rlhf.models.forward import response_logits
+from async_rlhf.models.rows import sampled_rows
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}

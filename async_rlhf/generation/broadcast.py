@@ -1,8 +1,8 @@
 """Weights straight from the learner's memory to a server's, over the network: no folder that both must see.
 
-Each transfer has a door of its own (:mod:`async_rlhf.doors`), on the address under which the server sees the learner,
-and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to join again,
-nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go over the
+Each transfer has a door of its own (:mod:`async_rlhf.system.doors`), on the address under which the server sees the
+learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to join
+again, nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go over the
 connections that the door let in; between GPUs by NCCL, whose group is made over them.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rlhf.doors import Door, knock
+from async_rlhf.system.doors import Door, knock
 
 TIMEOUT = timedelta(seconds=120)
 _BLOCK = 1 << 24

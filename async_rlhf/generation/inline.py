@@ -12,9 +12,9 @@ from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.protocol import Completions, GeneratorError, Version
 from async_rlhf.generation.replies import check_completions
 from async_rlhf.generation.shared import SharedEngine
+from async_rlhf.models.snapshots import differing, digests, iterate_weights
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
-from async_rlhf.weights import differing, digests, iterate_weights
 
 if TYPE_CHECKING:
     from async_rlhf.generation.vllm_engine import VLLMEngine

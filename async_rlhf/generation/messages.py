@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.protocol import Completions
-from async_rlhf.models import brings_code
+from async_rlhf.models.loading import brings_code
 from async_rlhf.types import Prompt
 
 

@@ -13,15 +13,15 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf import random_state
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.inline import InlineVLLMGenerator
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.lora import only_adapter, write_base
+from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.reports.trace import Trace
+from async_rlhf.system import random_state
 
 
 @contextmanager

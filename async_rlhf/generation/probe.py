@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.forward import response_logprobs
-from async_rlhf.parallel import ALONE, Parallel
+from async_rlhf.models.forward import response_logprobs
+from async_rlhf.ranks.parallel import ALONE, Parallel
 
 ROWS, LENGTH = 4, 16
 

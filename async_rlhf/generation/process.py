@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.children import NO_RANK, context_of, hang_up, start_process
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parallel import launched_on_host
 from async_rlhf.generation.messages import ModelSpec, Request
@@ -28,10 +27,11 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
-from async_rlhf.lora import only_adapter, write_base
-from async_rlhf.parallel import ALONE, Parallel
+from async_rlhf.models.adapters import only_adapter, write_base
+from async_rlhf.models.snapshots import DeviceRing, SnapshotRing
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
-from async_rlhf.weights import DeviceRing, SnapshotRing
+from async_rlhf.system.children import NO_RANK, context_of, hang_up, start_process
 
 
 class ProcessGenerator(RestartingGenerator):

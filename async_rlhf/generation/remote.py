@@ -18,10 +18,10 @@ from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
-from async_rlhf.parallel import ALONE, Parallel
+from async_rlhf.models.snapshots import Snapshots, differing
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
-from async_rlhf.weights import Snapshots, differing
 
 logger = logging.getLogger(__name__)
 

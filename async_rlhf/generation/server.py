@@ -31,10 +31,10 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
-from async_rlhf.parallel import ALONE, Parallel
+from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots, differing
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Sample
-from async_rlhf.weights import SnapshotFolder, SnapshotRing, Snapshots, differing
 
 logger = logging.getLogger(__name__)
 

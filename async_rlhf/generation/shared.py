@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.parallel import Parallel
+from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Prompt
 
 

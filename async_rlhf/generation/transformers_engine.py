@@ -17,8 +17,8 @@ from async_rlhf.generation.decode_cache import join, keep_rows, only_grows
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.models.snapshots import digests, named_weights
 from async_rlhf.types import Prompt, Sample
-from async_rlhf.weights import digests, named_weights
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Prompt tokens in one forward pass, padding included: so few that a CPU's caches hold their activations, so many that

@@ -26,9 +26,9 @@ from async_rlhf.generation.probe import LENGTH, probe_tokens
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.vllm_requests import request_fields, to_sample
-from async_rlhf.lora import write_adapter
+from async_rlhf.models.adapters import write_adapter
+from async_rlhf.models.snapshots import digests
 from async_rlhf.types import Prompt, Sample
-from async_rlhf.weights import digests
 
 CPU_KV_CACHE_GB = 1.0
 CPU_OPTIONS = {

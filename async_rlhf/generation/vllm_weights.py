@@ -22,7 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_rlhf.generation.broadcast import receive
-from async_rlhf.weights import digests
+from async_rlhf.models.snapshots import digests
 
 
 class SnapshotLoader:

@@ -25,7 +25,7 @@ from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import Engine, SamplingParams
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.weights import SnapshotRing
+from async_rlhf.models.snapshots import SnapshotRing
 
 
 def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:

@@ -15,14 +15,14 @@ from rich.table import Table
 from async_rlhf.config import ConfigError, PlanConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
-from async_rlhf.files import whole_file
 from async_rlhf.planning import simulate
 from async_rlhf.planning.measured import MeasuredRun, read_run
 from async_rlhf.planning.roofline import Roofline, batch_of
 from async_rlhf.planning.search import Choice, Proposal, propose, search, try_split
 from async_rlhf.planning.times import Scaled, Split, Times, given
 from async_rlhf.reports import trace
-from async_rlhf.run_config import RunConfig
+from async_rlhf.run.config import RunConfig
+from async_rlhf.system.files import whole_file
 
 PLAN, TRACE = "plan.json", "trace.json"
 

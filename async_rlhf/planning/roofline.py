@@ -15,7 +15,7 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
-from async_rlhf.run_config import RunConfig
+from async_rlhf.run.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

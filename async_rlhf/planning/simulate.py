@@ -1,4 +1,4 @@
-"""The schedule of schedule.py as a simulation of events: who is busy when, given how long everything takes.
+"""The schedule of run/schedule.py as a simulation of events: who is busy when, given how long everything takes.
 
 Version v of the weights is published after batch v; batch b is sampled by version max(0, b - 1 - S), so publishing
 version v lets batches up to v + 1 + S begin. Every generator samples its share of each batch, one batch after the
@@ -118,7 +118,7 @@ class _Generators:
 
 
 def _learner(work: Work, staleness: int) -> Iterator[tuple[str, int, float]]:
-    """What the learner does, in order: name, batch or version, seconds. It is the loop of trainer.py."""
+    """What the learner does, in order: name, batch or version, seconds. It is the loop of run/loop.py."""
     batches = len(work.learn)
     yield "publish", 0, work.publish[0]
     for batch in range(1, batches + 1):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from async_rlhf.files import naming
+from async_rlhf.system.files import naming
 
 
 class JsonLines:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from async_rlhf.files import naming
+from async_rlhf.system.files import naming
 
 LEARNER = "learner"
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.forward import score_batch, score_in_batches
-from async_rlhf.parallel import ALONE, Parallel
-from async_rlhf.rows import dealt
+from async_rlhf.models.forward import score_batch, score_in_batches
+from async_rlhf.models.rows import dealt
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.scoring.functions import (
     RewardError,
     RewardFunction,

@@ -14,10 +14,10 @@ import re
 import sys
 from pathlib import Path
 
+from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.data.loading import load_rows
-from async_rlhf.files import whole_file
-from async_rlhf.stage import json_lines
+from async_rlhf.system.files import whole_file
 
 TEMPLATE = r"[MATH_TASK] Problem:\n{question}\n\nSolution:"
 

@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
-from async_rlhf.files import whole_file
 from async_rlhf.rewards.reasoning_gym import INSTRUCTION, make_rows
-from async_rlhf.stage import json_lines
+from async_rlhf.system.files import whole_file
 
 
 def main() -> None:

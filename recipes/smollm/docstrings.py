@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.data import docstring_reward
 from async_rlhf.data.loading import load_rows
-from async_rlhf.files import whole_file
-from async_rlhf.stage import json_lines
+from async_rlhf.system.files import whole_file
 
 QUESTION = "Say in one short sentence what this Python function does. Answer with the sentence alone.\n\n{signature}"
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from async_rlhf import lock
+from async_rlhf.system import lock
 
 
 def main(path: Path, forks: bool) -> None:

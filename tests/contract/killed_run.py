@@ -254,10 +254,10 @@ class Saving:
 @contextmanager
 def watched(watch: Watch) -> Iterator[None]:
     """Within, the package tells the watch what it does."""
-    from async_rlhf import trainer
     from async_rlhf.reports.log import JsonLines
     from async_rlhf.reports.trace import Trace
-    from async_rlhf.run_folder import FINAL, Checkpoints
+    from async_rlhf.run import loop as trainer
+    from async_rlhf.run.folder import FINAL, Checkpoints
 
     span, write_line = Trace.span, JsonLines.write
     write_whole, delete_old = trainer.write_whole, Checkpoints.delete_old
@@ -301,7 +301,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     from async_rlhf.algorithms.table import find
     from async_rlhf.config import GenerationConfig
-    from async_rlhf.trainers import OnlineTrainer
+    from async_rlhf.run.trainer import OnlineTrainer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -406,7 +406,7 @@ def fork_the_fork_server() -> None:
 def serve() -> None:
     """Answer requests until there are no more."""
     sys.path.insert(0, str(TESTS))
-    for name in ("tiny", "async_rlhf.trainers", "transformers.models.gpt_neox.modeling_gpt_neox"):
+    for name in ("tiny", "async_rlhf.run.trainer", "transformers.models.gpt_neox.modeling_gpt_neox"):
         import_module(name)
     while line := sys.stdin.readline():
         if (pid := os.fork()) == 0:

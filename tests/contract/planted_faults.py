@@ -34,9 +34,9 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
+from async_rlhf.models.snapshots import SnapshotRing, named_weights
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Prompt
-from async_rlhf.weights import SnapshotRing, named_weights
 
 PROMPTS, SAMPLES, COMPARED, LENGTH = 16, 4, 8, 16
 STOPS = (256, 13, 10)

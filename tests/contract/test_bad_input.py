@@ -16,15 +16,15 @@ from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFa
 
 from async_rlhf import GenerationConfig, GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
+from async_rlhf.commands.data import run_data
 from async_rlhf.config import ConfigError, GroupConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.generation import placement
-from async_rlhf.models import load_policy, load_reward_model, write_model
-from async_rlhf.run_config import DataConfig, RunConfig
-from async_rlhf.run_folder import hold_folder
+from async_rlhf.models.loading import load_policy, load_reward_model, write_model
+from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.run.folder import hold_folder
 from async_rlhf.scoring import RewardError
-from async_rlhf.stages.data import run_data
 
 VALID = """
 model: {model}
@@ -250,7 +250,7 @@ def test_bad_files_are_named(files, change, expected):
     import re
     import shutil
 
-    from async_rlhf.stages.train import run_train
+    from async_rlhf.commands.train import run_train
 
     for name, content in change.items():
         if isinstance(content, bytes):

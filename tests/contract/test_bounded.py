@@ -13,15 +13,15 @@ import torch
 from faulty_worker import run_slow_worker
 from tiny import count_letters
 
-from async_rlhf import trainers
 from async_rlhf.config import ConfigError
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
-from async_rlhf.schedule import Rollouts, read_schedule
-from async_rlhf.trainers import OnlineTrainer
+from async_rlhf.run import trainer as trainers
+from async_rlhf.run.schedule import Rollouts, read_schedule
+from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import drawn_versions
 
 

@@ -15,13 +15,13 @@ from tiny import new_args
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.checkpoint import ResumeState, as_saved
 from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.commands.train import train_stage
 from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.base import Checked, key, known_of
 from async_rlhf.config.parsing import make_parser, parse
-from async_rlhf.run_config import DataConfig, RunConfig
-from async_rlhf.stages.train import train_stage
+from async_rlhf.run.checkpoint import ResumeState, as_saved
+from async_rlhf.run.config import DataConfig, RunConfig
 
 FILES = {**SEEDS, **{f"train {name}": f"{SEEDS['train']}algorithm: {name}\n" for name in BUILT_IN}}
 FILES["config"] = "file: config.yml\n"  # itself

@@ -11,7 +11,7 @@ import pytest
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import COMMANDS
 from async_rlhf.config.parsing import make_parser
-from async_rlhf.run_config import RunConfig
+from async_rlhf.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

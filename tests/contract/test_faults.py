@@ -34,11 +34,11 @@ from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.manifest import verify
-from async_rlhf.models import write_model
+from async_rlhf.models.loading import write_model
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run_folder import Checkpoints
-from async_rlhf.schedule import StaleWeightsError
+from async_rlhf.run.folder import Checkpoints
+from async_rlhf.run.manifest import verify
+from async_rlhf.run.schedule import StaleWeightsError
 from async_rlhf.scoring import RewardError
 
 
@@ -414,7 +414,7 @@ def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prom
 
 
 def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompts, make_args):
-    from async_rlhf.schedule import Rollouts
+    from async_rlhf.run.schedule import Rollouts
     from async_rlhf.types import Batch, Group
 
     class Stale:
@@ -426,7 +426,7 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             from async_rlhf.generation.inline import InlineGenerator
             from async_rlhf.generation.shared import SharedEngine
             from async_rlhf.generation.transformers_engine import TransformersEngine
-            from async_rlhf.parallel import Parallel
+            from async_rlhf.ranks.parallel import Parallel
 
             self.model = make_policy()
             params = SamplingParams(2, 0.7, 4, (256,), 0)

@@ -20,7 +20,7 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, parse_yaml
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
-from async_rlhf.run_config import RunConfig
+from async_rlhf.run.config import RunConfig
 
 SECONDS = 20.0  # of a case, on a machine with much else to do; one takes some 30 ms
 RECIPES = Path(__file__).parents[2] / "recipes"

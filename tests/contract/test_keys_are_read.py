@@ -23,9 +23,16 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
-from async_rlhf.checkpoint import as_saved
-from async_rlhf.choices import make_generator
 from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.commands.data import run_data
+from async_rlhf.commands.pairs import run_pairs
+from async_rlhf.commands.quickstart import stage_configs
+from async_rlhf.commands.relabel import run_relabel
+from async_rlhf.commands.replay import run_replay
+from async_rlhf.commands.reward import run_reward
+from async_rlhf.commands.sft import run_sft
+from async_rlhf.commands.stage import Stage
+from async_rlhf.commands.train import run_train
 from async_rlhf.compat.original.migrate import MigrateConfig, run_migrate
 from async_rlhf.config import (
     AdapterConfig,
@@ -58,24 +65,18 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.server_client import key_of
 from async_rlhf.generation.shared import shared_engine
-from async_rlhf.launch.deepspeed import ZeRO
-from async_rlhf.launch.torchrun import FullyShardedDataParallel, start_ranks
-from async_rlhf.models import write_model
-from async_rlhf.parallel import ALONE
+from async_rlhf.learner.launch import start_ranks
+from async_rlhf.learner.strategies.deepspeed import ZeRO
+from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
+from async_rlhf.models.loading import write_model
 from async_rlhf.planning.plan import run_plan
-from async_rlhf.quickstart import stage_configs
-from async_rlhf.ranks import Ranks
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run_config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.checkpoint import as_saved
+from async_rlhf.run.choices import make_generator
+from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.scoring import RewardError
-from async_rlhf.stage import Stage
-from async_rlhf.stages.data import run_data
-from async_rlhf.stages.pairs import run_pairs
-from async_rlhf.stages.relabel import run_relabel
-from async_rlhf.stages.replay import run_replay
-from async_rlhf.stages.reward import run_reward
-from async_rlhf.stages.sft import run_sft
-from async_rlhf.stages.train import run_train
 
 HAS_RAY = find_spec("ray") is not None
 Read = set[tuple[type, str]]

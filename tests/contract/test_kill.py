@@ -22,8 +22,8 @@ import pytest
 from killed_run import PHASES, PROMPTS, Kill
 from killed_run import main as run_here
 
-from async_rlhf.manifest import verify, write_whole
-from async_rlhf.run_folder import Checkpoints
+from async_rlhf.run.folder import Checkpoints
+from async_rlhf.run.manifest import verify, write_whole
 
 PROGRAM = Path(__file__).with_name("killed_run.py")
 MARK = "KILLED_RUN_TEST"

@@ -16,11 +16,11 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.learner import Learner
-from async_rlhf.models import new_value_model
-from async_rlhf.schedule import batches_for, version_for
+from async_rlhf.learner.learner import Learner
+from async_rlhf.models.loading import new_value_model
+from async_rlhf.run.schedule import batches_for, version_for
+from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring import Scorer
-from async_rlhf.trainers import OnlineTrainer
 from async_rlhf.types import Batch, Group
 
 LOSSES = ("loss/policy_avg", "loss/value_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")

@@ -17,11 +17,11 @@ from tiny import count_letters
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer, callbacks
+from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
-from async_rlhf.lock import InUseError
-from async_rlhf.manifest import delete_whole, stranger_in, verify, write_whole
-from async_rlhf.run_folder import Checkpoints, hold_folder
-from async_rlhf.stage import Stage
+from async_rlhf.run.folder import Checkpoints, hold_folder
+from async_rlhf.run.manifest import delete_whole, stranger_in, verify, write_whole
+from async_rlhf.system.lock import InUseError
 
 HOLDER = Path(__file__).with_name("holder.py")
 

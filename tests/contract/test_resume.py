@@ -21,10 +21,10 @@ from transformers.trainer_callback import ExportableState
 
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.checkpoint import FORMAT, ResumeState, as_saved
 from async_rlhf.config import ConfigError
-from async_rlhf.manifest import write_whole
-from async_rlhf.trainers import OnlineTrainer
+from async_rlhf.run.checkpoint import FORMAT, ResumeState, as_saved
+from async_rlhf.run.manifest import write_whole
+from async_rlhf.run.trainer import OnlineTrainer
 
 RUNS = {
     "online_dpo": {"samples_per_prompt": 2},

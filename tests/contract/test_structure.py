@@ -14,25 +14,18 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
-    {"children", "files", "config", "doors", "lock", "named", "ranks", "signals", "types"},
-    {"algorithms", "logprobs", "lora", "parallel", "rewards", "rows", "run_config"},
-    {"compat", "weights"},
-    {"forward", "models", "random_state", "reports"},
-    {"data", "scoring", "generation"},
-    {"checkpoint", "choices", "launch", "learner", "manifest", "monitor", "run_folder", "schedule", "stage"},
-    {"callbacks"},
-    {"wiring"},
-    {"trainer"},
-    {"trainers"},
-    {"evaluation", "planning"},
-    {"stages"},
-    {"quickstart"},
-    {"cli"},
+    {"config", "system", "types"},
+    {"algorithms", "ranks", "rewards"},
+    {"models", "reports"},
+    {"data", "generation", "scoring", "tasks"},
+    {"cluster", "learner"},
+    {"run"},
+    {"cli", "commands", "compat", "evaluation", "planning"},
 ]
 ONLY_THESE_MAY_IMPORT = {
     "vllm": {"generation/vllm"},
-    "ray": {"launch/ray"},
-    "deepspeed": {"launch/deepspeed"},
+    "ray": {"cluster/ray"},
+    "deepspeed": {"learner/strategies/deepspeed"},
     "reasoning_gym": {"rewards/reasoning_gym"},
 }
 
@@ -66,7 +59,7 @@ def test_imports_go_downward():
 
 
 def test_the_loop_knows_no_engine_and_algorithms_know_only_configurations_and_tensors():
-    for name in ("trainer.py", "schedule.py", "learner.py"):
+    for name in ("run/loop.py", "run/schedule.py", "learner/learner.py"):
         modules = imports(FILES[PACKAGE / name])
         assert {m for m in modules if m.startswith("async_rlhf.generation")} <= {"async_rlhf.generation.protocol"}, name
     for path in (PACKAGE / "algorithms").glob("*.py"):
@@ -75,8 +68,8 @@ def test_the_loop_knows_no_engine_and_algorithms_know_only_configurations_and_te
         known |= {"functools", "pathlib"}
         assert {m.split(".")[0] for m in modules} <= known, path
         rooms = {room(m) for m in modules if m.startswith("async_rlhf.")}
-        assert rooms <= {"algorithms", "config", "named", "types"}, path
-    assert "async_rlhf.generation" not in {m[:21] for m in imports(FILES[PACKAGE / "learner.py"])}
+        assert rooms <= {"algorithms", "config", "system", "types"}, path
+    assert "async_rlhf.generation" not in {m[:21] for m in imports(FILES[PACKAGE / "learner" / "learner.py"])}
 
 
 def test_heavy_extras_are_imported_where_they_are_used():
@@ -89,7 +82,7 @@ def test_heavy_extras_are_imported_where_they_are_used():
 
 def test_importing_the_package_loads_nothing_heavy():
     program = (
-        "import sys, async_rlhf, async_rlhf.cli, async_rlhf.run_config, async_rlhf.rewards.reasoning_gym\n"
+        "import sys, async_rlhf, async_rlhf.cli, async_rlhf.run.config, async_rlhf.rewards.reasoning_gym\n"
         "from async_rlhf.algorithms.table import built_in\nlist(built_in())\n"
         "heavy = {'torch', 'transformers', 'vllm', 'ray', 'deepspeed', 'wandb', 'matplotlib', 'datasets'}\n"
         "print(sorted(heavy & set(sys.modules)))"

@@ -21,9 +21,9 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
-from async_rlhf.learner import Learner
-from async_rlhf.trainers import OnlineTrainer
-from async_rlhf.weights import NoSnapshots
+from async_rlhf.learner.learner import Learner
+from async_rlhf.models.snapshots import NoSnapshots
+from async_rlhf.run.trainer import OnlineTrainer
 
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""

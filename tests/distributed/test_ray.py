@@ -26,7 +26,7 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import ConfigError, RayConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.models import write_model
+from async_rlhf.models.loading import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
@@ -266,8 +266,8 @@ def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_
     slow_actors, make_policy, tokenizer, prompts, make_args
 ):
     """One actor, for starting it takes longest. Sampling a batch takes 16 steps of 50 ms."""
-    from async_rlhf.launch.ray import NoRoomError, connect
-    from async_rlhf.launch.ray_generation import RayGenerator
+    from async_rlhf.cluster.ray import NoRoomError, connect
+    from async_rlhf.cluster.ray_generation import RayGenerator
 
     args = make_args(
         generation={"max_restarts": 0, "heartbeat_timeout": 4.0},
@@ -361,8 +361,8 @@ def batch_of(tokenizer, faults: list[str]) -> Batch:
 def test_rewards_by_actors_are_those_of_one_process_ties_errors_and_all(
     cluster, make_reward_model, tokenizer, make_args, tmp_path, caplog
 ):
-    from async_rlhf.launch.ray import connect
-    from async_rlhf.launch.ray_rewards import RayScorer
+    from async_rlhf.cluster.ray import connect
+    from async_rlhf.cluster.ray_rewards import RayScorer
 
     ray_config = RayConfig(address=cluster.address, reward_workers=2, reward_labels=ACTORS)
     args = make_args(staleness=1, annotate_batch_size=4, launch="ray", ray=ray_config)
@@ -439,7 +439,7 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(cluster, tokenizer, p
     assert "ray.reward_workers: got 9; must be at most 8: each needs 0.5 CPU" in many
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "async_rlhf.launch.ray")
+    monkeypatch.delitem(sys.modules, "async_rlhf.cluster.ray")
     assert error() == "launch: got 'ray'; needs Ray: pip install 'async-rlhf[ray]'"
 
 

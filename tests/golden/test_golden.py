@@ -13,7 +13,7 @@ from tiny import count_letters
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.trainers import OnlineTrainer
+from async_rlhf.run.trainer import OnlineTrainer
 
 KEYS = (
     "loss/policy_avg",

@@ -13,8 +13,8 @@ from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation import process
-from async_rlhf.trainers import OnlineTrainer
-from async_rlhf.weights import DeviceRing
+from async_rlhf.models.snapshots import DeviceRing
+from async_rlhf.run.trainer import OnlineTrainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,9 +17,9 @@ from async_rlhf.config import GenerationConfig, LoRAConfig
 from async_rlhf.generation.agreement import Agreement, Noise, rows_of_batch
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.lora import add_adapters
+from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.snapshots import iterate_weights, named_weights
 from async_rlhf.types import Group, Prompt
-from async_rlhf.weights import iterate_weights, named_weights
 
 PROMPTS = [Prompt(i, i, tuple(range(1, 3 + i))) for i in range(5)]
 METRICS = {

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from async_rlhf.data import docstring_harvest
-from async_rlhf.data.docstring_harvest import Function, default_sources, harvest, split, write_splits
+from async_rlhf.tasks.docstrings.harvest import Function, default_sources, harvest, split, write_splits
 
 MODULE = '''
 class Store:

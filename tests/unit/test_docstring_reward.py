@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rlhf.data.docstring_harvest import Function, harvest
-from async_rlhf.data.docstring_reward import GATES, WEIGHTS, explain, gold_reward, gold_rewards
+from async_rlhf.tasks.docstrings.harvest import Function, harvest
+from async_rlhf.tasks.docstrings.reward import GATES, WEIGHTS, explain, gold_reward, gold_rewards
 
 QUOTES = '\n    """'
 GET_VALUE = "def get_cached_value(key: str, default=None) -> int:" + QUOTES

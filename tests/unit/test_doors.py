@@ -9,11 +9,11 @@ import time
 from contextlib import suppress
 
 import pytest
-
-from async_rlhf import doors
-from async_rlhf.doors import Door, knock
 from async_rlhf.launch import watch
-from async_rlhf.launch.watch import Watch, open_door
+
+from async_rlhf.ranks.watch import Watch, open_door
+from async_rlhf.system import doors
+from async_rlhf.system.doors import Door, knock
 
 HERE = "127.0.0.1"
 LENGTH = 4 + 32 + 32

@@ -24,12 +24,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from async_rlhf.forward import response_logprobs
 from async_rlhf.generation import sampling as sampling_module
 from async_rlhf.generation import transformers_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models.forward import response_logprobs
 from async_rlhf.types import Prompt
 
 EOS, PAD = 256, 257

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.evaluate import format_table, run_evaluate, side_by_side
@@ -25,10 +26,9 @@ from async_rlhf.evaluation.statistics import (
     wilson,
     win_rate,
 )
-from async_rlhf.models import write_model
+from async_rlhf.models.loading import write_model
 from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
-from async_rlhf.stage import json_lines
 
 # ---------------------------------------------------------------- statistics
 

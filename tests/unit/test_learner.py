@@ -15,12 +15,18 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.checkpoint import learner_state, restore_learner
 from async_rlhf.config import ConfigError
-from async_rlhf.forward import PolicyAndValueWrapper, head_in_float32, response_logprobs, response_values, reward_scores
-from async_rlhf.models import new_value_model
-from async_rlhf.monitor import RatioMonitor
-from async_rlhf.trainers import OnlineTrainer
+from async_rlhf.learner.monitor import RatioMonitor
+from async_rlhf.models.forward import (
+    PolicyAndValueWrapper,
+    head_in_float32,
+    response_logprobs,
+    response_values,
+    reward_scores,
+)
+from async_rlhf.models.loading import new_value_model
+from async_rlhf.run.checkpoint import learner_state, restore_learner
+from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Batch, Experience, Group, PolicyOutput, Sample
 
 

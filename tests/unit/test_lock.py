@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rlhf import lock
-from async_rlhf.lock import Holder, InUseError, hold
+from async_rlhf.system import lock
+from async_rlhf.system.lock import Holder, InUseError, hold
 
 PROGRAM = Path(__file__).parents[1] / "contract" / "holder.py"
 

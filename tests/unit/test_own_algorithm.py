@@ -20,13 +20,13 @@ from async_rlhf import Algorithm, GRPOConfig, OnlineTrainer
 from async_rlhf.algorithms.grpo import grpo_credit
 from async_rlhf.algorithms.policy import policy_loss
 from async_rlhf.algorithms.table import BUILT_IN, built_in, find
+from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.plan import WorkloadConfig
-from async_rlhf.models import write_model
+from async_rlhf.models.loading import write_model
 from async_rlhf.planning.roofline import batch_of
-from async_rlhf.run_config import RunConfig
-from async_rlhf.stages.train import run_train
+from async_rlhf.run.config import RunConfig
 from async_rlhf.types import Experience, PolicyOutput
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "your_own.md"

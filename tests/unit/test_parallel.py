@@ -11,8 +11,8 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.config.parallel import launched_on_host, launched_rank, launched_ranks
 from async_rlhf.generation.process import worker_device
-from async_rlhf.launch.torchrun import from_accelerate
-from async_rlhf.rows import dealt
+from async_rlhf.learner.strategies.choice import from_accelerate
+from async_rlhf.models.rows import dealt
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}
 

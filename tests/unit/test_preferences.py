@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
-from async_rlhf.data.loading import load_rows
-from async_rlhf.models import load_reward_model, write_model
-from async_rlhf.stage import json_lines
-from async_rlhf.stages.pairs import best_and_worst, run_pairs
-from async_rlhf.stages.reward import (
+from async_rlhf.commands.pairs import best_and_worst, run_pairs
+from async_rlhf.commands.reward import (
     EncodedPair,
     RewardTrainer,
     encode_pairs,
@@ -23,7 +19,11 @@ from async_rlhf.stages.reward import (
     run_reward,
     split_by_prompt,
 )
-from async_rlhf.stages.training import train
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.commands.training import train
+from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
+from async_rlhf.data.loading import load_rows
+from async_rlhf.models.loading import load_reward_model, write_model
 from async_rlhf.types import Prompt, Sample
 
 

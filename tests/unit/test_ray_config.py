@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from async_rlhf.checkpoint import ResumeState, as_saved
 from async_rlhf.config import ConfigError, LoRAConfig, RayConfig
+from async_rlhf.run.checkpoint import ResumeState, as_saved
 
 
 def ray_error(**values: object) -> str:

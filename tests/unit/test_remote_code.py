@@ -16,16 +16,23 @@ from tiny import byte_tokenizer, count_letters
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from async_rlhf import OnlineDPOTrainer
+from async_rlhf.commands.pairs import run_pairs
+from async_rlhf.commands.relabel import run_relabel
+from async_rlhf.commands.reward import run_reward
+from async_rlhf.commands.sft import run_sft
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, PairsConfig, RewardConfig, SFTConfig
 from async_rlhf.config.stages import RelabelConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.evaluate import run_evaluate
 from async_rlhf.evaluation.generate import run_generate
-from async_rlhf.models import brings_code, load_policy, load_reward_model, load_tokenizer, new_reward_model, write_model
-from async_rlhf.stages.pairs import run_pairs
-from async_rlhf.stages.relabel import run_relabel
-from async_rlhf.stages.reward import run_reward
-from async_rlhf.stages.sft import run_sft
+from async_rlhf.models.loading import (
+    brings_code,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    new_reward_model,
+    write_model,
+)
 
 PACKAGE = Path(load_rows.__code__.co_filename).parents[1]
 CODE = """
@@ -174,11 +181,11 @@ def test_one_place_loads_by_name():
         if re.search(pattern, line) and ".eval(" not in line and not line.lstrip().startswith(('"""', "#"))
     }
     assert found == {
-        "models.py: return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
-        "models.py: model = AutoModelForSequenceClassification.from_config("
+        "models/loading.py: return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
+        "models/loading.py: model = AutoModelForSequenceClassification.from_config("
         "config, trust_remote_code=brings_code(type(policy)))",
         # What this very process has pickled, for a process that it has started, over a pipe that nobody else has.
-        "launch/ray_rewards.py: self._functions = cloudpickle.loads(self._pickled)",
+        "cluster/ray_rewards.py: self._functions = cloudpickle.loads(self._pickled)",
         "scoring/stoppable.py: return pickle.loads(self.pickled) if self.pickled else "
         'load_object(self.name, "reward_funcs")',
         "scoring/stoppable.py: arguments, limit, threads, before = pickle.loads(pipe.recv_bytes())",

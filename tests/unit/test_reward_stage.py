@@ -14,16 +14,16 @@ from datasets import Dataset
 from tiny import LLAMA_SIZES
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline
 
+from async_rlhf.commands.relabel import run_relabel
+from async_rlhf.commands.reward import RewardTrainer, encode_pairs, run_reward
+from async_rlhf.commands.reward_scale import calibration, center_scores
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.commands.training import train
 from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.statistics import wilson
-from async_rlhf.forward import score_rows
-from async_rlhf.models import load_reward_model, load_tokenizer, new_reward_model, write_model
-from async_rlhf.stage import json_lines
-from async_rlhf.stages.relabel import run_relabel
-from async_rlhf.stages.reward import RewardTrainer, encode_pairs, run_reward
-from async_rlhf.stages.reward_scale import calibration, center_scores
-from async_rlhf.stages.training import train
+from async_rlhf.models.forward import score_rows
+from async_rlhf.models.loading import load_reward_model, load_tokenizer, new_reward_model, write_model
 
 PAIRS = [{"prompt": f"p{i}", "chosen": f" good{i % 3}", "rejected": f" bad{i % 4}"} for i in range(40)]
 ROWS = [(65 + i, 66, *range(70, 72 + i), 256) for i in range(9)]

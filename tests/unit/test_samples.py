@@ -12,10 +12,10 @@ import torch
 from tiny import answered, drawn
 
 from async_rlhf import OnlineDPOConfig
-from async_rlhf.checkpoint import ResumeState
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.sampling import row_uniforms, sample_uniforms
-from async_rlhf.rows import sampled_rows
+from async_rlhf.models.rows import sampled_rows
+from async_rlhf.run.checkpoint import ResumeState
 from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 

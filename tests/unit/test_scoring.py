@@ -30,7 +30,7 @@ from transformers import (
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError
 from async_rlhf.evaluation.judge import Judge
-from async_rlhf.forward import reward_scores
+from async_rlhf.models.forward import reward_scores
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function
 from async_rlhf.scoring.calls import TooLateError, call_together
 from async_rlhf.types import Batch, Group, Prompt, Sample

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from async_rlhf.commands.sft import SFTTrainer, encode_rows, run_sft
+from async_rlhf.commands.stage import Stage, fingerprint, json_lines
+from async_rlhf.commands.training import LengthBatches, train
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
 from async_rlhf.evaluation.likelihood import EncodedRow
-from async_rlhf.models import load_policy, load_tokenizer, write_model
-from async_rlhf.stage import Stage, fingerprint, json_lines
-from async_rlhf.stages.sft import SFTTrainer, encode_rows, run_sft
-from async_rlhf.stages.training import LengthBatches, train
-from async_rlhf.weights import checksum, named_weights
+from async_rlhf.models.loading import load_policy, load_tokenizer, write_model
+from async_rlhf.models.snapshots import checksum, named_weights
 
 # ---------------------------------------------------------------- stages
 
@@ -169,7 +169,7 @@ DIE = """
 import os, signal, sys
 from dataclasses import make_dataclass
 from pathlib import Path
-import async_rlhf.stage as module
+import async_rlhf.commands.stage as module
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

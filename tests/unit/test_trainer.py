@@ -14,7 +14,7 @@ from tiny import count_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer, OnlineTrainerState, trainers
-from async_rlhf.wiring import Inputs, build
+from async_rlhf.run.wiring import Inputs, build
 
 
 def train(make_policy, tokenizer, prompts, args, reward=count_letters, **options):

@@ -10,7 +10,15 @@ from async_rlhf.generation.process import worker_device
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
-from async_rlhf.weights import DeviceRing, SnapshotFolder, SnapshotRing, checksum, differing, digests, named_weights
+from async_rlhf.models.snapshots import (
+    DeviceRing,
+    SnapshotFolder,
+    SnapshotRing,
+    checksum,
+    differing,
+    digests,
+    named_weights,
+)
 
 
 def change(model: nn.Module, by: float) -> None:

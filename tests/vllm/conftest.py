@@ -19,8 +19,8 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.models.snapshots import named_weights
 from async_rlhf.types import Prompt
-from async_rlhf.weights import named_weights
 
 pytest.importorskip("vllm", reason="make setup-vllm", exc_type=ImportError)
 

@@ -11,7 +11,6 @@ import pytest
 from conftest import LONGEST, new_policy, run, served_by
 from tiny import PROMPTS, drawn
 
-from async_rlhf.choices import make_generator
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import server_client
 from async_rlhf.generation.process import ProcessGenerator
@@ -19,8 +18,9 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server import _Server
 from async_rlhf.generation.shared import shared_engine
-from async_rlhf.parallel import Parallel
+from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
+from async_rlhf.run.choices import make_generator
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.server_client import ServerClient
-from async_rlhf.weights import SnapshotFolder, named_weights
+from async_rlhf.models.snapshots import SnapshotFolder, named_weights
 
 pytestmark = pytest.mark.vllm
 

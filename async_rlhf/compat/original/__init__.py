@@ -23,7 +23,7 @@ from async_rlhf.compat.original.translation import Translation
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import ENVIRONMENT_PREFIX, parse, take_config_file
-from async_rlhf.run_config import RunConfig
+from async_rlhf.run.config import RunConfig
 
 __all__ = ["as_yaml", "parse_either", "print_table", "translate"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from async_rlhf import run_config
 from async_rlhf.compat.original import as_yaml, translate
 from async_rlhf.config import evaluation, stages
 from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
 from async_rlhf.config.yaml_text import read_yaml
+from async_rlhf.run import config as run_config
 
 KINDS: dict[str, type[Checked]] = {
     "train": run_config.RunConfig,

@@ -1,0 +1,1 @@
+"""Ray: generators and rewards on a cluster."""

@@ -1,0 +1,262 @@
+"""Sampling in Ray actors: their side and the learner's, and the weights between them.
+
+Snapshots lie in Ray's object store, owned by the learner and on its node: an actor or another node that is lost takes
+none along. Requests carry a reference to the weights that they name; each node fetches a version once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_rlhf.cluster.ray import Actor, Place, Signs, generator_place, is_lost
+from async_rlhf.config import OnlineConfig
+from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.remote import RestartingGenerator
+from async_rlhf.generation.vllm_engine import cpu_environment
+from async_rlhf.generation.worker import RequestHandler, to_failure
+from async_rlhf.models.snapshots import TensorSpec, digests, iterate_weights, layout, tensors_in
+from async_rlhf.ranks.parallel import ALONE, Parallel
+from async_rlhf.reports.trace import Trace
+
+Memory = NDArray[np.uint8]
+
+
+class ObjectStoreSnapshots:
+    """S + 1 snapshots in Ray's object store; see :class:`~async_rlhf.models.snapshots.Snapshots`.
+
+    A snapshot is one array of bytes, which every reader on a node maps into its memory without a copy.
+
+    Args:
+        model: gives names and sizes.
+        dtype: parameters are rounded to it.
+        slots: S + 1.
+        parallel: how the model's weights are spread over ranks.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
+        self.specs, size = layout(model, dtype, parallel=parallel)
+        self.slots, self.newest = slots, -1
+        self.published: dict[int, dict[str, str]] = {}
+        self._references: dict[int, ray.ObjectRef] = {}
+        self._draft = torch.empty(size, dtype=torch.uint8)
+
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
+        """Copy the weights into the store and return their digests."""
+        views = tensors_in(self._draft, self.specs)
+        with torch.no_grad():
+            for name, tensor in iterate_weights(model, parallel=parallel):
+                views[name].copy_(tensor)
+        for kept in (self.published, self._references):
+            kept.pop(version - self.slots, None)
+        self._references[version] = ray.put(self._draft.numpy())
+        self.published[version] = digests(views)
+        self.newest = version
+        return self.published[version]
+
+    def reference(self, version: int) -> list[ray.ObjectRef]:
+        """Of a version, in a list: Ray then hands over the reference itself, and waits for nothing."""
+        return [self._references[version]]
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version, without a copy."""
+        return tensors_in(_tensor(ray.get(self._references[version])), self.specs)
+
+    def close(self) -> None:
+        """Let the store free them."""
+        self.published.clear()
+        self._references.clear()
+
+
+class FetchedWeights:
+    """The versions that an actor has fetched."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.newest = -1
+        self._specs = specs
+        self._fetched: dict[int, Memory] = {}
+
+    def fetch(self, version: int, reference: list[ray.ObjectRef]) -> None:
+        """Have a version on this node."""
+        if version not in self._fetched:
+            self._fetched[version] = ray.get(reference[0])
+        self.newest = max(self.newest, version)
+
+    def keep(self, version: int) -> None:
+        """Let go of all but a version and newer ones."""
+        for old in [v for v in list(self._fetched) if v < version]:  # in place: another thread may be adding one
+            del self._fetched[old]
+
+    def views(self, version: int) -> Mapping[str, Tensor]:
+        """The tensors of a version, without a copy."""
+        return tensors_in(_tensor(self._fetched[version]), self._specs)
+
+
+class GeneratorActor(Signs):
+    """One generator. Requests, weights and questions after its health come in threads of their own.
+
+    Args:
+        spec: the model.
+        params: how to sample.
+        specs: where the tensors lie in a snapshot.
+    """
+
+    def __init__(self, spec: ModelSpec, params: SamplingParams, specs: Sequence[TensorSpec]) -> None:
+        super().__init__()
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self._spec, self._params = spec, params
+        self._weights = FetchedWeights(specs)
+        self._handler: RequestHandler | None = None
+        self.has_begun = False
+
+    @ray.method(concurrency_group="work")
+    def sample(self, request: Request, version: int, reference: list[ray.ObjectRef]) -> Reply | Failure:
+        """Answer a request. ``version`` is the one that it names, or the newest when it was asked."""
+        try:
+            self.last_sign = time.monotonic()
+            if self._handler is None:
+                self._handler = RequestHandler(self._spec, self._params, self._weights, self._beat)
+            self._weights.fetch(version, reference)
+            reply = self._handler.answer(request)
+            self._weights.keep(reply.version)
+        except Exception as error:
+            return to_failure(error)
+        finally:
+            self.last_sign = None
+        # Every host's monotonic clock has a zero of its own.
+        return _shifted(reply, time.time() - time.monotonic())
+
+    @ray.method(concurrency_group="weights")
+    def announce(self, version: int, reference: list[ray.ObjectRef]) -> None:
+        """Fetch new weights while the ones before still sample."""
+        self._weights.fetch(version, reference)
+
+    def _beat(self) -> None:
+        self.has_begun, self.last_sign = True, time.monotonic()
+
+
+class RayGenerator(RestartingGenerator):
+    """Actors that share the prompts of every batch.
+
+    Args:
+        config: of the run.
+        policy: its architecture is built again in each actor.
+        params: how to sample.
+        trace: where generation is recorded.
+        parallel: how the policy's weights are spread over ranks.
+    """
+
+    kind = "generator actor"
+    workers: list[_Worker]
+
+    def __init__(
+        self,
+        config: OnlineConfig,
+        policy: PreTrainedModel,
+        params: SamplingParams,
+        trace: Trace,
+        parallel: Parallel = ALONE,
+    ) -> None:
+        generation, place = config.generation, generator_place(config.ray)
+        dtype = getattr(torch, generation.dtype)
+        autocast = torch.bfloat16 if config.bf16 else None
+        spec = ModelSpec(
+            parallel.architecture_of(policy),
+            policy.config,
+            dtype,
+            place.device,
+            generation.num_threads or place.threads,
+            autocast,
+            vllm=generation.vllm if generation.engine == "vllm" else None,
+            max_length=config.max_prompt_length + generation.response_length,
+        )
+        snapshots = ObjectStoreSnapshots(policy, dtype, config.staleness + 1, parallel)
+        arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]] = queue.SimpleQueue()
+        workers = [
+            _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
+            for number in range(generation.workers)
+        ]
+        super().__init__(arrived, policy, params, workers, snapshots, generation, trace, autocast, parallel)
+
+    def publish(self, policy: PreTrainedModel, version: int) -> None:
+        """Copy the weights into the object store, and have every actor fetch them."""
+        super().publish(policy, version)
+        for worker in self.workers:
+            worker.announce(version)
+
+
+class _Worker(Actor):
+    """One generator actor and what it still has to answer, in order.
+
+    Args:
+        arrived: takes (worker, number of its start, answer), with None for an answer when the actor is lost.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        spec: ModelSpec,
+        params: SamplingParams,
+        snapshots: ObjectStoreSnapshots,
+        arrived: queue.SimpleQueue[Any],
+        place: Place,
+        room_timeout: float,
+    ) -> None:
+        environment = cpu_environment() if spec.vllm is not None and spec.device == "cpu" else {}
+        arguments = (spec, params, snapshots.specs)
+        super().__init__(f"generator {number}", GeneratorActor, arguments, place, room_timeout, environment)
+        self.number = number
+        self.open: list[Request] = []
+        self._snapshots, self._arrived = snapshots, arrived
+        self.start()
+
+    def announce(self, version: int) -> None:
+        self.call(lambda *_: None, "announce", version, self._snapshots.reference(version))
+
+    def submit(self, request: Request) -> None:
+        self.open.append(request)
+        self.send(request)
+
+    def send(self, request: Request) -> None:
+        version = self._snapshots.newest if request.version is None else request.version
+        self.call(self._answer, "sample", request, version, self._snapshots.reference(version))
+
+    def answered(self) -> Request:
+        self.at_rest()
+        return self.open.pop(0)
+
+    def close(self) -> None:
+        self.kill()
+
+    def _answer(self, start: int, answer: Reply | Failure | RayError) -> None:
+        if isinstance(answer, Reply):
+            answer = _shifted(answer, time.monotonic() - time.time())
+        elif isinstance(answer, RayError):
+            self._arrived.put((self, start, None if is_lost(answer) else Failure(str(answer), "")))
+            return
+        self._arrived.put((self, start, answer))
+
+
+def _shifted(reply: Reply, seconds: float) -> Reply:
+    return replace(reply, started=reply.started + seconds, ended=reply.ended + seconds)
+
+
+def _tensor(memory: Memory) -> Tensor:
+    """What lies in the object store is only ever read; torch warns of memory that cannot be written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(memory)

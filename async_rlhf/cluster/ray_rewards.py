@@ -1,0 +1,281 @@
+"""Rewards by Ray actors that share the completions of every batch.
+
+What makes up a batch for the reward model does not depend on how many share the batches, so its scores are bit for bit
+those of one process with as many threads; and functions get all completions of a prompt together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import queue
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ray
+import torch
+from ray import cloudpickle
+from ray.exceptions import RayError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.models.forward import score_batch
+from async_rlhf.scoring.functions import (
+    RewardError,
+    RewardFunction,
+    call_reward_functions,
+    has_failed,
+    judge,
+    raise_or_warn,
+)
+from async_rlhf.scoring.scorer import Scorer
+
+logger = logging.getLogger(__name__)
+
+Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
+"""Of each function: its name, the rewards, and what is wrong with them and the traceback of that."""
+
+_LOOK_SECONDS = 5.0
+
+
+class RemoteError(Exception):
+    """Where an error was raised in another process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RewardActor(Signs):
+    """One reward worker.
+
+    Args:
+        model: reference to the reward model, in a list; or an empty one.
+        functions: reward functions by name, pickled.
+        place: what it has.
+    """
+
+    def __init__(self, model: list[ray.ObjectRef], functions: bytes, place: Place) -> None:
+        super().__init__()
+        self._reference, self._pickled, self._place = model, functions, place
+        self._model: PreTrainedModel | None = None
+        self._functions: dict[str, RewardFunction] | None = None
+
+    @ray.method(concurrency_group="work")
+    def score(self, batches: list[list[tuple[int, ...]]], bf16: bool) -> list[Tensor]:
+        """Scores of each batch of rows by the reward model."""
+        if self._model is None:
+            torch.set_num_threads(self._place.threads)
+            self._model = ray.get(self._reference[0]).to(self._place.device).eval()
+        return [score_batch(self._model, batch, bf16) for batch in batches]
+
+    @ray.method(concurrency_group="work")
+    def call(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        columns: dict[str, list[Any]],
+        timeout: float | None,
+        skip: bool,
+    ) -> Judged:
+        """The rewards of every function; with ``skip`` of all of them, else up to the first that fails."""
+        if self._functions is None:
+            torch.set_num_threads(self._place.threads)
+            self._functions = cloudpickle.loads(self._pickled)
+        found: Judged = []
+        for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout):
+            told = None if error is None else (str(error), _trace(error.__cause__))
+            found.append((name, rewards, told))
+            if error is not None and not skip:
+                break
+        return found
+
+
+class RewardPool:
+    """Reward workers; one that dies or hangs is started again and given its share again.
+
+    Args:
+        config: of the run.
+        arguments: of :class:`RewardActor`, but for the last.
+    """
+
+    def __init__(self, config: OnlineConfig, *arguments: Any) -> None:
+        place, room_timeout = reward_place(config.ray), config.ray.room_timeout
+        self._config = config
+        self._restarts = 0
+        self._actors = [
+            Actor(f"reward worker {number}", RewardActor, (*arguments, place), place, room_timeout)
+            for number in range(config.ray.reward_workers)
+        ]
+        for actor in self._actors:
+            actor.start()
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def ask(self, method: str, shares: Sequence[tuple[Any, ...] | None]) -> Callable[[], list[Any]]:
+        """Ask each actor something.
+
+        Args:
+            method: of the actor.
+            shares: its arguments for each of them; None asks nothing.
+
+        Returns:
+            What waits for the answers, in the order of the actors, None for who was not asked. It raises RewardError
+            where an actor cannot answer.
+        """
+        arrived: queue.SimpleQueue[tuple[Actor, int, Any]] = queue.SimpleQueue()
+
+        def send(actor: Actor, arguments: tuple[Any, ...]) -> None:
+            actor.call(lambda start, answer: arrived.put((actor, start, answer)), method, *arguments)
+
+        waiting = {actor: share for actor, share in zip(self._actors, shares, strict=True) if share is not None}
+        for actor, share in waiting.items():
+            send(actor, share)
+        return partial(self._collect, waiting, arrived, send)
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors:
+            actor.kill()
+
+    def _collect(
+        self,
+        waiting: dict[Actor, tuple[Any, ...]],
+        arrived: queue.SimpleQueue[tuple[Actor, int, Any]],
+        send: Callable[[Actor, tuple[Any, ...]], None],
+    ) -> list[Any]:
+        answers: dict[Actor, Any] = {}
+        limit = self._config.generation.heartbeat_timeout
+        while waiting.keys() - answers.keys():
+            try:
+                actor, start, answer = arrived.get(timeout=min(limit / 4, _LOOK_SECONDS))
+            except queue.Empty:
+                for actor in waiting.keys() - answers.keys():
+                    if actor.silent_for() > limit:
+                        self._restart(actor, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
+                        send(actor, waiting[actor])
+                continue
+            if start != actor.starts:
+                continue
+            if not isinstance(answer, RayError):
+                actor.at_rest()
+                answers[actor] = answer
+            elif is_lost(answer):
+                self._restart(actor)
+                send(actor, waiting[actor])
+            else:
+                raise RewardError(f"{actor.label}: {answer}") from answer
+        return [answers.get(actor) for actor in self._actors]
+
+    def _restart(self, actor: Actor, why: str = "") -> None:
+        ended = actor.end()
+        why = why or ended
+        if self._restarts >= self._config.ray.reward_max_restarts:
+            raise RewardError(f"{actor.label} {why} after {self._restarts} restarts (ray.reward_max_restarts)")
+        self._restarts += 1
+        logger.warning("%s %s; starting it again, to score its share again", actor.label, why)
+        actor.start()
+
+
+class RayScorer(Scorer):
+    """A :class:`~async_rlhf.scoring.Scorer` whose reward model and functions are in reward workers.
+
+    Functions that keep a state, for checkpoints, stay in this process: shares of it could not be put together.
+
+    Raises:
+        ConfigError: a function cannot be sent to another process, or there is nothing to share.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        kept = self.state()
+        self._here = {name: f for name, f in self.reward_funcs.items() if name in kept}
+        shared = {name: f for name, f in self.reward_funcs.items() if name not in kept}
+        if not shared and self.reward_model is None:
+            right = "must be 0: the reward functions keep a state (state_dict), so this process has to call them"
+            raise ConfigError(f"ray.reward_workers: got {self.config.ray.reward_workers}; {right}")
+        self._pickled = _pickled(shared)
+        self._any_shared = bool(shared)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Within, the reward workers are there."""
+        model = [] if self.reward_model is None else [ray.put(self.reward_model)]
+        self._pool = RewardPool(self.config, model, self._pickled)
+        try:
+            yield
+        finally:
+            self._pool.close()
+
+    def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
+        """Scores of each batch of rows by the reward model."""
+        count = len(self._pool)
+        shares = [batches[number::count] for number in range(count)]
+        answers = self._pool.ask("score", [(share, self.config.bf16) if share else None for share in shares])()
+        return [answers[i % count][i // count] for i in range(len(batches))]
+
+    def _call_functions(
+        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+    ) -> dict[str, list[float | None]]:
+        timeout, count = self.config.reward_timeout, len(self._pool)
+        groups = len(prompts) // samples
+        bounds = [number * groups // count * samples for number in range(count + 1)]
+        parts = [slice(*bound) if bound[0] < bound[1] else None for bound in pairwise(bounds)]
+        answers: Callable[[], list[Any]] = list
+        if self._any_shared:
+            answers = self._pool.ask(
+                "call",
+                [
+                    part and (prompts[part], completions[part], _sliced(columns, part), timeout, self.skip)
+                    for part in parts
+                ],
+            )
+        rewards = call_reward_functions(self._here, prompts, completions, columns, timeout, self.skip)
+        for judged in answers():
+            for name, values, wrong in judged or []:
+                rewards.setdefault(name, []).extend(values)
+                if wrong is not None:
+                    error = RewardError(wrong[0])
+                    error.__cause__ = RemoteError(wrong[1]) if wrong[1] else None
+                    raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
+        return {name: rewards[name] for name in self.reward_funcs}
+
+
+def _sliced(columns: Mapping[str, list[Any]], part: slice) -> dict[str, list[Any]]:
+    return {name: values[part] for name, values in columns.items()}
+
+
+def _trace(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception(error))
+
+
+def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:
+    """As an actor can read it: what a script or a file beside it defines goes along, packages have to be there."""
+    for name, function in functions.items():
+        module = inspect.getmodule(function if inspect.isroutine(function) else type(function))
+        if module is not None and _is_loose(module):
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:  # of every kind: objects say in their own ways that they cannot be pickled
+            right = "with ray.reward_workers it must be a function that can be pickled"
+            raise ConfigError(f"reward_funcs: {name}: {right}: {type(error).__name__}: {error}") from error
+    return cloudpickle.dumps(dict(functions))
+
+
+def _is_loose(module: ModuleType) -> bool:
+    """Whether it is a file of its own, in no package and not installed; the nodes may not have it."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    file = getattr(module, "__file__", None)
+    if file is None or "." in module.__name__ or hasattr(module, "__path__"):
+        return False
+    return not any(Path(file).is_relative_to(folder) for folder in installed)

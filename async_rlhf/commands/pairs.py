@@ -1,0 +1,102 @@
+"""Preference pairs from a model's own samples: the best and the worst of K, by a reward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rlhf.commands.stage import Stage, json_lines
+from async_rlhf.config import PairsConfig
+from async_rlhf.data.loading import load_rows
+from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.sampling import first_prompts, sample
+from async_rlhf.models.loading import default_device, load_policy, load_tokenizer
+from async_rlhf.types import Prompt, Sample
+
+logger = logging.getLogger(__name__)
+
+
+def run_pairs(config: PairsConfig) -> dict[str, float]:
+    """Sample, judge, and write ``config.output``: one JSON object a line with `prompt`, `chosen`, `rejected`,
+    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length").
+
+    Returns:
+        prompts, dropped (prompts too long), pairs, ties (pairs dropped because both score the same),
+        ended_share (samples that ended by themselves), score_mean and score_margin (mean of best minus worst).
+    """
+    output = Path(config.output)
+    inputs = {
+        "model": config.model,
+        "prompts": config.prompts,
+        "reward_model": config.reward_model,
+        "reward_funcs": config.reward_funcs,
+    }
+    stage = Stage(output.parent, "pairs", config, inputs, outputs=(output,), marker_name=output.name)
+    if (results := stage.done()) is not None:
+        return results
+    device = torch.device(config.device) if config.device else default_device()
+    rows = load_rows(config.prompts, config.split, columns=[config.prompt_field], key="prompts")
+    tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
+    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device, trust=config.trust_remote_code)
+    prompts, dropped = first_prompts(rows, tokenizer, config)
+
+    policy = load_policy(config.model, device, trust=config.trust_remote_code)
+    completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
+    samples = [sample for group in completions for sample in group]
+    texts = decode_samples(tokenizer, samples)
+    each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
+    columns = [{k: value for k, value in prompt.columns.items() if k != config.prompt_field} for prompt in each]
+    queries = [str(prompt.columns[config.prompt_field]) for prompt in each]
+    scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples])
+    pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field)
+    results = {
+        "prompts": len(prompts),
+        "dropped": dropped,
+        "pairs": len(pairs),
+        "ties": len(prompts) * config.pairs_per_prompt - len(pairs),
+        "ended_share": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
+        "score_mean": sum(scores) / len(scores),
+        "score_margin": sum(pair["chosen_score"] - pair["rejected_score"] for pair in pairs) / max(1, len(pairs)),
+    }
+    logger.info("pairs: %d from %d prompts, %d ties", len(pairs), len(prompts), results["ties"])
+    stage.publish_files({output: json_lines(pairs)}, results)
+    return results
+
+
+def best_and_worst(
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
+    texts: Sequence[str],
+    scores: Sequence[float],
+    pairs_per_prompt: int = 1,
+    prompt_field: str = "query",
+) -> list[dict[str, Any]]:
+    """Pairs from the K samples of each prompt (neighbours in the other arguments): the best against the worst, the
+    second best against the second worst, and so on. A pair of equal scores is dropped; of equal samples the first
+    comes first.
+    """
+    k = len(samples) // len(prompts)
+    pairs = []
+    for i, prompt in enumerate(prompts):
+        rows = range(i * k, (i + 1) * k)
+        best_first = sorted(rows, key=lambda row: -scores[row])
+        worst_first = sorted(rows, key=scores.__getitem__)
+        for best, worst in zip(best_first[:pairs_per_prompt], worst_first, strict=False):
+            if scores[best] > scores[worst]:
+                pairs.append(
+                    {
+                        "prompt": prompt.columns[prompt_field],
+                        "chosen": texts[best],
+                        "rejected": texts[worst],
+                        "chosen_score": scores[best],
+                        "rejected_score": scores[worst],
+                        "chosen_finish_reason": samples[best].finish_reason,
+                        "rejected_finish_reason": samples[worst].finish_reason,
+                    }
+                )
+    return pairs

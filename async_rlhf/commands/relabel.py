@@ -1,0 +1,118 @@
+"""Preference pairs labelled anew: what a gold reward scores higher becomes `chosen`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rlhf.commands.stage import Source, Stage, json_lines
+from async_rlhf.config import ConfigError, RelabelConfig
+from async_rlhf.data.formats import RowReader
+from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.statistics import wilson
+from async_rlhf.models.loading import default_device
+
+logger = logging.getLogger(__name__)
+
+_SIDES = ("chosen", "rejected")
+
+
+def run_relabel(config: RelabelConfig) -> dict[str, Any]:
+    """Score both sides of every pair, swap them where the rejected one scores higher, and write the rows.
+
+    Every row keeps its columns and gets `chosen_score`, `rejected_score` and `swapped`. What is said of one side in a
+    column such as `chosen_finish_reason` goes with it.
+
+    Returns:
+        For every split: pairs, ties (equal scores), swapped, agreement (share of the other pairs whose labels were
+        those of the gold reward) with its 95% interval (Wilson), written, and score_margin (mean over what is written).
+
+    Raises:
+        ConfigError: see the message.
+    """
+    folder = Path(config.output_dir)
+    outputs = {split: folder / f"{split}.jsonl" for split in config.splits}
+    inputs: dict[str, Source] = {
+        "data": config.data,
+        "reward_model": config.reward_model,
+        "reward_funcs": config.reward_funcs,
+    }
+    inputs["reward_tokenizer"] = config.reward_tokenizer
+    stage = Stage(folder, "relabel", config, inputs, outputs=tuple(outputs.values()), marker_name=".relabel")
+    if (results := stage.done()) is not None:
+        return results
+    if len(config.splits) > 1 and Path(config.data).expanduser().is_file():
+        raise ConfigError(f"splits: got {config.splits} of one file, {config.data!r}; must be one, or data a folder")
+    data = {split: load_rows(config.data, split, key="data") for split in config.splits}
+    device = torch.device(config.device) if config.device else default_device()
+    dtype = getattr(torch, config.dtype)
+    judge = Judge(
+        config.reward_model,
+        config.reward_funcs,
+        config.batch_size,
+        device,
+        dtype,
+        config.reward_tokenizer,
+        trust=config.trust_remote_code,
+    )
+    files, found = {}, {}
+    for split, rows in data.items():
+        relabelled, found[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)
+        files[outputs[split]] = json_lines(relabelled)
+        one = found[split]
+        logger.info("relabel: %s: %d pairs, %d swapped, %d ties", split, one["pairs"], one["swapped"], one["ties"])
+    stage.publish_files(files, found)
+    return found
+
+
+def relabel(rows: Rows, judge: Judge, key: str, keep_ties: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows with their sides in the order of the judge's scores, and counts; see :func:`run_relabel`.
+
+    Args:
+        rows: with `prompt`, `chosen` and `rejected`, as text or as chats.
+        judge: gives the scores.
+        key: what errors call the rows.
+        keep_ties: keep rows with equal scores, as they are.
+    """
+    prompts, *sides = zip(*RowReader(judge.tokenizer, key).preferences(rows), strict=True)
+    scores: list[Sequence[float]] = []
+    for side, texts in zip(_SIDES, sides, strict=True):
+        columns = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
+        ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
+        logger.info("relabel: scoring the %s side of %d pairs", side, len(rows))
+        scores.append(judge(prompts, columns, texts, ended))
+    ties = sum(chosen == rejected for chosen, rejected in zip(*scores, strict=True))
+    swapped = sum(chosen < rejected for chosen, rejected in zip(*scores, strict=True))
+    written = [
+        _relabelled(dict(row), chosen, rejected)
+        for row, chosen, rejected in zip(rows, *scores, strict=True)
+        if keep_ties or chosen != rejected
+    ]
+    decided = len(rows) - ties
+    agreement = wilson(decided - swapped, decided)._asdict() if decided else None
+    margins = [row["chosen_score"] - row["rejected_score"] for row in written]
+    counts = {"pairs": len(rows), "ties": ties, "swapped": swapped, "agreement": agreement, "written": len(written)}
+    return written, {**counts, "score_margin": sum(margins) / max(1, len(margins))}
+
+
+def _relabelled(row: dict[str, Any], chosen: float, rejected: float) -> dict[str, Any]:
+    swap = rejected > chosen
+    if swap:
+        chosen, rejected = rejected, chosen
+        ours = {name: _renamed(name, "chosen", "rejected") for name in row}
+        theirs = {name: _renamed(name, "rejected", "chosen") for name in row}
+        row = {ours[name] or theirs[name] or name: value for name, value in row.items()}
+    return {**row, "chosen_score": chosen, "rejected_score": rejected, "swapped": swap}
+
+
+def _renamed(name: str, side: str, other: str) -> str | None:
+    """The other side's column, of names such as `chosen`, `chosen_by` and `score_chosen`; None of other names."""
+    words = name.split("_")
+    if words[0] == side:
+        return "_".join([other, *words[1:]])
+    return "_".join([*words[:-1], other]) if words[-1] == side else None

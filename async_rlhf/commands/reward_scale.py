@@ -1,0 +1,78 @@
+"""Where a reward model's zero is, and whether its margins mean the probabilities that they claim."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_rlhf.models.forward import score_rows
+
+logger = logging.getLogger(__name__)
+
+_BINS = 10
+
+
+def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> float:
+    """Move the model's score by a constant, so that its mean over ``rows`` is 0 (Stiennon et al., arXiv 2009.01325).
+
+    The head of transformers' classification models has no bias. The last layer normalisation has: a step of
+    -mean w / |w|^2 in it, with w the head's weights, changes every score by -mean, and the model stays one that every
+    program loads.
+
+    Args:
+        model: a reward model; its bias is changed in place.
+        rows: the reference data, prompt and response as tokens.
+        batch_size: rows of one pass.
+
+    Returns:
+        What was subtracted from every score: 0 where the model has no such bias (RMS normalisation), with a warning.
+    """
+    mean = score_rows(model, rows, batch_size).double().mean().item()
+    norm = next((m for m in reversed(list(model.base_model.modules())) if isinstance(m, nn.LayerNorm)), None)
+    if norm is not None and norm.bias is not None:
+        before = norm.bias.detach().clone()
+        weights_H = model.score.weight.detach()[0]
+        with torch.no_grad():
+            norm.bias.sub_((mean * weights_H / weights_H.square().sum()).to(norm.bias))
+        after = score_rows(model, rows, batch_size).double().mean().item()
+        if abs(after) <= 1e-3 * max(1.0, abs(mean)):
+            return mean - after
+        with torch.no_grad():  # not the last thing before the head after all
+            norm.bias.copy_(before)
+    logger.warning(
+        "center: %s has no bias before its head, and its scores keep their mean of %.4f; "
+        "center_rewards_coefficient keeps it near 0 in training",
+        type(model).__name__,
+        mean,
+    )
+    return 0.0
+
+
+def calibration(margins_R: Tensor) -> dict[str, Any]:
+    """Whether pairs that the model says are decided with probability p are decided rightly p of the time.
+
+    Args:
+        margins_R: score(chosen) - score(rejected) of held-out pairs. The model prefers one side with probability
+            sigmoid(|margin|) (Bradley-Terry), and is right where the margin is positive; half right at 0.
+
+    Returns:
+        `eval_ece`, the expected calibration error over bins of that probability (Guo et al., arXiv 1706.04599, eq. 3),
+        and `calibration`, for every bin with pairs: confidence, accuracy, pairs.
+    """
+    confidence_R = margins_R.double().abs().sigmoid()
+    right_R = (margins_R > 0).double() + (margins_R == 0).double() / 2
+    bins_R = ((confidence_R - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
+    table, error = [], 0.0
+    for number in range(_BINS):
+        inside_R = bins_R == number
+        if not inside_R.any():
+            continue
+        confidence, accuracy = confidence_R[inside_R].mean().item(), right_R[inside_R].mean().item()
+        table.append({"confidence": confidence, "accuracy": accuracy, "pairs": int(inside_R.sum())})
+        error += inside_R.sum().item() / len(margins_R) * abs(accuracy - confidence)
+    return {"eval_ece": error, "calibration": table}

@@ -1,0 +1,121 @@
+"""Supervised fine-tuning on the response tokens, the end of sequence among them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from async_rlhf.commands.stage import Stage
+from async_rlhf.commands.training import StageTrainer, publish_model, require_single_process, train
+from async_rlhf.config import ConfigError, SFTConfig
+from async_rlhf.data.formats import RowReader
+from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import encode_responses, train_tokenizer
+from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
+from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.forward import response_logits
+from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row, new_gpt_neox
+
+logger = logging.getLogger(__name__)
+
+
+def run_sft(config: SFTConfig) -> dict[str, float]:
+    """Train a language model on texts, and save it with its tokenizer in ``config.output_dir``.
+
+    Returns:
+        train_loss (nats per trained token, mean over the run), rows, dropped (too long) and, with ``eval``, eval_loss
+        (nats per token) and eval_perplexity (e to that power).
+
+    Raises:
+        ConfigError: see the message; among others a row whose `query` is not the start of its text.
+    """
+    inputs = {"train": config.train, "eval": config.eval, "model": config.model}
+    stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
+    if (results := stage.done()) is not None:
+        return results
+    require_single_process("sft")
+    rows = load_rows(config.train, config.train_split, key="train")
+    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+    model, tokenizer = _start(config, rows)
+    longest = longest_row(model, config.max_length)
+    examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
+    held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0] if heldout else []
+
+    def evaluate() -> dict[str, float]:
+        loss, perplexity = loss_and_perplexity(model, held_examples, config.per_device_train_batch_size)
+        return {"eval_loss": loss, "eval_perplexity": perplexity}
+
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora, config.seed)
+    trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config, evaluate)
+    results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped}
+    if held_examples:
+        results |= evaluate()
+        logger.info("sft: held-out loss %.4f, perplexity %.2f", results["eval_loss"], results["eval_perplexity"])
+    publish_model(stage, trainer, tokenizer, results)
+    return results
+
+
+class SFTTrainer(StageTrainer):
+    """Cross-entropy of the response tokens. The head computes no logits elsewhere."""
+
+    def collate(self, examples: Sequence[EncodedRow]) -> dict[str, Tensor]:
+        """input_ids (B, T), and labels (B, T) that are -100 outside the response."""
+        tokens_BT, mask_BT = row_tensors(examples)
+        return {"input_ids": tokens_BT, "labels": tokens_BT.masked_fill(~mask_BT, -100)}
+
+    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+        """Nats, summed over the response tokens."""
+        mask_BT = batch["labels"] != -100
+        logits_NV = response_logits(model, batch["input_ids"], mask_BT)
+        return torch.nn.functional.cross_entropy(logits_NV, batch["labels"][mask_BT], reduction="sum")
+
+
+def encode_rows(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, completion_only: bool, longest: int, key: str
+) -> tuple[list[EncodedRow], int]:
+    """Rows as tokens, and how many were dropped for having more than ``longest``.
+
+    Args:
+        rows: see :meth:`~async_rlhf.data.formats.RowReader.demonstrations`.
+        tokenizer: its end-of-sequence token is added to every row.
+        completion_only: only the response is trained on.
+        longest: most tokens of a row.
+        key: the configuration key that errors name.
+
+    Raises:
+        ConfigError: a row is no demonstration, or has no prompt to leave out, or every row is too long.
+    """
+    prompts, responses = zip(*RowReader(tokenizer, key).demonstrations(rows), strict=True)
+    if completion_only and "" in prompts:
+        raise ConfigError(
+            f"completion_only: got True, and row {prompts.index('') + 1} of {key} has no prompt (`query`, or `prompt` "
+            "with `completion`, or `messages`); set completion_only false to train on whole texts"
+        )
+    encoded = zip(encode_texts(tokenizer, prompts, key), encode_responses(tokenizer, responses), strict=True)
+    examples = [EncodedRow(prompt + rest, len(prompt) if completion_only else 0) for prompt, rest in encoded]
+    kept = [row for row in examples if 1 < len(row.tokens) <= longest]
+    dropped = len(examples) - len(kept)
+    if not kept:
+        shortest = min(len(row.tokens) for row in examples)
+        right = f"no row of {key} has 2 to {longest} tokens (the shortest has {shortest})"
+        raise ConfigError(f"max_length: got {longest}; {right}")
+    if dropped:
+        logger.warning("%s: dropped %d of %d rows: not 2 to %d tokens", key, dropped, len(examples), longest)
+    return kept, dropped
+
+
+def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if config.model is not None:
+        trust = config.trust_remote_code
+        return load_policy(config.model, trust=trust), load_tokenizer(config.model, trust=trust)
+    size = config.new_model
+    texts = (prompt + response for prompt, response in RowReader(None, "train").demonstrations(rows))
+    tokenizer = train_tokenizer(texts, size.vocab_size, size.max_positions)
+    return new_gpt_neox(size, tokenizer, config.seed), tokenizer

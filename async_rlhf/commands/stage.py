@@ -1,0 +1,302 @@
+"""Stages that are skipped where they are done, and whose results are whole or not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import decides_result, dotted
+from async_rlhf.config.rewards import FunctionName
+from async_rlhf.config.secrets import without_secrets
+from async_rlhf.system.files import whole_file, whole_folder
+from async_rlhf.system.lock import hold
+
+logger = logging.getLogger(__name__)
+
+Source = str | Sequence[str] | Mapping[str, str] | None
+"""One file, folder or hub name, or several."""
+
+_MODEL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.index.json",
+    "adapter_*",
+    "*.py",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of work and the marker that says it is done: ``<folder>/<marker_name or name>.json``, written last.
+
+    The marker holds the configuration, fingerprints of what was read, and the results.
+
+    Args:
+        folder: where the marker lies, beside the outputs.
+        name: of the marker, and of the stage in messages.
+        config: a frozen dataclass with a field ``overwrite``.
+        inputs: configuration key -> the file, folder or hub name it gives (or several). They are compared by content.
+        owns_folder: the stage's output is the whole folder. Then a folder with other things in it is never replaced.
+        outputs: else the files it writes. They are never replaced without a marker or ``overwrite``.
+        overwrite_option: what errors tell the user to pass.
+        marker_name: of the marker where ``name`` would not tell two outputs in one folder apart.
+        locked: refuse a second process that does this stage, from :meth:`done` to the end of publishing.
+    """
+
+    folder: Path
+    name: str
+    config: Any
+    inputs: Mapping[str, Source]
+    owns_folder: bool = False
+    outputs: tuple[Path, ...] = ()
+    marker_name: str = ""
+    overwrite_option: str = "--overwrite"
+    locked: bool = True
+
+    @property
+    def marker(self) -> Path:
+        """The file that says the stage is done."""
+        return self.folder / f"{self.marker_name or self.name}.json"
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the marker says of configuration and inputs."""
+        values = dotted(dataclasses.asdict(self.config))
+        config = {key: value for key, value in values.items() if decides_result(self.config, key)}
+        # Through JSON and back, so that it equals what a marker says.
+        return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))
+
+    def done(self) -> dict[str, Any] | None:
+        """The results, if the stage was done with this configuration and these inputs; None if it is to be done.
+
+        Raises:
+            ConfigError: it was done with others, or the folder holds something else, or another process is doing it.
+        """
+        results = self._done()
+        if results is None and self.locked:
+            self.hold()
+            results = self._done()  # another process may have done it meanwhile
+            if results is not None:
+                self._release()
+        return results
+
+    def hold(self) -> None:
+        """Be the only process that does this stage, until it is published or nobody refers to it any more.
+
+        Raises:
+            InUseError: another one does it.
+        """
+        folder = self.folder.resolve()
+        # A folder that will be replaced as a whole has its lock beside it.
+        path = folder.with_name(f".{folder.name}.lock") if self.owns_folder else folder / f".{self.marker.name}.lock"
+        self.__dict__["_hold"] = hold(path, self.name, self.folder)
+
+    def _release(self) -> None:
+        if (held := self.__dict__.pop("_hold", None)) is not None:
+            held.release()
+
+    def _done(self) -> dict[str, Any] | None:
+        identity = self.identity
+        found = self._read_marker()
+        if found is None:
+            self._check_place()
+            return None
+        if self.config.overwrite:
+            logger.info("%s: done already, in %s; doing it again", self.name, self.folder)
+            return None
+        differences = list(_differences(found, identity))
+        if differences:
+            raise ConfigError(
+                f"{self.name}: {str(self.folder)!r} holds the result of another configuration:\n  "
+                + "\n  ".join(differences)
+                + f"\npass {self.overwrite_option} true to replace it, or choose another output"
+            )
+        if not all(path.is_file() for path in self.outputs):
+            return None
+        logger.info("%s: done already, in %s", self.name, self.folder)
+        self._list_of_begun.unlink(missing_ok=True)
+        return found["results"]
+
+    def _check_place(self) -> None:
+        """Nothing that is not this stage's own may be lost."""
+        if self.owns_folder and self.folder.exists() and any(self.folder.iterdir()):
+            raise ConfigError(
+                f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
+                f"earlier result of {self.name}"
+            )
+        begun = self._begun()
+        for path in self.outputs:
+            if path.exists() and not self.config.overwrite and path.name not in begun:
+                raise ConfigError(
+                    f"{self.name}: {str(path)!r} is there, but nothing says that this stage finished it; pass "
+                    f"{self.overwrite_option} true to replace it, or choose another output"
+                )
+
+    @contextmanager
+    def publish_folder(self, results: Mapping[str, Any]) -> Iterator[Path]:
+        """A temporary folder; with the marker in it, it takes the place of ``folder`` when the body has ended well."""
+        with whole_folder(self.folder) as temporary:
+            yield temporary
+            (temporary / self.marker.name).write_text(self._marker_text(results), encoding="utf-8")
+        self._release()
+
+    def publish_files(self, files: Mapping[Path, str], results: Mapping[str, Any]) -> None:
+        """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files.
+
+        A list of the files goes before all: a stage that was killed among them may be started again.
+        """
+        with whole_file(self._list_of_begun) as file:
+            json.dump([path.name for path in files], file)
+        self.marker.unlink(missing_ok=True)
+        for path, text in [*files.items(), (self.marker, self._marker_text(results))]:
+            with whole_file(path) as file:
+                file.write(text)
+        self._list_of_begun.unlink()
+        self._release()
+
+    @property
+    def _list_of_begun(self) -> Path:
+        return self.folder / f".{self.marker.name}.begun"
+
+    def _begun(self) -> list[str]:
+        """Files that a stage which was killed has begun to write."""
+        if not self._list_of_begun.is_file():
+            return []
+        return json.loads(self._list_of_begun.read_text(encoding="utf-8"))
+
+    def _marker_text(self, results: Mapping[str, Any]) -> str:
+        content = {"stage": self.name, **self.identity, "results": dict(results)}
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+    def _read_marker(self) -> dict[str, Any] | None:
+        if not self.marker.is_file():
+            return None
+        try:
+            found = json.loads(self.marker.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
+        if not isinstance(found, dict) or found.get("stage") != self.name:
+            raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
+        config = {key: value for key, value in found["config"].items() if decides_result(self.config, key)}
+        return {**found, "config": without_secrets(config)}
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
+    """One line for each key whose value or content is not what it was."""
+    old, new = found["inputs"], wanted["inputs"]
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            was, now = found["config"].get(key), wanted["config"].get(key)
+            yield f"{key}: was {was!r} ({old.get(key)}), is {now!r} ({new.get(key)})"
+    inputs = tuple(old.keys() | new.keys())
+    old, new = found["config"], wanted["config"]
+    for key in sorted(old.keys() | new.keys()):
+        compared = any(key == name or key.startswith(f"{name}.") for name in inputs)
+        if not compared and old.get(key) != new.get(key):
+            yield f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object a line. What JSON has no form for (dates) is written as text, NaN as null."""
+    return "".join(_json_line(row) for row in rows)
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    try:
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+        line.encode()
+    except ValueError:  # a number that is none, or half a character
+        line = json.dumps(_finite(row), allow_nan=False, default=str)
+    return line + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _fingerprints(inputs: Mapping[str, Source]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, source in inputs.items():
+        if isinstance(source, Mapping):
+            found[key] = {name: fingerprint(item) for name, item in source.items()}
+        elif source is None or isinstance(source, str):
+            found[key] = None if source is None else fingerprint(source)
+        else:
+            found[key] = [fingerprint(item) for item in source]
+    return found
+
+
+def fingerprint(source: str) -> str:
+    """What tells one input from another: a hash of the content where it is local, else the name.
+
+    Of a model's folder only the files of model and tokenizer count, so that logs and markers beside them may change.
+    A function, as "module:function" or "file.py:function(key=value)", counts with the file it is in, and of a package
+    with the files beside it.
+    """
+    if ":" in source and not Path(source).expanduser().exists():
+        return _function_fingerprint(source)
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _hash([path], path.parent, named=False)
+    if not path.is_dir():
+        return source
+    if (path / "config.json").is_file():
+        return _hash({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
+    files = [file for file in path.rglob("*") if not file.name.startswith((".", "cache-"))]
+    return _hash(files, path)
+
+
+def _function_fingerprint(name: str) -> str:
+    try:
+        wanted = FunctionName.parse(name, "")
+    except ConfigError:
+        return name  # not the name of a function, such as that of a data set on the hub
+    file = Path(wanted.place) if wanted.place.endswith(".py") else _module_file(wanted.place)
+    if file is None or not file.is_file():
+        return name
+    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
+    return f"{name.strip()[len(wanted.place) + 1 :]} in {_hash(files, file.parent)}"
+
+
+def _module_file(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None  # whoever loads the function says what is wrong with its name
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _hash(files: Iterable[Path], folder: Path, named: bool = True) -> str:
+    digest = xxhash.xxh3_128()
+    for path in sorted(file for file in files if file.is_file()):
+        if named:
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return f"xxh3:{digest.hexdigest()}"

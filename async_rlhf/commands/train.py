@@ -1,0 +1,123 @@
+"""Online training as a command: everything by name, loaded and handed to the trainer."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from async_rlhf.algorithms.table import find
+from async_rlhf.commands.stage import Stage
+from async_rlhf.config import ConfigError
+from async_rlhf.config.secrets import without_secrets
+from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.learner.launch import start_ranks
+from async_rlhf.models.loading import load_tokenizer
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.watch import Watch
+from async_rlhf.run.config import RunConfig
+from async_rlhf.run.folder import hold_folder, refuse_second
+from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.scoring.functions import load_object, load_reward_functions
+from async_rlhf.system.files import whole_file
+
+MARKER = "train"
+RUN_FILE = "run.yml"
+"""The whole configuration of a run, beside its logs: ``async-rlhf train --config run.yml`` runs it again."""
+
+
+def run_train(config: RunConfig) -> dict[str, Any]:
+    """Train a policy as the configuration says; skipped where that is done already.
+
+    Returns:
+        The metrics of the last batch that was logged.
+    """
+    ranks = start_ranks(config.train)
+    watch = Watch(ranks)
+    folder = Path(config.train.output_dir)
+    with watch.watching(), ExitStack() as stack:
+        if ranks.leads:
+            refuse_second(folder)  # at once: fingerprints of large models take their time
+        stage = train_stage(config)
+        results = ranks.from_lead("finished run", lambda: _done(stage, config))
+        if results is None:
+            if ranks.leads:  # until the run is marked as finished, which its trainer does not know of
+                stack.enter_context(hold_folder(folder))
+            results = _train(config, stage, ranks)
+    watch.close()
+    return results
+
+
+def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
+    """The results of a finished run, if it is this one."""
+    try:
+        return stage.done()
+    except ConfigError:
+        if not config.train.resuming:  # a finished run may be made longer; the checkpoint says what else differs
+            raise
+        return None
+
+
+def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
+    transformers.logging.disable_progress_bar()  # of every model that is loaded or saved; the run has its own
+    data, columns = config.data, [config.data.prompt_field]
+    train_rows: Rows = []
+    eval_rows: Rows | None = None
+    if ranks.leads:  # who hands out the prompts
+        train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
+        if data.eval is not None:
+            eval_rows = load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
+    trainer = OnlineTrainer(
+        config.model,
+        config.train,
+        train_rows,
+        reward_model=config.reward_model,
+        reward_funcs=load_reward_functions(config.reward_funcs),
+        ref_model=config.ref_model,
+        value_model=config.value_model,
+        eval_dataset=eval_rows,
+        processing_class=_tokenizer(config),
+        callbacks=[load_object(name, "callbacks") for name in config.callbacks],
+        prompt_field=data.prompt_field,
+        algorithm=find(config.algorithm),
+    )
+    if ranks.leads:
+        with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
+            # Options of vLLM and arguments of rewards may be secrets that we do not know.
+            os.fchmod(file.fileno(), 0o600)
+            yaml.safe_dump(without_secrets(asdict(config)), file, sort_keys=False)
+        stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
+    state = trainer.train()
+    results = state.log_history[-1] if state.log_history else {}
+    if ranks.leads:
+        stage.publish_files({}, results)
+    return results
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    if config.tokenizer is None:
+        return None
+    return load_tokenizer(config.tokenizer, "tokenizer", trust=config.train.trust_remote_code)
+
+
+def train_stage(config: RunConfig) -> Stage:
+    """The marker of a finished run."""
+    inputs = {
+        "model": config.model,
+        "ref_model": config.ref_model,
+        "value_model": config.value_model,
+        "reward_model": config.reward_model,
+        "reward_funcs": config.reward_funcs,
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+    }
+    option = "--train.overwrite_output_dir"
+    folder = Path(config.train.output_dir)
+    # The run locks its folder itself.
+    return Stage(folder, MARKER, config, inputs, overwrite_option=option, locked=False)

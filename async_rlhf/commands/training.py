@@ -1,0 +1,200 @@
+"""transformers' Trainer as the supervised stages use it: batches of like length, one global normaliser, a quiet bar."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from async_rlhf.commands.stage import Stage
+from async_rlhf.config import ConfigError
+from async_rlhf.config.stages import StageConfig
+from async_rlhf.models.loading import write_model
+
+logger = logging.getLogger(__name__)
+
+_POOL = 50  # batches that are sorted together: enough to waste little padding, few enough to stay random
+
+
+class LengthBatches(Sampler[list[int]]):
+    """Batches of rows of like length, in a random order that depends on the seed and the epoch alone.
+
+    Args:
+        lengths: tokens of each row.
+        size: rows of a batch; the last of a pass may be smaller.
+        seed: of the order. Each pass over the sampler is the next epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int], size: int, seed: int) -> None:
+        self.lengths = lengths
+        self.size = size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.lengths) / self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(len(self.lengths), generator=self._generator).tolist()
+        # Only whole batches and one rest: pools are multiples of the batch.
+        pools = [order[i : i + _POOL * self.size] for i in range(0, len(order), _POOL * self.size)]
+        ordered = [i for pool in pools for i in sorted(pool, key=lambda i: self.lengths[i])]
+        batches = [ordered[i : i + self.size] for i in range(0, len(ordered), self.size)]
+        for i in torch.randperm(len(batches), generator=self._generator).tolist():
+            yield batches[i]
+
+
+class QuietProgress(ProgressCallback):
+    """The Trainer's progress bar, with the newest numbers on it instead of printed to standard output."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Show loss and learning rate beside the bar."""
+        if self.training_bar is not None and logs is not None:
+            shown = {key: f"{logs[key]:.4g}" for key in ("loss", "learning_rate") if key in logs}
+            self.training_bar.set_postfix(shown, refresh=False)
+
+
+class _EvaluateEvery(TrainerCallback):
+    """Metrics of held-out data in the Trainer's log, every so many optimiser steps."""
+
+    def __init__(self, trainer: Trainer, steps: float, evaluate: Callable[[], dict[str, float]]) -> None:
+        self.trainer, self.steps, self.evaluate = trainer, steps, evaluate
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate, if it is time."""
+        every = self.steps if self.steps >= 1 else math.ceil(self.steps * state.max_steps)
+        if every > 0 and state.global_step % every == 0 and state.global_step < state.max_steps:
+            metrics = {name: value for name, value in self.evaluate().items() if isinstance(value, (int, float))}
+            self.trainer.log(metrics)
+            logger.info("step %d of %d: held-out loss %.4f", state.global_step, state.max_steps, metrics["eval_loss"])
+
+
+class StageTrainer(Trainer):
+    """A Trainer whose loss is a sum over an optimiser step's items divided by their number.
+
+    A subclass gives :meth:`loss_sum` and :meth:`collate`; a batch has ``labels``, which are -100 except at items.
+
+    Args:
+        model: is trained.
+        examples: any number.
+        lengths: tokens of each.
+        config: of the stage.
+        evaluate: gives `eval_loss` and more of held-out data.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        examples: Sequence[Any],
+        lengths: Sequence[int],
+        config: StageConfig,
+        evaluate: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self.config = config
+        self.batches = LengthBatches(lengths, config.per_device_train_batch_size, config.seed)
+        super().__init__(
+            model=model,
+            args=_training_arguments(config),
+            train_dataset=list(examples),
+            data_collator=self.collate,
+        )
+        # The loss below is divided by the items of the whole step, so the Trainer must not divide again.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self.remove_callback(ProgressCallback)
+        self.add_callback(QuietProgress)
+        self.add_callback(_EvaluateEvery(self, config.eval_steps, evaluate))
+
+    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """A batch on the CPU."""
+        raise NotImplementedError
+
+    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum of the losses of the batch's items, differentiable."""
+        raise NotImplementedError
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of like length."""
+        pin = torch.cuda.is_available()
+        return DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator, pin_memory=pin)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """This batch's share of the step's mean loss."""
+        device = inputs["input_ids"].device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.config.bf16):
+            return self.loss_sum(model, inputs) / num_items_in_batch
+
+
+def _training_arguments(config: StageConfig) -> TrainingArguments:
+    output = Path(config.output_dir).resolve()
+    args = TrainingArguments(
+        output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output at the end
+        num_train_epochs=config.num_epochs,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=config.warmup_steps or config.warmup_ratio,  # below 1 it is a share of the steps
+        weight_decay=config.weight_decay,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},  # the other kind finds no gradient below adapters
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,  # it replaces what went wrong by an older loss
+        report_to=config.report_to or "none",
+        save_strategy="no",
+        seed=config.seed,
+        remove_unused_columns=False,
+        disable_tqdm=False,
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # DataParallel would wrap the model, and split pairs
+    return args
+
+
+def train(trainer: StageTrainer) -> float:
+    """Run the training and return its mean loss.
+
+    Raises:
+        FloatingPointError: the loss was not a finite number.
+    """
+    output = trainer.train()
+    speed, loss = output.metrics["train_samples_per_second"], float(output.training_loss)
+    logger.info("%d steps, loss %.4f, %.1f rows/s", output.global_step, loss, speed)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the training loss is {loss}; lower learning_rate ({trainer.config.learning_rate})")
+    return loss
+
+
+def require_single_process(name: str) -> None:
+    """The supervised stages run in one process on one device."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise ConfigError(f"{name}: started in {world} processes; run it without torchrun or accelerate, in one")
+
+
+def publish_model(
+    stage: Stage, trainer: StageTrainer, tokenizer: PreTrainedTokenizerBase, results: Mapping[str, Any]
+) -> None:
+    """Save model, tokenizer, the marker and, in logs/, what the loggers wrote: whole or not at all."""
+    logs = Path(trainer.args.output_dir)
+    with stage.publish_folder(results) as folder:
+        write_model(trainer.model, tokenizer, folder)
+        if logs.is_dir() and any(logs.iterdir()):
+            shutil.move(logs, folder / "logs")
+    shutil.rmtree(logs, ignore_errors=True)

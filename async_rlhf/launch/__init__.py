@@ -1,1 +1,0 @@
-"""Where a run runs: several ranks, DeepSpeed, Ray."""

@@ -1,0 +1,1 @@
+"""Who trains: the learner, what watches its ratios, and the strategies that spread its weights."""

@@ -1,0 +1,74 @@
+"""The ranks that torchrun, accelerate launch or srun have started, and the device of each.
+
+torchrun --nproc-per-node 2 -m async_rlhf.cli train --config run.yml
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.parallel import launched_on_host, launched_ranks
+from async_rlhf.models.loading import default_device
+from async_rlhf.ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
+
+_FOR_EVER = timedelta(days=365)
+"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/watch.py)."""
+
+
+def start_ranks(config: OnlineConfig) -> Ranks:
+    """Meet the other ranks, if the process was launched as one of several.
+
+    Raises:
+        ConfigError: there are not as many as ``parallel.ranks`` says.
+    """
+    launched = launched_ranks()
+    right = f"must be {launched}, the processes that were launched, or left out"
+    if launched == 1:
+        right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
+        right += f" {config.parallel.ranks} -m async_rlhf.cli train ..."
+    require(config.parallel.ranks == launched, "parallel.ranks", config.parallel.ranks, right)
+    if launched == 1:
+        if config.parallel.strategy not in ("auto", "ddp"):
+            logger.warning(
+                "parallel.strategy: %r has no effect on one rank; start with torchrun", config.parallel.strategy
+            )
+        return Ranks()
+    # transformers would leave the weights of all but one rank zero, for somebody to broadcast them.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    local, on_host = int(os.environ.get("LOCAL_RANK", 0)), launched_on_host()
+    if uses_gpu(config):
+        right = "the variable LOCAL_RANK must say which GPU of its host a rank takes"
+        require("LOCAL_RANK" in os.environ, "device", config.device, right)
+        right = f"host {os.uname().nodename} has {torch.cuda.device_count()} GPUs for {on_host} ranks"
+        require(torch.cuda.device_count() >= on_host, "device", config.device, right)
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if uses_gpu(config) else "cpu:gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
+        # A thread of gloo's that still holds a tensor of Python's would abort the interpreter as it ends.
+        atexit.register(dist.destroy_process_group)
+    return Ranks(
+        dist.get_rank(), dist.get_world_size(), local, on_host, dist.new_group(timeout=_FOR_EVER, backend="gloo")
+    )
+
+
+def uses_gpu(config: OnlineConfig) -> bool:
+    """Whether the learner's ranks compute on GPUs."""
+    return torch.cuda.is_available() if config.device is None else config.device != "cpu"
+
+
+def rank_device(config: OnlineConfig, ranks: Ranks) -> torch.device:
+    """The device of this rank: of several on GPUs, that of its number on the host."""
+    if ranks.count > 1:
+        return torch.device("cuda", ranks.local_rank) if uses_gpu(config) else torch.device("cpu")
+    return torch.device(config.device) if config.device else default_device()

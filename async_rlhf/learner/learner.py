@@ -1,0 +1,299 @@
+"""The learner: policy, reference, value model and optimiser. Annotates what was sampled, and updates on it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, get_scheduler
+
+from async_rlhf.algorithms.kl import adapted_coefficient, k1
+from async_rlhf.algorithms.policy import kl_penalties
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.learner.monitor import RatioMonitor
+from async_rlhf.models.adapters import adapters_off, has_adapters
+from async_rlhf.models.forward import (
+    PolicyAndValueWrapper,
+    end_values,
+    head_in_float32,
+    response_logprobs,
+    response_values,
+)
+from async_rlhf.models.loading import disable_dropout
+from async_rlhf.models.rows import by_length, dealt, sampled_rows
+from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
+from async_rlhf.types import Experience, ScoredBatch
+
+
+class Learner:
+    """Trains one policy with one algorithm.
+
+    Args:
+        policy: trained in place, with float32 weights; of a policy with adapters only those are trained.
+        reference: stays as it is; None takes the policy as it is now: a copy, or its weights without adapters.
+        algorithm: the objective.
+        config: of that algorithm.
+        value: a value model, or a value head on the policy's states, where the algorithm needs values.
+        parallel: how work and weights are divided among ranks; None for a single one.
+        load: puts the weights of a checkpoint into what is trained, before anything is spread.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        algorithm: Algorithm,
+        config: OnlineConfig,
+        value: PreTrainedModel | nn.Linear | None = None,
+        parallel: Parallel | None = None,
+        load: Callable[[PolicyAndValueWrapper], None] | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.config = config
+        self.needs = algorithm.needs(config)
+        self.parallel = parallel or Parallel()
+        self.ranks = self.parallel.ranks
+        self.policy = disable_dropout(policy)
+        own_reference = self._frozen_reference(reference)
+        for model in filter(None, (policy, own_reference) if config.head_float32 else ()):
+            head_in_float32(model)
+        self.value = None if value is None else disable_dropout(value)
+        self.model = PolicyAndValueWrapper(policy, self.value)
+        self.fingerprint = self._fingerprint(own_reference)
+        """A checksum of what stays as it is: the reference policy, and the weights below adapters."""
+        if load is not None:
+            load(self.model)
+        for model in (policy, value):
+            if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
+                model.gradient_checkpointing_enable()
+                model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
+        # Where weights are spread, nothing from here on may count on having them.
+        self.reference = None if own_reference is None else self.parallel.frozen(own_reference)
+        parts = [self.policy] if self.value is None else [self.policy, self.value]
+        self.optimizer = self.parallel.prepare(self.model, parts, self._optimizer)
+        self.scheduler = get_scheduler(
+            config.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=config.num_optimizer_steps,
+        )
+        self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
+        self._batch_config = config
+        """With the KL coefficient of the batch at hand."""
+        self.model.train()
+
+    def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
+        """A model of its own, or None where there is no need of one: no KL, or adapters that can be switched off."""
+        if not self.needs.reference or (reference is None and has_adapters(self.policy)):
+            return None
+        own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
+        return own.requires_grad_(False).eval()
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        config = self.config
+        trained = trainable(self.policy)
+        right = "has no weight that is to be trained; load adapters with is_trainable=True"
+        require(bool(trained), "model", type(self.policy).__name__, right)
+        groups = decayed_groups(trained, config.learning_rate, config.weight_decay)
+        if self.value is not None:
+            rate = config.learning_rate if self.needs.value_learning_rate is None else self.needs.value_learning_rate
+            groups += decayed_groups(trainable(self.value), rate, config.weight_decay)
+        return torch.optim.AdamW(
+            groups,
+            lr=config.learning_rate,  # some schedules ask for the default
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
+        """Add what reference, policy and value model say before the update, then let the algorithm assign credit.
+
+        Every rank must call it, with the same batch, and ends up with all of it. A prompt with a completion that has no
+        reward is left out.
+
+        Returns:
+            What to train on, and metrics over all samples of the batch, trained on or not.
+        """
+        rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
+        groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
+        rows = sampled_rows([sample for group in groups for sample in group.samples])
+        weights_U = torch.ones(len(rows["tokens_BT"]))
+        experience = Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
+        return self._annotate(experience) if len(experience) else (experience, {})
+
+    def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        """The same from rows that say nothing but what was sampled."""
+        if self.needs.reference:
+            experience = self._add(experience, self._by_reference)
+        if self.needs.old_logprobs or self.needs.values:
+            experience = self._add(experience, self._before_update)
+        if self.needs.end_values:
+            experience = self._add(experience, self._at_the_end)
+        config = self._batch_config = self._adapted_config()
+        metrics = _objective_metrics(experience, config)
+        if config.samples_per_prompt > 1:
+            scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
+            metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
+        credited = self.algorithm.credit(experience, config)
+        penalty = config.kl_penalty
+        if penalty is not None and penalty.target is not None and "objective/kl" in metrics:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef, metrics["objective/kl"], penalty.target, len(experience), penalty.horizon
+            )
+        return credited, metrics
+
+    def _adapted_config(self) -> OnlineConfig:
+        """The configuration with the KL coefficient as it is now."""
+        penalty = self.config.kl_penalty
+        if penalty is None or penalty.target is None:
+            return self.config
+        return self.config.with_kl_penalty(replace(penalty, coef=self.kl_coef))
+
+    def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
+        """The rows with more fields, computed without gradient in batches of like length, by all ranks."""
+        self.ranks.meet("annotating")
+        device, found = self.parallel.device_of(self.policy), []
+        batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
+        with torch.no_grad():
+            for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
+                part = rows.select(index)
+                values = compute(part.tokens_BT.to(device), part.sampled_BT.to(device))
+                if counts:
+                    found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
+        fields: dict[str, Any] = {}
+        for index, values in (item for items in self.ranks.gather("annotations", found) for item in items):
+            for name, tensor in values.items():
+                if name.endswith("_BT"):
+                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.sampled_BT))
+                    whole_BT[index, : tensor.shape[1]] = tensor
+                else:
+                    fields.setdefault(name, torch.zeros(len(rows)))[index] = tensor
+        return replace(rows, **fields)
+
+    def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        temperature = self.config.generation.temperature
+        model = self.policy if self.reference is None else self.reference
+        with adapters_off(model) if self.reference is None else nullcontext(), self._autocast():
+            output = response_logprobs(model, tokens_BT, mask_BT, temperature, with_entropies=False)
+        return {"reference_logprobs_BT": output.logprobs_BT}
+
+    def _before_update(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        """Log-probabilities where the objective needs them from before the update, and values."""
+        found = {}
+        with self._autocast():
+            if self.needs.old_logprobs or self.model.head is not None:
+                temperature = self.config.generation.temperature
+                output = response_logprobs(self.policy, tokens_BT, mask_BT, temperature, False, self.model.head)
+                if self.needs.old_logprobs:
+                    found["old_logprobs_BT"] = output.logprobs_BT
+                if output.values_BT is not None:
+                    found["values_BT"] = output.values_BT
+            if isinstance(self.value, PreTrainedModel):
+                found["values_BT"] = response_values(self.value, tokens_BT, mask_BT)
+        return found
+
+    def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+        """Values of whole texts, the end of which is the last response token."""
+        assert self.value is not None
+        positions_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
+        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
+        with self._autocast():
+            return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
+
+    def update(self, experience: Experience, batch: int) -> dict[str, float]:
+        """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them.
+
+        Every rank must call it, with the same experience.
+        """
+        self.ranks.meet(f"training on batch {batch}")
+        loss_sums: defaultdict[str, float] = defaultdict(float)
+        seen = RatioMonitor()
+        total_weight, steps, norms = 0.0, 0, [0.0] * (1 if self.value is None else 2)
+        for units_U in self._mini_batches(experience.units, batch):
+            mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
+            weight = mini_batch.weight
+            if weight > 0:  # a mini-batch of ties only would move the weights by the optimiser's momentum alone
+                self._backward(mini_batch, weight, loss_sums, seen)
+                limit = self.config.max_grad_norm or float("inf")
+                norms = [total + norm for total, norm in zip(norms, self.parallel.step(limit), strict=False)]
+                total_weight += weight
+                steps += 1
+            self.scheduler.step()
+        everyone = self.ranks.gather("losses", (dict(loss_sums), seen))
+        sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
+        metrics = {name: value / total_weight for name, value in sums.items()}
+        metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
+        metrics["optimizer_steps"] = float(steps)
+        names = ("grad_norm", "value_grad_norm")
+        metrics |= {name: norm / max(steps, 1) for name, norm in zip(names, norms, strict=False)}
+        metrics["lr"] = self.scheduler.get_last_lr()[0]
+        return metrics
+
+    def _mini_batches(self, units: int, batch: int) -> Iterator[Tensor]:
+        """Units of each mini-batch, in an order that depends on seed, batch and epoch alone."""
+        for epoch in range(self.config.num_epochs):
+            key = [self.config.seed, batch << 16 | epoch]
+            order_U = np.random.Generator(np.random.Philox(key=key)).permutation(units)
+            yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
+
+    def _backward(self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], seen: RatioMonitor) -> None:
+        """Accumulate the gradient of (sum of losses) / weight over micro-batches of like length, and the metrics.
+
+        The weight is that of the whole mini-batch, of which each rank has some micro-batches.
+        """
+        config, device = self._batch_config, self.parallel.device_of(self.policy)
+        longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
+        parts = list(by_length(longest_U, self.config.per_device_train_batch_size))
+        mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
+        for number, (units_U, counts) in enumerate(mine, start=1):
+            micro_batch = mini_batch.select(units_U).map(lambda _, x: x.to(device, non_blocking=True))
+            with self.parallel.accumulating(last=number == len(mine)):
+                with self._autocast():
+                    tokens_BT, mask_BT = micro_batch.tokens_BT, micro_batch.sampled_BT
+                    output = self.parallel.forward(tokens_BT, mask_BT, config.generation.temperature)
+                loss = self.algorithm.loss(output, micro_batch, config)
+                self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
+            if counts:
+                for name, value in loss.metrics.items():
+                    loss_sums[name] += float(value)
+                seen.add(output, micro_batch)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.parallel.device_of(self.policy).type, torch.bfloat16, enabled=self.config.bf16)
+
+    def _fingerprint(self, reference: PreTrainedModel | None) -> str:
+        fixed = {name: p.data for name, p in self.model.named_parameters() if not p.requires_grad}
+        if reference is not None:
+            fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(reference).items()}
+        return checksum(fixed)
+
+
+def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
+    """Over all samples, by the log-probabilities of the weights that sampled them: unbiased for those weights."""
+    mask_BT = experience.sampled_BT
+    behaviour_BT = experience.behaviour_logprobs_BT
+    metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
+    if experience.reference_logprobs_BT is None:
+        return metrics
+    kl_B = (k1(behaviour_BT, experience.reference_logprobs_BT) * mask_BT).sum(dim=1)
+    metrics["objective/kl"] = kl_B.mean().item()
+    if config.kl_penalty is None:
+        return metrics
+    metrics["objective/kl_coef"] = config.kl_penalty.coef
+    if config.kl_penalty.where == "reward":
+        penalty = kl_penalties(experience, config.kl_penalty).sum(dim=1).mean().item()
+        metrics["objective/non_score_reward"] = -penalty
+        metrics["objective/rlhf_reward"] = experience.scores_B.mean().item() - penalty
+    return metrics

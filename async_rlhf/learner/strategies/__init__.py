@@ -1,0 +1,1 @@
+"""How weights and work are spread over ranks, one strategy a file."""

@@ -1,0 +1,78 @@
+"""What the configuration, or accelerate's, chooses: how work and weights are spread over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from async_rlhf.config import OnlineConfig, ParallelConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.parallel import Strategy
+from async_rlhf.learner.launch import rank_device
+from async_rlhf.learner.strategies.ddp import DataParallel
+from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+_ZERO: dict[str, Strategy] = {"1": "zero1", "2": "zero2", "3": "zero3"}
+
+
+def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str, str] = os.environ) -> ParallelConfig:
+    """The configuration with strategy "auto" resolved, by what ``accelerate launch`` has put into the environment.
+
+    Raises:
+        ConfigError: an accelerate config file asks for what the configuration contradicts.
+    """
+    if config.strategy != "auto":
+        return config
+
+    def said(name: str) -> str:
+        return environment.get(name, "").lower()
+
+    asked = said("ACCELERATE_MIXED_PRECISION")
+    right = f"the accelerate config file says mixed_precision: {asked}; set bf16 to match, or leave it out there"
+    require(asked in ("", "no", "bf16") and (asked == "bf16") <= bf16, "bf16", bf16, right)
+    if said("ACCELERATE_USE_DEEPSPEED") == "true":
+        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+        right = f"the accelerate config file names {file}; set parallel.strategy, and its options as parallel.deepspeed"
+        require(file in ("", "none"), "parallel.strategy", "auto", right)
+        stage = said("ACCELERATE_DEEPSPEED_ZERO_STAGE") or "2"
+        right = f"the accelerate config file says zero_stage: {stage}; must be 1, 2 or 3"
+        require(stage in _ZERO, "parallel.strategy", "auto", right)
+        kinds = ("OPTIMIZER", "PARAM")
+        offload = any(said(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE") == "cpu" for kind in kinds)
+        return replace(config, strategy=_ZERO[stage], cpu_offload=config.cpu_offload or offload)
+    if said("ACCELERATE_USE_FSDP") == "true":
+        keep = said("FSDP_RESHARD_AFTER_FORWARD") in ("false", "shard_grad_op")
+        offload = said("FSDP_OFFLOAD_PARAMS") == "true"
+        return replace(
+            config,
+            strategy="fsdp",
+            cpu_offload=config.cpu_offload or offload,
+            reshard_after_forward=config.reshard_after_forward and not keep,
+        )
+    return replace(config, strategy="ddp")
+
+
+def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
+    """What ``parallel.strategy`` asks for."""
+    if ranks.count == 1:
+        return Parallel(ranks)
+    parallel = from_accelerate(config.parallel, config.bf16)
+    spread = parallel.strategy in ("fsdp", "zero3")
+    right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+    require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
+    if ranks.leads:
+        logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
+    if parallel.strategy == "ddp":
+        return DataParallel(ranks)
+    device = rank_device(config, ranks)
+    if parallel.strategy == "fsdp":
+        return FullyShardedDataParallel(ranks, parallel, device)
+    from async_rlhf.learner.strategies.deepspeed import ZeRO
+
+    return ZeRO(ranks, parallel, device, config)

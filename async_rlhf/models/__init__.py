@@ -1,0 +1,1 @@
+"""Models: loading and saving, forward passes, adapters, numbered snapshots of weights."""

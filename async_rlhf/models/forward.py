@@ -1,0 +1,265 @@
+"""Forward passes on rows: log-probabilities of responses, scores of a reward model, values.
+
+Rows are padded on the right, so that under causal attention no real token ever sees padding: no attention mask and
+no position ids are needed, and any causal language model of transformers works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_rlhf.models.logprobs import entropies, selected_logprobs
+from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.types import PolicyOutput
+
+
+@contextmanager
+def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]]:
+    """Within, the model's head sees only the hidden states at ``mask_BT``: logits come out as (N, V).
+
+    The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
+
+    Yields:
+        A list that each forward pass adds those hidden states to, (N, H).
+    """
+    seen: list[Tensor] = []
+
+    def keep_and_pass_on(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(inputs[0][mask_BT])
+        return (seen[-1],)
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on, prepend=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+class _OutOfAutocast:
+    """Hooks that have a module compute in float32, whatever is around it."""
+
+    def __init__(self) -> None:
+        self._contexts: list[torch.autocast] = []
+
+    def before(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        self._contexts.append(torch.autocast(inputs[0].device.type, enabled=False))
+        self._contexts[-1].__enter__()
+        return (inputs[0].float(),)
+
+    def after(self, *_: Any) -> None:
+        if self._contexts:  # it is called although something before it has failed
+            self._contexts.pop().__exit__(None, None, None)
+
+
+def head_in_float32(model: PreTrainedModel) -> None:
+    """From now on, have the model's head compute in float32 also where the rest is under autocast.
+
+    Whatever asks the model gets the same then: the loss, the reference, and the comparison with the engine.
+    """
+    head, hooks = model.get_output_embeddings(), _OutOfAutocast()
+    head.register_forward_pre_hook(hooks.before)
+    head.register_forward_hook(hooks.after, always_call=True)
+
+
+def _predicting(sampled_BT: Tensor) -> Tensor:
+    """Where the states lie that predict the response tokens: what predicts token t stands at t - 1."""
+    predicts_BT = torch.zeros_like(sampled_BT, dtype=torch.bool)
+    predicts_BT[:, :-1] = sampled_BT[:, 1:].bool()
+    return predicts_BT
+
+
+def response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
+    """Logits that predict the response tokens, in the order of ``tokens_BT[sampled_BT]``.
+
+    Args:
+        model: any causal language model.
+        tokens_BT: rows of prompt and response, padded on the right.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
+
+    Returns:
+        (N, V) float32 for the N response tokens.
+    """
+    return _logits_and_states(model, tokens_BT, sampled_BT)[0]
+
+
+def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> tuple[Tensor, Tensor]:
+    with _logits_at(model, _predicting(sampled_BT)) as seen:
+        logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
+    return logits_NV.reshape(-1, logits_NV.shape[-1]).float(), seen[-1]
+
+
+def response_logprobs(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    sampled_BT: Tensor,
+    temperature: float,
+    with_entropies: bool = True,
+    value_head: nn.Linear | None = None,
+) -> PolicyOutput:
+    """Log-probability of each response token, and the entropy of the distribution it was drawn from.
+
+    Args:
+        model: any causal language model.
+        tokens_BT: rows of prompt and response, padded on the right.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
+        temperature: logits are divided by it.
+        with_entropies: False saves their computation and returns zeros in their place.
+        value_head: gives values from the states that the model's own head sees.
+
+    Returns:
+        (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
+    """
+    logits_NV, states_NH = _logits_and_states(model, tokens_BT, sampled_BT)
+    logits_NV = logits_NV / temperature
+    response_BT = sampled_BT.bool()
+    empty_BT = torch.zeros(sampled_BT.shape, dtype=torch.float32, device=logits_NV.device)
+    logprobs_BT = empty_BT.masked_scatter(response_BT, selected_logprobs(logits_NV, tokens_BT[response_BT]))
+    entropies_BT, values_BT = empty_BT, None
+    if with_entropies:
+        with torch.no_grad():
+            entropies_BT = empty_BT.masked_scatter(response_BT, entropies(logits_NV))
+    if value_head is not None:
+        values_BT = empty_BT.masked_scatter(response_BT, _scalars(value_head, states_NH))
+    return PolicyOutput(logprobs_BT, entropies_BT, values_BT)
+
+
+def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
+    """Value of the text before each response token.
+
+    Args:
+        model: a sequence-classification model, as for :func:`reward_scores`.
+        tokens_BT: rows of prompt and response, padded on the right.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
+
+    Returns:
+        (B, T) float32, 0 outside the response.
+    """
+    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    values_N = _scalars(model.score, hidden_BTH[_predicting(sampled_BT)])
+    empty_BT = torch.zeros(sampled_BT.shape, dtype=torch.float32, device=values_N.device)
+    return empty_BT.masked_scatter(sampled_BT.bool(), values_N)
+
+
+def end_values(
+    policy: PreTrainedModel, value: PreTrainedModel | nn.Linear, tokens_BT: Tensor, lengths_B: Tensor
+) -> Tensor:
+    """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
+
+    Args:
+        policy: whose states the head reads.
+        value: a value model of its own, or a head.
+        tokens_BT: rows of prompt and response, padded on the right.
+        lengths_B: real tokens of each row.
+    """
+    if not isinstance(value, nn.Linear):
+        return reward_scores(value, tokens_BT, lengths_B)
+    last_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) == lengths_B[:, None] - 1
+    with _logits_at(policy, last_BT) as seen:
+        policy(input_ids=tokens_BT, use_cache=False)
+    return _scalars(value, seen[-1])
+
+
+def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
+    """The head's only output, (N,) float32.
+
+    In bfloat16 a score near 4 has a step of 0.03: real preferences would become ties.
+    """
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return head(hidden_NH.to(head.weight.dtype)).squeeze(-1).float()
+
+
+class PolicyAndValueWrapper(nn.Module):
+    """Everything that is trained, in one module with one forward pass: the policy, and PPO's values if there are any.
+
+    Args:
+        policy: any causal language model.
+        value: a value model of its own, or a head on the policy's states, or None.
+    """
+
+    def __init__(self, policy: PreTrainedModel, value: PreTrainedModel | nn.Linear | None = None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value = value
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The value head, where values share the policy's trunk."""
+        return self.value if isinstance(self.value, nn.Linear) else None
+
+    def forward(
+        self, tokens_BT: Tensor, sampled_BT: Tensor, temperature: float, with_entropies: bool = True
+    ) -> PolicyOutput:
+        """See :func:`response_logprobs` and :func:`response_values`."""
+        output = response_logprobs(
+            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, value_head=self.head
+        )
+        if isinstance(self.value, PreTrainedModel):
+            return output._replace(values_BT=response_values(self.value, tokens_BT, sampled_BT))
+        return output
+
+
+def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """Score of each row, read at its last real token.
+
+    Args:
+        model: a sequence-classification model with a linear head named ``score`` (as all of transformers' decoder
+            models have) and one output.
+        tokens_BT: rows of prompt and response, padded on the right.
+        lengths_B: real tokens of each row.
+
+    Returns:
+        (B,) float32.
+    """
+    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    last_BH = hidden_BTH[torch.arange(len(lengths_B), device=hidden_BTH.device), lengths_B - 1]
+    return _scalars(model.score, last_BH)
+
+
+def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int, bf16: bool = False) -> Tensor:
+    """Scores of rows of any lengths, in batches of like length; see :func:`score_in_batches`."""
+    return score_in_batches(lambda batches: [score_batch(model, batch, bf16) for batch in batches], rows, batch_size)
+
+
+def score_in_batches(
+    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]], rows: Sequence[tuple[int, ...]], batch_size: int
+) -> Tensor:
+    """Scores of rows of any lengths, in batches of like length.
+
+    Equal rows are scored once: rounding depends on the padding beside a row, and equal completions must tie.
+
+    Args:
+        score: the scores of each batch, in whatever process; what makes up a batch does not depend on that.
+        rows: tokens of prompt and response.
+        batch_size: most rows of a batch.
+
+    Returns:
+        (len(rows),) float32 on the CPU.
+    """
+    number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+    unique = list(number)
+    scores_B = torch.zeros(len(unique))
+    indices = list(by_length(torch.tensor([len(row) for row in unique]), batch_size))
+    found = score([[unique[i] for i in index.tolist()] for index in indices])
+    for index, scores in zip(indices, found, strict=True):
+        scores_B[index] = scores
+    return scores_B[torch.tensor([number[row] for row in rows])]
+
+
+@torch.no_grad()
+def score_batch(
+    model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False, device: torch.device | None = None
+) -> Tensor:
+    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed where the weights are,
+    or on the device.
+    """
+    device = model.device if device is None else device
+    tokens_BT = pad_rows(rows, torch.long).to(device)
+    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        return reward_scores(model, tokens_BT, lengths_B).float().cpu()

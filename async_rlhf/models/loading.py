@@ -1,0 +1,420 @@
+"""Loading, checking, making and saving models: policy, reference, reward."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from async_rlhf.config import ConfigError, NewModelConfig
+from async_rlhf.config.base import require
+from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import ALONE, Parallel
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+VALUE_HEAD = "value_head.safetensors"
+
+
+def default_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def _check_source(name: str, key: str) -> None:
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model")
+
+
+def brings_code(kind: type) -> bool:
+    """Whether a class of a model or a configuration is code that came with a model, and not transformers' own.
+
+    Such a class is there only where the user has said that this code may be run.
+    """
+    return kind.__module__.startswith("transformers_modules.")
+
+
+def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any) -> Any:
+    """The one place where anything of transformers is loaded by name.
+
+    ``trust_remote_code`` is always said: left open, transformers would ask on the standard input, and take its answer.
+
+    Raises:
+        ConfigError: it brings code that the user has not said to trust.
+    """
+    _check_source(name, key)
+    try:
+        return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
+    except ValueError as error:
+        if trust or "trust_remote_code" not in str(error):
+            raise
+        right = f"must be true to load {key}, {name!r}, which brings Python code of its own that is run then"
+        raise ConfigError(f"trust_remote_code: got False; {right}") from None
+
+
+def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    Args:
+        name: the folder or hub name.
+        key: the configuration key that errors name.
+        trust: whether Python code that is beside it may be run.
+
+    Raises:
+        ConfigError: there is none, or it has no end-of-sequence token, or it brings code.
+    """
+    try:
+        tokenizer = _from_pretrained(AutoTokenizer, name, key, trust)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
+    # Of a folder with a model alone, transformers makes a tokenizer without a vocabulary.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        right = "must be a folder with tokenizer files beside the model"
+        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}; it has none; {right}")
+    return check_tokenizer(tokenizer)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Require an end-of-sequence token, and give a tokenizer without padding token that one.
+
+    That is safe here: lengths come from the sampler, so padding is never recognised by its value.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("processing_class.eos_token: got None; the tokenizer needs one, or no completion could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(
+    name: str, device: torch.device | str = "cpu", key: str = "model", *, trust: bool = False
+) -> PreTrainedModel:
+    """A causal language model in float32 with dropout off; with ``trust``, code that comes with it may be run."""
+    return disable_dropout(_load(AutoModelForCausalLM, name, key, trust).to(device))
+
+
+def load_reward_model(
+    name: str, device: torch.device | str = "cpu", key: str = "reward_model", *, trust: bool = False
+) -> PreTrainedModel:
+    """A sequence-classification model with one output, in float32, in evaluation mode; for ``trust`` see
+    :func:`load_policy`.
+    """
+    model = _load(AutoModelForSequenceClassification, name, key, trust, num_labels=1)
+    return check_reward_model(model, key).to(device).eval()
+
+
+def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> PreTrainedModel:
+    """Require the head that scores are read from."""
+    if not isinstance(getattr(model, "score", None), nn.Module):
+        raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; must be a decoder model with one")
+    return model
+
+
+def reward_model_for(
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase, trust: bool = False
+) -> PreTrainedModel:
+    """The given reward model, or the one of that name, which must read the policy's tokens."""
+    if isinstance(model, str):
+        check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
+        model = load_reward_model(model, trust=trust)
+    check_embeddings(model, tokenizer, "reward_model")
+    return check_reward_model(model).eval()
+
+
+def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTrainedModel:
+    """A whole model in float32: weights that the folder lacks would be random, and are an error."""
+    what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
+    try:
+        model, report = _from_pretrained(
+            kind, name, key, trust, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")
+    return model
+
+
+def new_reward_model(
+    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, key: str = "model", *, trust: bool = False
+) -> PreTrainedModel:
+    """A reward model on the body of a language model, in float32 with dropout off.
+
+    Its head starts from a normal distribution of standard deviation 1 / sqrt(hidden size + 1) that depends on the
+    seed alone (Stiennon et al., "Learning to summarize from human feedback", 2020).
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind = AutoModelForSequenceClassification
+        try:
+            model = _from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{key}: no reward model could be made from {name!r}: {error}") from error
+        if getattr(model, "score", None) is None:
+            raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; use a decoder model")
+        nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return disable_dropout(model)
+
+
+def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
+    """A value model on a copy of the policy's body, that says 0 before it has learnt anything."""
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    try:
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
+    except ValueError as error:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
+    check_reward_model(model, "value_model")
+    prefix = f"{policy.base_model_prefix}."
+    body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
+    missing = model.base_model.load_state_dict(body, strict=False).missing_keys
+    if missing:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing[0]}")
+    nn.init.zeros_(model.score.weight)
+    return disable_dropout(model).to(policy.device)
+
+
+def load_value_head(folder: Path, head: nn.Linear) -> None:
+    """Read a value head that :func:`write_value_head` wrote."""
+    file = folder / VALUE_HEAD
+    if not file.is_file():
+        raise ConfigError(f"value_model: got {str(folder)!r}; with shared_trunk it must be a folder with {VALUE_HEAD}")
+    try:
+        head.load_state_dict(load_file(file))
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"value_model: {str(file)!r} holds no head for this policy: {error}") from error
+
+
+def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
+    """A value head on the policy's states that says 0 everywhere, or the one in a folder."""
+    head = nn.Linear(policy.get_output_embeddings().in_features, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    if folder is not None:
+        load_value_head(Path(folder), head)
+    return head
+
+
+def value_model_for(
+    given: PreTrainedModel | str | None,
+    reward_model: PreTrainedModel | None,
+    policy: PreTrainedModel,
+    device: torch.device,
+    trust: bool = False,
+) -> PreTrainedModel:
+    """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
+    if isinstance(given, str):
+        return load_reward_model(given, device, "value_model", trust=trust)
+    if given is not None and given is reward_model:
+        raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
+    if given is not None:
+        return check_reward_model(given, "value_model").to(device)
+    return (new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model)).to(device)
+
+
+def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
+    """Require every rank to have been given the same models, under these names."""
+    if ranks.count == 1:
+        return
+    mine = {key: checksum(named_weights(model)) for key, model in models.items() if model is not None}
+    for rank, theirs in enumerate(ranks.gather("models", mine)):
+        for key in mine:
+            found = f"different weights on ranks {rank} and {ranks.rank}"
+            require(theirs.get(key) == mine[key], key, found, "must be the same model on every rank")
+
+
+def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel = ALONE) -> None:
+    """Write a value head into a folder; see :func:`write_model`."""
+    whole = collected_weights(head, parallel=parallel)
+    if parallel.ranks.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(whole, folder / VALUE_HEAD)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str) -> None:
+    """Require two tokenizers to read the same token ids alike."""
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        differing = sum(theirs.get(token) != index for token, index in ours.items())
+        raise ConfigError(
+            f"{key}: its vocabulary has {len(theirs)} tokens, the policy's {len(ours)}, and {differing} of the "
+            "policy's tokens read otherwise; must be a model with the policy's tokenizer"
+        )
+
+
+def disable_dropout(model: Model) -> Model:
+    """Set every dropout probability to 0, so that train and eval mode compute the same."""
+    names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "dropout")
+    holders: list[Any] = [getattr(model, "config", None), *model.modules()]
+    for holder in holders:
+        if isinstance(holder, nn.Dropout):
+            holder.p = 0.0
+        for name in names:  # attention reads its own copy of the number
+            if isinstance(getattr(holder, name, None), float):
+                setattr(holder, name, 0.0)
+    return model
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """AdamW in bfloat16 moves few weights at the rates of RLHF: the masters are float32, whatever was loaded."""
+    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        return model
+    logger.warning("model: its weights are converted to float32; set bf16 to compute in bfloat16")
+    return model.float()
+
+
+def check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """Require an embedding for every token of the policy's tokenizer."""
+    rows, tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
+    if rows < tokens:
+        raise ConfigError(
+            f"{key}: it has embeddings for {rows} tokens, the policy's tokenizer has {tokens}; must be a model "
+            "with the policy's tokenizer"
+        )
+
+
+def tokenizer_for(
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None, trust: bool = False
+) -> PreTrainedTokenizerBase:
+    """The given tokenizer, else the one beside the model."""
+    if tokenizer is not None:
+        return check_tokenizer(tokenizer)
+    name = model if isinstance(model, str) else model.config.name_or_path
+    if not name:
+        raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
+    return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model", trust=trust)
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Most tokens that a row may have, or None where the model names no limit."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def longest_row(model: PreTrainedModel, max_length: int) -> int:
+    """``max_length``, but no more than the model has positions for."""
+    return min(max_length, positions_of(model) or max_length)
+
+
+def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
+    """Require room for the longest prompt with the longest response."""
+    limit = positions_of(model)
+    if limit is not None and prompt_length + response_length > limit:
+        raise ConfigError(
+            f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
+            f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions"
+        )
+
+
+def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A GPT-NeoX with random weights that depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=size.hidden_size,
+                num_hidden_layers=size.num_layers,
+                num_attention_heads=size.num_heads,
+                intermediate_size=4 * size.hidden_size,
+                max_position_embeddings=size.max_positions,
+                # GPT-NeoX's own 0.02 suits widths in the thousands; 1 / sqrt(width) is what a narrow model needs.
+                initializer_range=size.hidden_size**-0.5,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                bos_token_id=tokenizer.eos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                attention_dropout=0.0,
+                hidden_dropout=0.0,
+            )
+        )
+
+
+def stop_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()
+) -> tuple[int, ...]:
+    """Ids that end a completion: the tokenizer's and the model's end of sequence, and the given single tokens."""
+    stops = {tokenizer.eos_token_id}
+    generation_config = getattr(model, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    stops.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"generation.stop_tokens: got {text!r}, which is {len(ids)} tokens; must be a single token"
+            )
+        stops.update(ids)
+    return tuple(sorted(stops))
+
+
+def write_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel = ALONE
+) -> None:
+    """Write model and tokenizer into a folder; adapters are merged, and a language model's written beside it as well.
+
+    Of a reward or value model they alone would be no model: its head is trained too, and is none of the adapters.
+    The generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank
+    of those that ``parallel`` says must call it, with the same folder; rank 0 writes.
+    """
+    adapters = whole = None
+    if has_adapters(model) and model.can_generate():
+        adapters = collected_weights(model, True, parallel)
+    if has_adapters(model) or parallel.spreads_weights:
+        whole = collected_weights(model, False, parallel)
+    if not parallel.ranks.leads:
+        return
+    if adapters is not None:
+        save_adapters(model, adapters, folder / "adapter")
+    if model.can_generate():
+        model.generation_config = GenerationConfig(
+            eos_token_id=list(stop_token_ids(model, tokenizer)),
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    try:
+        _plain(model, parallel).save_pretrained(folder, state_dict=whole)
+    except SafetensorError as error:  # a full disk comes as this, not as an OSError
+        raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
+    tokenizer.save_pretrained(folder)
+
+
+def _plain(model: PreTrainedModel, parallel: Parallel) -> PreTrainedModel:
+    """The model; of one that is spread over ranks, and so another class with hooks, its form without weights."""
+    if not parallel.spreads_weights:
+        return model
+    with torch.device("meta"):
+        plain = parallel.architecture_of(model)(copy.deepcopy(model.config))
+    if hasattr(model, "_weight_conversions"):  # how transformers renames what it has loaded
+        plain._weight_conversions = model._weight_conversions
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    return plain

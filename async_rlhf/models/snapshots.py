@@ -1,0 +1,398 @@
+"""Numbered snapshots of the policy's weights: publish, fetch, verify.
+
+S + 1 snapshots suffice for staleness S, and none is ever overwritten or deleted while it can be read: version v is
+needed by batches up to v + 1 + S; version v + S + 1 takes its place only after batch v + S + 1 has been trained on,
+so after it has been sampled. They lie in memory that the processes of one host share, or in a folder that several
+hosts share.
+"""
+
+from __future__ import annotations
+
+import inspect
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
+from async_rlhf.ranks.parallel import ALONE, Parallel
+
+_ALIGNMENT = 64
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What decides a model's output: parameters, tied ones once, and the buffers that are saved with it.
+
+    Adapters are merged: the names are those of the model without them.
+    """
+    return dict(iterate_weights(model))
+
+
+def iterate_weights(
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE
+) -> Iterator[tuple[str, Tensor]]:
+    """The same one after the other, so that merged weights need not all be in memory together.
+
+    Args:
+        model: a policy.
+        adapters_only: give the adapters' own parameters instead.
+        parallel: how its weights are spread over ranks; they are put together one by one, and every rank must iterate
+            to the end.
+    """
+    parallel.meet("reading weights", model)
+    for name, parameters, compute in _parameters(model, adapters_only):
+        with parallel.gathered(parameters):
+            yield name, parallel.whole(compute())
+    if not adapters_only:
+        yield from _saved_buffers(model)
+
+
+def collected_weights(model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE) -> dict[str, Tensor]:
+    """The same, whole, in the memory of rank 0's host. Every rank must ask; the others get nothing."""
+    found = {}
+    if parallel.takes_part:
+        for name, tensor in iterate_weights(model, adapters_only, parallel):
+            if parallel.ranks.leads:
+                found[name] = tensor.cpu()
+    return found
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _parameters(
+    model: nn.Module, adapters_only: bool
+) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
+    if has_adapters(model) and not adapters_only:
+        yield from merged_parameters(model)
+        return
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) or not adapters_only:
+            yield name, [parameter], partial(getattr, parameter, "data")
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A 128-bit checksum of type, shape and bytes of each tensor."""
+    found = {}
+    for name, tensor in tensors.items():
+        digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+        found[name] = digest.hexdigest()
+    return found
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A 128-bit checksum over names, types, shapes and bytes, in order."""
+    return xxhash.xxh3_128(repr(digests(tensors)).encode()).hexdigest()
+
+
+def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """The tensors whose digests are not the same, in words; "" where all are."""
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)} of {len(expected)} tensors: {', '.join(names[:5])}{more}" if names else ""
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+class Snapshots(Protocol):
+    """Where workers find numbered weights."""
+
+    published: dict[int, dict[str, str]]
+    """The versions there are, with the digest of each tensor."""
+
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
+        """Copy the weights, and return their digests. Every rank must, see :func:`iterate_weights`."""
+
+    def views(self, version: int) -> Mapping[str, Tensor | None]:
+        """The tensors of a version; on ranks but the first None in the place of each."""
+
+    @property
+    def newest(self) -> int:
+        """The version published last."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where one tensor lies within a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+class SnapshotRing:
+    """S + 1 snapshots in memory that processes share, reached by a file descriptor without a name.
+
+    Nameless memory cannot leak: the kernel frees it with the last process that holds it, however that one ends.
+
+    Args:
+        specs: the tensors of one snapshot.
+        slots: S + 1. Before the first lies the number of the newest version.
+        fd: the memory, when it was made by another process.
+        adapters_only: see iterate_weights.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        slot_bytes: int,
+        slots: int,
+        fd: int | None = None,
+        adapters_only: bool = False,
+    ) -> None:
+        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
+        size = _ALIGNMENT + slot_bytes * slots
+        self.fd = _nameless_file(size) if fd is None else fd
+        self._memory = mmap.mmap(self.fd, size)
+        # Every page is touched now: the first publications would otherwise wait for the kernel to find them.
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if fd is None:
+            self._bytes.zero_()
+        self.published: dict[int, dict[str, str]] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Sent to a child process, the ring arrives as the same memory, not as a copy."""
+        return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd))
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype,
+        slots: int,
+        adapters_only: bool = False,
+        parallel: Parallel = ALONE,
+    ) -> SnapshotRing:
+        """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
+        return cls(*layout(model, dtype, adapters_only, parallel), slots, adapters_only=adapters_only)
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version's slot, without a copy."""
+        start = _ALIGNMENT + version % self.slots * self.slot_bytes
+        return tensors_in(self._bytes[start : start + self.slot_bytes], self.specs)
+
+    @property
+    def newest(self) -> int:
+        """The version published last, seen from any process."""
+        return int(self._bytes[:8].view(torch.int64)[0])
+
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
+        """Copy the weights into the version's slot and return their digests."""
+        views = self.views(version)
+        with torch.no_grad():
+            for name, tensor in iterate_weights(model, self.adapters_only, parallel):
+                views[name].copy_(tensor)
+        self.published.pop(version - self.slots, None)
+        self.published[version] = digests(views)
+        self._bytes[:8].view(torch.int64)[0] = version  # last: whoever reads it finds all of the version there
+        return self.published[version]
+
+    def close(self) -> None:
+        """Give the memory back. Views taken before keep it alive until they are gone."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.published.clear()
+
+
+class DeviceRing(SnapshotRing):
+    """The same in memory of the learner's own device, by CUDA IPC on a GPU: for workers on that device, to whom nothing
+    has to cross the bus.
+
+    Args:
+        specs: the tensors of one snapshot.
+        memory: where they lie.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        slot_bytes: int,
+        slots: int,
+        memory: Tensor,
+        adapters_only: bool = False,
+    ) -> None:
+        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
+        self._bytes, self.fd = memory, -1
+        self.published = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild, arguments = reduce_tensor(self._bytes)
+        return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype,
+        slots: int,
+        adapters_only: bool = False,
+        parallel: Parallel = ALONE,
+    ) -> DeviceRing:
+        specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
+        device = next(model.parameters()).device
+        memory = torch.zeros(_ALIGNMENT + slot_bytes * slots, dtype=torch.uint8, device=device)
+        return cls(specs, slot_bytes, slots, memory, adapters_only)
+
+
+class SnapshotFolder:
+    """S + 1 snapshots as safetensors files in a folder that several hosts see; each appears whole or not at all.
+
+    Args:
+        folder: of this run alone; made, and removed by :meth:`close`.
+        dtype: parameters are rounded to it.
+        slots: S + 1.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, slots: int) -> None:
+        self.folder, self.dtype, self.slots = folder, dtype, slots
+        self.published: dict[int, dict[str, str]] = {}
+        self.newest = -1
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def file(self, version: int) -> Path:
+        """The file of one version."""
+        return self.folder / f"version-{version}.safetensors"
+
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
+        """Write the weights and return their digests."""
+        buffers = dict(model.named_buffers())
+        with torch.no_grad():
+            tensors = {
+                name: tensor.to("cpu", _kept_dtype(name, tensor, buffers, self.dtype)).contiguous()
+                for name, tensor in iterate_weights(model, parallel=parallel)
+            }
+        try:
+            temporary = self.file(version).with_suffix(".tmp")
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.replace(self.file(version))
+        except SafetensorError as error:  # a full disk comes as this, not as an OSError
+            raise OSError(f"{str(self.file(version))!r} could not be written: {error}") from error
+        self.published[version] = digests(tensors)
+        for old in [v for v in self.published if v <= version - self.slots]:
+            del self.published[old]
+            self.file(old).unlink()
+        self.newest = version
+        return self.published[version]
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version, read back."""
+        return load_file(self.file(version))
+
+    def close(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.published.clear()
+
+
+class NoSnapshots:
+    """The snapshots as the other ranks have them: their shares of the weights go to rank 0, and only names are kept.
+
+    Args:
+        adapters_only: see iterate_weights.
+    """
+
+    def __init__(self, adapters_only: bool = False) -> None:
+        self.adapters_only, self.newest = adapters_only, -1
+        self.published: dict[int, dict[str, str]] = {}
+        self._names: list[str] = []
+
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
+        """Take part where rank 0 puts the weights together. There are no digests here."""
+        if parallel.takes_part:
+            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel)]
+        self.newest = version
+        return {}
+
+    def views(self, version: int) -> Mapping[str, None]:
+        """Of a version the names."""
+        return dict.fromkeys(self._names)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
+    """Parameters are rounded, buffers are not: the frequencies of rotary positions would suffer."""
+    return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
+
+
+def layout(
+    model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel = ALONE
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Where the tensors of a snapshot lie within a slot, and the bytes of a slot. No rank but this one is needed."""
+    specs, offset = [], 0
+    buffers = dict(model.named_buffers())
+    # Merged adapters do not change the shape of the weight below them, which comes first.
+    sizes: list[tuple[str, Tensor, torch.Size]] = []
+    sizes += [(name, own[0], parallel.shape_of(own[0])) for name, own, _ in _parameters(model, adapters_only)]
+    sizes += [(name, buffer, buffer.shape) for name, buffer in _saved_buffers(model) if not adapters_only]
+    for name, tensor, shape in sizes:
+        kept = _kept_dtype(name, tensor, buffers, dtype)
+        specs.append(TensorSpec(name, tuple(shape), kept, offset))
+        size = shape.numel() * kept.itemsize
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(specs), offset
+
+
+def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """The tensors of a slot, without a copy.
+
+    Args:
+        memory: the slot, as uint8.
+        specs: where they lie.
+    """
+    views = {}
+    for spec in specs:
+        size = int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize
+        views[spec.name] = memory[spec.offset : spec.offset + size].view(spec.dtype).view(spec.shape)
+    return views
+
+
+def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
+    return SnapshotRing(specs, slot_bytes, slots, fd.detach())
+
+
+def _attach_device(
+    specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, rebuild: Any, arguments: tuple[Any, ...]
+) -> DeviceRing:
+    if rebuild is rebuild_cuda_tensor and arguments[_DEVICE] >= torch.cuda.device_count():
+        # This process sees its own GPU alone, as the first.
+        arguments = (*arguments[:_DEVICE], 0, *arguments[_DEVICE + 1 :])
+    return DeviceRing(specs, slot_bytes, slots, rebuild(*arguments))
+
+
+_DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+
+
+def _nameless_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("async_rlhf_weights", os.MFD_CLOEXEC)
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd

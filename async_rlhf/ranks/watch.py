@@ -1,0 +1,199 @@
+"""When one rank fails, all end within seconds, and all say why.
+
+Every rank has a connection to rank 0 on which nothing is said but what went wrong. One that closes without a farewell
+means that the process is gone, whatever its main thread was waiting for, and however it went. Only ranks are let in:
+rank 0 has told them a secret through their process group.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.system.doors import Door, knock
+from async_rlhf.system.signals import RankError
+
+logger = logging.getLogger(__name__)
+
+GRACE = 5.0
+"""Seconds that a rank has to unwind once another has failed."""
+_PATIENCE = 1.0
+"""Seconds for the news of another rank's end, which may come after its consequences."""
+_SIGNAL = signal.SIGUSR2
+_WELL = "well"
+_ARRIVAL = 60.0
+"""Seconds within which every rank has to come."""
+_LONGEST = 1 << 20
+"""Bytes of a message."""
+_LOOPBACK = "127.0.0.1"
+
+
+class Watch:
+    """Connections between ranks that tell of failures.
+
+    Args:
+        ranks: who is there; with one there is nothing to watch.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        # Not the ranks themselves: their process group must not be left to a thread that outlives the main one.
+        self._rank = ranks.rank
+        self.failure: str | None = None
+        self._watching = False
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._told = False
+        self._connections: dict[int, socket.socket] = {}
+        if ranks.count > 1:
+            self._connect(ranks)
+
+    def _connect(self, ranks: Ranks) -> None:
+        """Rank 0 listens; the others come and prove who they are."""
+        master = os.environ.get("MASTER_ADDR", "localhost")
+        host = _LOOPBACK if ranks.local_count == ranks.count else master
+        if ranks.leads:
+            door = open_door(host)
+            ranks.from_lead("watch", lambda: (door.port, door.secret))
+            self._connections = door.admit(range(1, ranks.count), _ARRIVAL)
+        else:
+            port, secret = ranks.from_lead("watch", lambda: (0, b""))
+            self._connections = {0: knock(host, port, secret, ranks.rank, _ARRIVAL)}
+        for rank, connection in self._connections.items():
+            _notice_lost_hosts(connection)
+            threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
+
+    def _listen(self, rank: int, connection: socket.socket) -> None:
+        message = _read_line(connection)
+        if message is None:
+            self._fail(f"rank {rank} is gone, without a word (killed, or out of memory?)")
+        elif message.get("end") != _WELL:
+            self._fail(message["end"])
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            if self.failure is not None or self._told:
+                return
+            self.failure = why
+        self._failed.set()
+        self._tell(why)
+        if self._watching:
+            with suppress(ProcessLookupError):
+                signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+        # A main thread that waits for a GPU cannot be woken.
+        timer = threading.Timer(GRACE, self._leave)
+        timer.daemon = True
+        timer.start()
+
+    def _leave(self) -> None:
+        logger.error("ending: %s", self.failure)
+        os._exit(1)
+
+    def _tell(self, end: str) -> None:
+        for connection in self._connections.values():
+            with suppress(OSError):
+                _write_line(connection, {"end": end})
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, the failure of another rank raises RankError here, and an error here ends the others."""
+        if not self._connections:
+            yield
+            return
+        if self.failure is not None:  # between two times of watching
+            raise RankError(self.failure)
+        before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(_SIGNAL, self._raise)
+            self._watching = True
+        self._outer = before
+        try:
+            yield
+            self._watching = False
+            if before is not None:
+                signal.signal(_SIGNAL, before)
+        except BaseException as error:
+            if before is not None:
+                signal.signal(_SIGNAL, signal.SIG_IGN)  # the others' answer may come at any moment
+            if isinstance(error, SystemExit) and not error.code:
+                self.close()
+                raise
+            if isinstance(error, RuntimeError):  # perhaps of a collective, because another rank has just gone
+                self._failed.wait(_PATIENCE)
+            if self.failure is not None:
+                raise RankError(self.failure) from error
+            with self._lock:
+                self._told = True
+            self._tell(f"rank {self._rank} failed: {_described(error)}")
+            raise
+
+    def _raise(self, number: int, frame: object) -> None:
+        if self.failure is None:  # a watch around this one means it
+            self._outer(number, frame)
+        signal.signal(_SIGNAL, signal.SIG_IGN)
+        raise RankError(self.failure)
+
+    def close(self) -> None:
+        """Say farewell."""
+        with self._lock:
+            self._told = True
+        self._tell(_WELL)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+
+def open_door(host: str) -> Door:
+    """A door on the address of this host that the other ranks use.
+
+    Where that is none of this host's own interfaces (a service in front of it, or a name that this host alone takes for
+    its loopback address), it is on all of them.
+    """
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if host in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
+            return Door(address)
+    logger.warning("MASTER_ADDR: %s is no interface of this host; ranks are let in on all of them", host)
+    return Door("")
+
+
+def _described(error: BaseException) -> str:
+    """The error with the place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[: _LONGEST // 8]}{place}"
+
+
+def _notice_lost_hosts(connection: socket.socket) -> None:
+    """Within some 6 seconds, where the system can; else only processes that end are noticed at once."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 6000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _write_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any] | None:
+    """The next message; None where the other side is gone, or speaks another language."""
+    data = b""
+    with suppress(OSError, ValueError):
+        while not data.endswith(b"\n"):
+            part = connection.recv(1)
+            if not part or len(data) > _LONGEST:
+                return None
+            data += part
+        message = json.loads(data)
+        return message if isinstance(message, dict) else None
+    return None

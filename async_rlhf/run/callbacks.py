@@ -1,0 +1,261 @@
+"""transformers' callbacks around the loop: anything written for its Trainer (wandb, tensorboard, trackio) works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.learner.learner import Learner
+from async_rlhf.system.files import naming
+
+logger = logging.getLogger(__name__)
+
+TRAINER_STATE = "trainer_state.json"
+KEPT_LOGS = 200
+"""Lines of ``log_history``. All are in metrics.jsonl; every checkpoint would hold them once more."""
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """transformers' state, and the number of prompts trained on. ``global_step`` counts batches, and ``log_history``
+    holds the newest :data:`KEPT_LOGS` lines.
+    """
+
+    episode: int = 0
+    """Prompts trained on so far."""
+    completions: int = 0
+    """Completions sampled for them."""
+    newest: dict[str, float] = field(default_factory=dict)
+    """Of every metric that was ever logged, the last value."""
+
+    def note(self, logs: Mapping[str, float]) -> None:
+        """Take in what was logged at this step."""
+        self.newest |= logs
+        self.log_history.append({**logs, "step": self.global_step})
+        del self.log_history[:-KEPT_LOGS]
+
+
+class OnlineTrainingArguments(TrainingArguments):
+    """The arguments as transformers' callbacks know them, with the whole configuration under ``online_config``."""
+
+    online_config: OnlineConfig
+
+
+def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
+    """A configuration as the arguments that transformers' callbacks read."""
+    arguments = OnlineTrainingArguments(
+        output_dir=config.output_dir,
+        run_name=config.run_name,
+        report_to=config.report_to or "none",
+        max_steps=config.num_batches,
+        logging_strategy="steps",
+        logging_steps=config.logging_steps,
+        save_strategy="steps" if config.save_steps else "no",
+        save_steps=config.save_steps or 500,
+        save_total_limit=config.save_total_limit,
+        metric_for_best_model=config.metric_for_best_model,
+        greater_is_better=config.greater_is_better,
+        eval_strategy="steps" if config.eval_steps else "no",
+        eval_steps=config.eval_steps or None,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        disable_tqdm=not config.progress,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    arguments.online_config = config
+    return arguments
+
+
+def check_integrations(names: Sequence[str]) -> None:
+    """Require names that transformers knows."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"report_to: got {name!r}; must be one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+
+
+class ProgressCallback(TrainerCallback):
+    """A progress bar over batches, with the rate, the time left and the latest score."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[score]}"),
+            refresh_per_second=2,
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("train", total=None, rate="", score="")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Show the bar."""
+        self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
+        self._progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """One batch further."""
+        speed = self._progress.tasks[0].speed
+        rate = f"{speed:.2f} batches/s" if speed else ""
+        self._progress.update(self._task, completed=state.global_step, rate=rate)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the score of the latest batch."""
+        score, kl = (logs or {}).get("objective/scores"), (logs or {}).get("objective/kl")
+        if score is not None and kl is not None:
+            self._progress.update(self._task, score=f"score {score:.3f} kl {kl:.2f}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the finished bar."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back; safe to call twice."""
+        with suppress(OSError):  # it may have been closed
+            self._progress.stop()
+
+
+class Callbacks:
+    """The callbacks of a run and the state that they see.
+
+    Args:
+        config: of the run.
+        learner: its policy, optimiser and scheduler are handed to callbacks.
+        processing_class: the tokenizer.
+        callbacks: the user's, classes or instances; they are called on rank 0 alone. The others have the state.
+    """
+
+    def __init__(
+        self,
+        config: OnlineConfig,
+        learner: Learner,
+        processing_class: Any,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    ) -> None:
+        self.arguments = training_arguments(config)
+        self.state = OnlineTrainerState(
+            max_steps=config.num_batches,
+            logging_steps=config.logging_steps,
+            save_steps=config.save_steps or 500,
+            eval_steps=config.eval_steps or 500,
+        )
+        self.control = TrainerControl()
+        leads = learner.ranks.leads
+        self._progress = ProgressCallback() if config.progress and leads else None
+        called: list[Any] = [DefaultFlowCallback]
+        if leads:
+            integrations = get_reporting_integration_callbacks(config.report_to)
+            called += [*([self._progress] if self._progress else []), *integrations, *callbacks]
+        self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
+        self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
+
+    def save_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json``, with the states of callbacks that have one."""
+        self.state.stateful_callbacks |= {name: callback.state() for name, callback in self._stateful().items()}
+        path = folder / TRAINER_STATE
+        with naming(path):
+            self.state.save_to_json(str(path))
+
+    def restore_state(self, folder: Path) -> None:
+        """Go on from a state that :meth:`save_state` wrote; what the configuration says now stays."""
+        saved = OnlineTrainerState.load_from_json(str(folder / TRAINER_STATE))
+        for name in ("max_steps", "logging_steps", "save_steps", "eval_steps"):
+            setattr(saved, name, getattr(self.state, name))
+        if not saved.newest:  # an older version's, which kept every line
+            saved.newest = {name: value for logs in saved.log_history for name, value in logs.items()}
+        self.state = saved
+        for name, callback in self._stateful().items():
+            vars(callback).update(saved.stateful_callbacks.get(name, {}).get("attributes", {}))
+
+    def _stateful(self) -> dict[str, Any]:
+        """By name of the class and number among all callbacks."""
+        every = enumerate(self._handler.callbacks)
+        return {f"{type(c).__name__}_{i}": c for i, c in every if isinstance(c, ExportableState)}
+
+    def begin(self) -> None:
+        """Before the first batch."""
+        self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
+
+    def step_begin(self) -> None:
+        """Before each batch."""
+        self.control = self._handler.on_step_begin(self.arguments, self.state, self.control)
+
+    def step_end(self, prompts: int, completions: int) -> TrainerControl:
+        """After each batch. The control says whether to log, save, evaluate or stop."""
+        self.state.global_step += 1
+        self.state.episode += prompts
+        self.state.completions += completions
+        self.state.epoch = self.state.global_step / self.state.max_steps
+        self.control = self._handler.on_step_end(self.arguments, self.state, self.control)
+        return self.control
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Metrics have been logged."""
+        self.state.note(logs)
+        self.control = self._handler.on_log(self.arguments, self.state, self.control, logs)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """An evaluation is done."""
+        self.control = self._handler.on_evaluate(self.arguments, self.state, self.control, metrics)
+
+    def note_best(self, checkpoint: Path) -> None:
+        """Remember a checkpoint if ``metric_for_best_model`` is better than it was at the ones before."""
+        config = self.arguments.online_config
+        name = config.metric_for_best_model
+        if name is None:
+            return
+        found = self.state.newest.get(name)
+        if found is None:  # not evaluated yet, or no such metric: in either case the checkpoint itself is good
+            logger.warning("metric_for_best_model: %r has not been logged so far", name)
+            return
+        best = self.state.best_metric
+        if best is None or (found > best if config.greater_is_better else found < best):
+            self.state.best_metric, self.state.best_model_checkpoint = found, str(checkpoint)
+
+    def saved(self) -> None:
+        """A checkpoint is whole."""
+        self.control = self._handler.on_save(self.arguments, self.state, self.control)
+
+    def end(self) -> None:
+        """After the last batch."""
+        self.control = self._handler.on_train_end(self.arguments, self.state, self.control)
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+        if self._progress is not None:
+            self._progress.stop()

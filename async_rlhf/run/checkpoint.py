@@ -1,0 +1,263 @@
+"""Checkpoints: the policy in the standard format, and beside it everything else that decides the future of the run.
+
+    checkpoint-12/
+      model.safetensors, config.json, tokenizer.json ...   the policy, as ``from_pretrained`` loads it
+      adapter/, value_model/                                where there are such
+      trainer_state.json                                    transformers' state
+      resume/state.json, tensors.safetensors                optimiser, schedules, random generators, log positions
+      resume/rollouts.jsonl                                 what older weights have sampled for the next S batches
+      manifest.json                                         size and checksum of every file, written last
+
+Nothing here is ever unpickled: safetensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.base import dotted, may_change, require
+from async_rlhf.config.secrets import without_secrets
+from async_rlhf.data.stream import SharedPrompts
+from async_rlhf.learner.learner import Learner
+from async_rlhf.models.adapters import has_adapters, is_adapter
+from async_rlhf.models.forward import PolicyAndValueWrapper
+from async_rlhf.models.loading import load_policy, load_reward_model, load_value_head, write_model, write_value_head
+from async_rlhf.run.manifest import CheckpointError
+from async_rlhf.system.files import naming
+from async_rlhf.types import Batch, Group, Prompt, Sample
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 3
+"""Of what is written for resuming. It changes with every change that an older or newer version could not read."""
+_SAMPLE_TYPES = {
+    "tokens": "int64",
+    "sampled": "bool",
+    "logprobs": "float32",
+    "versions": "int64",
+    "rewards": "float32",
+}
+
+
+@dataclass
+class ResumeState:
+    """What a run needs to go on as if it had never stopped, beside the models themselves."""
+
+    batch: int
+    """Batches trained on."""
+    config: dict[str, Any]
+    """The configuration, keys with dots."""
+    inputs: dict[str, str]
+    """Fingerprints of what came from outside: prompts, reference policy, reward model."""
+    values: dict[str, Any]
+    """Of the learner, the random generators and the reward functions: all that is no tensor."""
+    logs: dict[str, int]
+    """Bytes of each log file."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ahead: list[Batch] = field(default_factory=list)
+    """Batches that are sampled but not trained on."""
+
+    def write(self, folder: Path) -> None:
+        """Write everything into ``folder/resume``."""
+        folder = folder / "resume"
+        folder.mkdir()
+        _save(self.tensors, folder / "tensors.safetensors")
+        path = folder / "rollouts.jsonl"
+        with naming(path), path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(self.ahead))
+        names = ("batch", "config", "inputs", "values", "logs")
+        text = json.dumps({"format": FORMAT, **{name: getattr(self, name) for name in names}}, indent=1)
+        path = folder / "state.json"
+        with naming(path):
+            path.touch(mode=0o600)  # options of vLLM may be secrets that we do not know
+            path.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> ResumeState:
+        """What :meth:`write` wrote, but for the batches that are sampled already: see :meth:`read_ahead`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            ConfigError: another version of this package has written it, in another format.
+        """
+        folder = folder / "resume"
+        try:
+            values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            written = values.pop("format", 1)
+            if written == FORMAT:
+                state = cls(**values)
+                state.tensors = load_file(folder / "tensors.safetensors")
+                return state
+        except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+            raise CheckpointError(f"{str(folder)!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"resume: {str(folder.parent)!r} is a checkpoint of format {written}; must be of format {FORMAT}: go on "
+            "with the version of async_rlhf that has written it, or start a new run from its policy (model)"
+        )
+
+    def read_ahead(self, folder: Path, stream: SharedPrompts) -> None:
+        """Read the batches that are sampled already; the stream gives their prompts. Every rank must."""
+        lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        draws = [group["draw"] for row in rows for group in row["groups"]]
+        prompts = dict(zip(draws, stream.prompts(draws), strict=True))
+        self.ahead = [_rollout_batch(row, prompts) for row in rows]
+
+    def forget_weights(self) -> None:
+        """Let go of what the learner has taken; the random generators are still to be restored."""
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith("random.")}
+
+    def check(self, config: OnlineConfig, algorithm: str) -> None:
+        """Require the configuration to be the same, but for keys that may change.
+
+        Raises:
+            ConfigError: names every key that differs, unless ``resume_anyway``.
+        """
+        seen = self.batch * config.batch_size
+        right = f"must be at least the {seen} that the checkpoint has seen"
+        require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
+        old, new = (
+            {key: value for key, value in values.items() if not may_change(config, key)}
+            for values in (without_secrets(self.config), as_saved(config, algorithm))
+        )
+        _require_same(old, new, config.resume_anyway)
+
+    def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
+        """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
+        _require_same(self.inputs, inputs, anyway)
+
+
+def as_saved(config: OnlineConfig, algorithm: str) -> dict[str, Any]:
+    """A configuration as JSON gives it back, keys with dots, with what follows from it and may not change."""
+    derived = {
+        "algorithm": algorithm,
+        "number of generation.urls": len(config.generation.urls),
+        "prompts per batch": config.batch_size,
+    }
+    return json.loads(json.dumps({**derived, **without_secrets(dotted(asdict(config)))}))
+
+
+def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:
+    differences = [
+        f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    if differences and not anyway:
+        raise ConfigError(
+            "resume: the checkpoint is of another run, which could not be continued exactly:\n  "
+            + "\n  ".join(differences)
+            + "\nset them back, or set resume_anyway to go on with the new ones"
+        )
+    for difference in differences:
+        logger.warning("resume_anyway: %s", difference)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # a full disk comes as this, not as an OSError
+        raise OSError(f"{str(path)!r} could not be written: {error}") from error
+
+
+def _rollout_rows(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
+    names = ("index", "version", "generation_seconds", "shares", "metrics")
+    for batch in batches:
+        groups = [
+            {"draw": group.prompt.draw, "samples": [_sample_row(sample) for sample in group.samples]}
+            for group in batch.groups
+        ]
+        yield {**{name: getattr(batch, name) for name in names}, "groups": groups}
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    values = {item.name: getattr(sample, item.name) for item in fields(sample)}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def _rollout_batch(row: dict[str, Any], prompts: Mapping[int, Prompt]) -> Batch:
+    groups = tuple(Group(prompts[g["draw"]], tuple(map(_sample_of, g["samples"]))) for g in row["groups"])
+    return Batch(**{**row, "groups": groups, "shares": tuple(row["shares"])})
+
+
+def _sample_of(row: dict[str, Any]) -> Sample:
+    arrays = {name: np.array(row[name], kind) for name, kind in _SAMPLE_TYPES.items() if row[name] is not None}
+    return Sample(**{**row, **arrays})
+
+
+def save_learner(learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the policy in the standard format, and the value model or head into ``value_model``.
+
+    Every rank must call it; rank 0 writes.
+    """
+    learner.ranks.meet("saving")
+    write_model(learner.policy, tokenizer, folder, learner.parallel)
+    if isinstance(learner.value, PreTrainedModel):
+        write_model(learner.value, tokenizer, folder / "value_model", learner.parallel)
+    elif learner.value is not None:
+        write_value_head(learner.value, folder / "value_model", learner.parallel)
+
+
+def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[str, Tensor], trust: bool) -> None:
+    """Those of everything that is trained, before it is spread.
+
+    Args:
+        model: policy and values.
+        folder: as :func:`save_learner` has written it.
+        tensors: of :func:`learner_state`.
+        trust: whether code that comes with a model may be run.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(tensors[f"adapter.{name}"])
+    if not has_adapters(model.policy):
+        model.policy.load_state_dict(load_policy(str(folder), trust=trust).state_dict())
+    place = folder / "value_model"
+    if isinstance(model.value, nn.Linear):
+        load_value_head(place, model.value)
+    elif model.value is not None:
+        saved = load_reward_model(str(place), key="value_model", trust=trust)
+        if has_adapters(model.value):
+            model.value.score.load_state_dict(saved.score.state_dict())
+        else:
+            model.value.load_state_dict(saved.state_dict())
+
+
+def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What goes on beside the files of :func:`save_learner`: tensors, and values for JSON.
+
+    They do not depend on the number of ranks. Every rank must ask, and rank 0 gets them.
+    """
+    learner.ranks.meet("state of the learner")
+    parallel = learner.parallel
+    tensors = {f"optimizer.{name}": tensor for name, tensor in parallel.moments().items()}
+    for name, parameter in learner.model.named_parameters():
+        if is_adapter(name):
+            with parallel.gathered([parameter]):
+                tensors[f"adapter.{name}"] = parallel.whole(parameter.data)
+    return tensors, {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+
+
+def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Go back to where :func:`learner_state` was called, once :func:`load_weights` has been. Every rank must."""
+    learner.scheduler.last_epoch = values["scheduler_steps"]
+    # Computed anew: the length of the run may have changed, and with it the rate.
+    for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
+        group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
+    prefix = "optimizer."
+    learner.parallel.load_moments({n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)})
+    learner.kl_coef = values["kl_coef"]

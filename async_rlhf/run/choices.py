@@ -1,0 +1,104 @@
+"""What the configuration chooses: who samples and with which engine, who scores, and where these compute."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.inline import InlineGenerator
+from async_rlhf.generation.placement import check_engine, inline_vllm
+from async_rlhf.generation.process import ProcessGenerator
+from async_rlhf.generation.protocol import Generator
+from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.server import ServerGenerator
+from async_rlhf.generation.shared import SharedEngine
+from async_rlhf.models.snapshots import NoSnapshots
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.reports.trace import Trace
+from async_rlhf.scoring import Scorer
+from async_rlhf.scoring.functions import RewardFunction
+
+
+def check_launch(config: OnlineConfig, ranks: Ranks) -> None:
+    """Require what the configuration needs to be installed and, with Ray, a cluster that has what its actors need.
+
+    Of several ranks of the learner the first alone has to do with the cluster.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if config.launch == "local":
+        check_engine(config.generation)
+    elif ranks.leads:
+        from async_rlhf.cluster.ray import connect
+
+        connect(config)
+
+
+def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, threads: int | None) -> Generator:
+    """Who samples.
+
+    Actors, processes and servers are rank 0's; the other ranks have what takes part where all are needed.
+
+    Args:
+        config: of the run.
+        engine: on the learner's own policy; inline it samples, unless vLLM does.
+        trace: where generation is recorded.
+        threads: of each generator process.
+    """
+    policy, params, parallel = engine.model, engine.params, engine.parallel
+    autocast = torch.bfloat16 if config.bf16 else None
+    generation = replace(config.generation, num_threads=threads)
+    max_length = config.max_prompt_length + generation.response_length
+    adapters_only = config.lora.publish == "adapter"
+    if config.placement == "inline" and generation.engine == "transformers":
+        return InlineGenerator(engine, trace, Agreement(generation, params, torch.float32, autocast, parallel))
+    if config.placement == "inline":
+        return inline_vllm(generation, policy, params, trace, autocast, max_length, adapters_only)
+    if not parallel.ranks.leads:
+        left = NoSnapshots(adapters_only)
+        return RemoteGenerator(policy, params, (), left, generation, trace, autocast, parallel)
+    if config.launch == "ray":
+        from async_rlhf.cluster.ray_generation import RayGenerator
+
+        return RayGenerator(config, policy, params, trace, parallel)
+    if config.placement == "server":
+        folder = Path(config.output_dir) / "weights"
+        if generation.weights_dir is not None:  # perhaps one that several runs use
+            folder = Path(generation.weights_dir) / f"async_rlhf-{uuid.uuid4().hex[:12]}"
+        return ServerGenerator(
+            policy, params, generation, config.staleness, trace, folder, max_length, autocast, parallel
+        )
+    return ProcessGenerator(
+        policy, params, generation, config.staleness, trace, autocast, max_length, adapters_only, parallel
+    )
+
+
+def make_scorer(
+    config: OnlineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_model: PreTrainedModel | None,
+    reward_funcs: Sequence[RewardFunction],
+    prompt_field: str,
+    parallel: Parallel,
+) -> Scorer:
+    """Who scores; of several ranks rank 0 alone has actors."""
+    if config.ray.reward_workers and parallel.ranks.leads:
+        from async_rlhf.cluster.ray_rewards import RayScorer
+
+        return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
+    here = None if reward_model is None or config.ray.reward_workers else parallel.frozen(reward_model)
+    return Scorer(tokenizer, config, here, reward_funcs, prompt_field, parallel)
+
+
+def reward_device(config: OnlineConfig, learner: torch.device) -> torch.device:
+    """Where this process holds the reward model: not on its GPU if others compute it."""
+    return torch.device("cpu") if config.ray.reward_workers else learner

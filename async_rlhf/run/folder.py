@@ -1,0 +1,251 @@
+"""The output folder of a run: what in it is the run's, what it goes on from, and what it may delete.
+
+A run deletes only what a run has written. Checkpoints and the final policy are known by their exact names and their
+manifests; the log files are listed in ``run_files.json`` before they are made. Links are not followed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.run.manifest import CheckpointError, delete_whole, stranger_in, verify
+from async_rlhf.system.files import whole_file
+from async_rlhf.system.lock import Hold, hold, refuse_in_use
+
+logger = logging.getLogger(__name__)
+
+FINAL = "final"
+"""The folder of the policy after the last batch."""
+METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
+_LOCK = ".run.lock"
+_WRITTEN = "run_files.json"
+_CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
+_LOG = re.compile(r"(metrics|samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json")
+_HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old)")
+
+
+def hold_folder(folder: Path) -> Hold:
+    """Make the folder of a run, and be the only process that writes there. One that is still empty in the end is
+    deleted again.
+
+    Raises:
+        ConfigError: it cannot be made or written to, or another process writes there.
+    """
+    try:
+        return hold(folder / _LOCK, "output_dir", folder)
+    except OSError as error:
+        cannot = "be written to" if folder.is_dir() else "be made"
+        raise ConfigError(f"output_dir: {str(folder)!r} cannot {cannot}: {error}") from error
+
+
+def refuse_second(folder: Path) -> None:
+    """Require that no living process of this host writes the folder; nothing is written.
+
+    Raises:
+        InUseError: one does.
+    """
+    refuse_in_use(folder / _LOCK, "output_dir", folder)
+
+
+def log_names(config: OnlineConfig) -> list[str]:
+    """The log files that a run writes."""
+    return [METRICS, SAMPLES, *([SCHEDULE] if config.staleness_mode == "bounded" else [])]
+
+
+def batch_of(name: str) -> int | None:
+    """The number of a checkpoint by its name; None of other names."""
+    found = _CHECKPOINT.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run, as folders ``checkpoint-<batches>``.
+
+    Args:
+        folder: the run's.
+    """
+
+    folder: Path
+
+    def path(self, batch: int) -> Path:
+        """Where the checkpoint after so many batches lies."""
+        return self.folder / f"checkpoint-{batch}"
+
+    def all(self) -> list[Path]:
+        """The oldest first."""
+        found = {batch: path for path in _listed(self.folder) if (batch := batch_of(path.name)) and path.is_dir()}
+        return [path for _, path in sorted(found.items())]
+
+    def newest_whole(self) -> Path | None:
+        """The newest that is undamaged; what is wrong with newer ones is said as a warning."""
+        for path in reversed(self.all()):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                logger.warning("WARNING: %s is damaged and is passed over: %s", path.name, error)
+            else:
+                return path
+        return None
+
+    def delete_old(self, limit: int | None, best: str | None) -> None:
+        """Keep the newest ``limit``, of which the best is one, however old it is, and what no run has written."""
+        if limit is None:
+            return
+        paths = self.all()
+        kept = [path for path in paths if best is not None and path.name == Path(best).name]
+        room = limit - len(kept)
+        kept += [path for path in reversed(paths) if path not in kept][: max(room, 1)]
+        for path in paths:
+            if path not in kept and (stranger := stranger_in(path)) is None:
+                delete_whole(path)
+            elif path not in kept:
+                logger.warning("WARNING: %s is kept, for %s was not written by a run", path.name, stranger)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run that is about to begin finds in its folder.
+
+    Args:
+        config: of the run.
+        checkpoint: what it goes on from, if anything.
+        batch: batches that the checkpoint has seen, else 0.
+    """
+
+    config: OnlineConfig
+    checkpoint: Path | None
+    batch: int
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return Path(self.config.output_dir)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the checkpoint is this folder's own: its logs are added to. Else the run begins anew here."""
+        own = Checkpoints(self.path).path(self.batch)
+        return self.checkpoint is not None and own.exists() and own.samefile(self.checkpoint)
+
+    @property
+    def trace(self) -> str:
+        """The name of its trace."""
+        return "trace.json" if self.checkpoint is None else f"trace-from-{self.batch}.json"
+
+    def check(self) -> None:
+        """Refuse a folder that holds an earlier run, unless that may be overwritten, and one where something else
+        would have to be deleted or overwritten.
+
+        Raises:
+            ConfigError: names it.
+        """
+        afresh = self.config.overwrite_output_dir or (self.config.resume and self.checkpoint is None)
+        earlier = self._earlier()
+        if earlier and not (afresh or self.goes_on):
+            raise ConfigError(
+                f"output_dir: {str(self.path)!r} holds an earlier run ({earlier[0].name}); choose another folder, set "
+                "resume to go on with it, or set overwrite_output_dir to delete it"
+            )
+        for path in self._superseded() if self.goes_on else earlier:
+            if (stranger := self._stranger(path)) is not None:
+                raise ConfigError(
+                    f"output_dir: {str(self.path)!r} holds {str(stranger.relative_to(self.path))!r}, which would have "
+                    f"to be deleted and which no run has written; move it away, or choose another folder"
+                )
+
+    def clear(self, best: str | None) -> None:
+        """Delete what an earlier run has left and this one does not go on from.
+
+        Args:
+            best: the checkpoint to keep, however old.
+        """
+        going_on = self.goes_on
+        self.check()  # some time has passed since the run was made
+        # Checkpoints first: were deleting interrupted, one without its logs could be resumed from.
+        for path in self._superseded() if going_on else self._earlier():
+            if going_on and path.name == FINAL:
+                continue  # the new one will take its place
+            if going_on and batch_of(path.name) is not None:
+                logger.warning("deleting %s: the run goes on from batch %d", path.name, self.batch)
+            delete_whole(path) if path.is_dir() else path.unlink()
+        for path in _listed(self.path):
+            if _HALF_WRITTEN.fullmatch(path.name):
+                path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+        if going_on:  # a kill may have come between the last checkpoint and the deletion of old ones
+            Checkpoints(self.path).delete_old(self.config.save_total_limit, best)
+        with whole_file(self.path / _WRITTEN) as file:
+            json.dump(sorted({*(self._written() or ()), *log_names(self.config), self.trace}), file)
+
+    def _superseded(self) -> list[Path]:
+        """What going on from the checkpoint replaces: the future that was, checkpoints first."""
+        newer = [path for path in self._earlier() if (batch_of(path.name) or 0) > self.batch]
+        return [*newer, *(path for path in (self.path / FINAL, self.path / self.trace) if os.path.lexists(path))]
+
+    def _earlier(self) -> list[Path]:
+        """What has a name that a run gives, checkpoints first."""
+        found = list(_listed(self.path))
+        checkpoints = [path for path in found if batch_of(path.name) is not None]
+        final = [path for path in found if path.name == FINAL]
+        return [*checkpoints, *(path for path in found if _LOG.fullmatch(path.name)), *final]
+
+    def _stranger(self, path: Path) -> Path | None:
+        if not _LOG.fullmatch(path.name):
+            return stranger_in(path)
+        written = self._written()
+        if written is None:  # an older version's run, which made no list; its checkpoints say whose the folder is
+            places = [*Checkpoints(self.path).all(), self.path / FINAL]
+            ours = any(place.is_dir() and stranger_in(place) is None for place in places)
+        else:
+            ours = path.name in written
+        return None if ours and path.is_file() and not path.is_symlink() else path
+
+    def _written(self) -> Collection[str] | None:
+        try:
+            return set(json.loads((self.path / _WRITTEN).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def _listed(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.iterdir()) if folder.is_dir() else ()
+
+
+def checkpoint_to_resume(config: OnlineConfig) -> Path | None:
+    """The checkpoint that a run goes on from; None where it starts at the beginning.
+
+    With ``resume`` and ``resume_from`` a run that was started from elsewhere goes on from its own newest checkpoint.
+
+    Raises:
+        ConfigError: there is something to go on from, but no whole checkpoint.
+    """
+    if not config.resuming:
+        return None
+    output_dir = Path(config.output_dir)
+    own = Checkpoints(output_dir)
+    if config.resume and (config.resume_from is None or own.all()):
+        found = own.newest_whole()
+        if found is None and (own.all() or (output_dir / FINAL).exists()):
+            raise ConfigError(
+                f"resume: {str(output_dir)!r} holds a run but no whole checkpoint to go on from; set "
+                "overwrite_output_dir instead to delete it and start at the beginning"
+            )
+        if found is None:
+            logger.warning("resume: there is no checkpoint in %s; starting at the beginning", output_dir)
+        return found
+    folder = Path(str(config.resume_from)).expanduser()
+    try:
+        verify(folder)
+        if not (folder / "resume").is_dir():
+            raise CheckpointError("it holds a policy, but not the state of a run")
+    except CheckpointError as error:
+        raise ConfigError(f"resume_from: got {str(folder)!r}; must be a whole checkpoint: {error}") from error
+    return folder

@@ -1,0 +1,198 @@
+"""The only training loop, and what happens around it after each batch: log, evaluate, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.reports.log import JsonLines
+from async_rlhf.reports.trace import Trace
+from async_rlhf.run.callbacks import OnlineTrainerState
+from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
+from async_rlhf.run.folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
+from async_rlhf.run.manifest import write_whole
+from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.wiring import Run
+from async_rlhf.system import random_state
+from async_rlhf.types import Batch, Group, ScoredBatch
+
+PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
+"""Spans of the learner whose seconds are logged."""
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """Batches in, a better policy out. Every rank of the learner runs it.
+
+    Rank 0 alone has callbacks and logs, and writes; what they decide it tells the others, who then do the same.
+
+    Args:
+        run: of which this rank has its part.
+        rollouts: the batches, in order.
+        trace: where the spans go.
+        logs: open files by name, on rank 0.
+        stop_asked: True once this rank has been told that the run shall save and end.
+    """
+
+    run: Run
+    rollouts: Rollouts
+    trace: Trace
+    logs: Mapping[str, JsonLines]
+    stop_asked: Callable[[], bool]
+
+    def train(self) -> OnlineTrainerState:
+        """Train on every batch that is left and save the final policy."""
+        run, rollouts, trace = self.run, self.rollouts, self.trace
+        run.callbacks.begin()
+        # Only now: a callback may have drawn from the generators as the run began.
+        if run.resumed is not None and run.ranks.leads:
+            random_state.restore(run.resumed.tensors, run.resumed.values["random"])
+        rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
+        started = time.monotonic()
+        for batch in rollouts:
+            run.callbacks.step_begin()
+            with trace.span("score", batch=batch.index):
+                scored = run.scorer(batch)
+            with trace.span("annotate", batch=batch.index):
+                experience, metrics = run.learner.annotate(scored)
+            with trace.span("train", batch=batch.index):
+                metrics |= run.learner.update(experience, batch.index)
+            rollouts.publish(run.learner.policy, version=batch.index)
+            metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
+            started = time.monotonic()
+            if self._after_batch(scored, metrics):
+                break
+        self._write(run.folder.path / FINAL)
+        run.callbacks.end()
+        return run.ranks.from_lead("final state", lambda: run.callbacks.state)
+
+    def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
+        """Write the policy, and what else there is, as one folder. All put the weights together; rank 0 writes."""
+        run = self.run
+        run.require_folder()
+        policy = partial(save_learner, run.learner, run.tokenizer)
+        if run.ranks.leads:
+            write_whole(folder, [policy, run.callbacks.save_state, *([] if resume is None else [resume.write])])
+        else:
+            policy(folder)
+
+    def save(self) -> None:
+        """Write a checkpoint that the run can go on from, bit for bit, and delete old ones."""
+        run, state = self.run, self.run.callbacks.state
+        checkpoints = Checkpoints(run.folder.path)
+        path = checkpoints.path(state.global_step)
+        with self.trace.span("save", batch=state.global_step):
+            resume = self._resume_state(state.global_step)
+            if run.ranks.leads:
+                run.callbacks.note_best(path)
+            self._write(path, resume)
+            if run.ranks.leads:
+                checkpoints.delete_old(run.config.save_total_limit, state.best_model_checkpoint)
+        run.callbacks.saved()
+
+    def _resume_state(self, batch: int) -> ResumeState | None:
+        """What a run needs to go on after a batch, on rank 0. All must ask, for the learner and the batches ahead."""
+        tensors, values = learner_state(self.run.learner)
+        ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
+        if not self.run.ranks.leads:
+            return None
+        random_tensors, random_values = random_state.capture()
+        return ResumeState(
+            batch=batch,
+            config=as_saved(self.run.config, self.run.algorithm.name),
+            inputs=dict(self.run.fingerprints),
+            values={
+                "learner": values,
+                "random": random_values,
+                "rewards": self.run.scorer.state(),
+                "agreement": self.rollouts.generator.agreement.state(),
+            },
+            logs={name: log.position() for name, log in self.logs.items()},
+            tensors=tensors | random_tensors,
+            ahead=ahead,
+        )
+
+    def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
+        """Log, evaluate and save as the callbacks say. True where the run shall stop."""
+        run, groups, state = self.run, scored.batch.groups, self.run.callbacks.state
+        control = run.callbacks.step_end(len(groups), sum(len(group.samples) for group in groups))
+        run.require_folder()
+        if run.ranks.leads:
+            self._log(scored, metrics, control.should_log)
+        last = state.global_step == state.max_steps or control.should_training_stop
+        if run.eval_prompts is not None and run.ranks.from_lead("evaluate?", lambda: control.should_evaluate or last):
+            evaluation = self.evaluate()
+            if run.ranks.leads:
+                run.callbacks.log(self._log_metrics(evaluation))
+                run.callbacks.evaluated(evaluation)
+        # Asked once: it may become true at any moment, and on one rank alone.
+        stop = any(run.ranks.gather("end?", self.stop_asked()))
+        if run.ranks.from_lead("save?", lambda: control.should_save or stop):
+            self.save()
+        if stop:
+            raise SystemExit(0)
+        return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
+
+    def _log(self, scored: ScoredBatch, metrics: Mapping[str, float], everything: bool) -> None:
+        """The schedule of every batch; metrics and samples where that is due."""
+        if SCHEDULE in self.logs:
+            self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
+        if everything:
+            logs = self._log_metrics({"completions": float(self.run.callbacks.state.completions), **metrics})
+            self._log_samples(scored)
+            self.run.callbacks.log(logs)
+            self.trace.flush()
+
+    def _log_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        state = self.run.callbacks.state
+        logs = {"batch": float(state.global_step), "episode": float(state.episode), **metrics}
+        self.logs[METRICS].write(logs)
+        return logs
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores of the policy as it is now on the held-out prompts, one completion each."""
+        run = self.run
+        assert run.eval_prompts is not None
+        prompts = run.eval_prompts.all()
+        with self.trace.span("evaluate"):
+            completions = run.eval_engine.generate(prompts)
+            groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
+            scored = run.scorer(Batch(0, run.callbacks.state.global_step, groups, 0.0))
+        return {f"eval_{name}": value for name, value in scored.metrics.items()}
+
+    def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
+        spans = self.trace.take_seconds()
+        versions = np.concatenate([sample.versions[sample.sampled] for sample in batch.samples])
+        return {
+            "schedule/version": float(batch.version),
+            "schedule/lag": float(batch.index - 1 - batch.version),
+            "schedule/lag_mean": batch.index - 1 - int(versions.sum()) / len(versions),
+            **batch.metrics,
+            "eps": len(batch.groups) / seconds,
+            "time/batch": seconds,
+            "time/generate": batch.generation_seconds,
+            **{f"time/{name}": spans.get(name, 0.0) for name in PHASES},
+        }
+
+    def _log_samples(self, scored: ScoredBatch) -> None:
+        batch = scored.batch
+        samples = [
+            (group, sample, score)
+            for group, scores in zip(batch.groups, scored.scores_PK.tolist(), strict=True)
+            for sample, score in zip(group.samples, scores, strict=True)
+        ][: self.run.config.num_samples_logged]
+        texts = decode_samples(self.run.tokenizer, [sample for _, sample, _ in samples])
+        for (group, sample, score), text in zip(samples, texts, strict=True):
+            # A completion without a reward has the score null: JSON knows no NaN.
+            reward = None if math.isnan(score) else score
+            row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
+            prompt = self.run.tokenizer.decode(group.prompt.tokens)
+            row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
+            self.logs[SAMPLES].write(row)

@@ -1,0 +1,207 @@
+"""The trainers: what a user constructs; and what has to be open while one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
+from typing import ClassVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from async_rlhf.algorithms.best_of_k import BEST_OF_K
+from async_rlhf.algorithms.grpo import GRPO
+from async_rlhf.algorithms.online_dpo import ONLINE_DPO
+from async_rlhf.algorithms.ppo import PPO
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.algorithms.reinforce import RLOO
+from async_rlhf.config import OnlineConfig
+from async_rlhf.data.loading import Rows
+from async_rlhf.generation.placement import shared_cores
+from async_rlhf.generation.protocol import Generator
+from async_rlhf.learner.learner import Learner
+from async_rlhf.reports.log import JsonLines
+from async_rlhf.reports.trace import Trace
+from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
+from async_rlhf.run.choices import make_generator
+from async_rlhf.run.folder import log_names
+from async_rlhf.run.loop import TrainingLoop
+from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.wiring import Inputs, Model, Run, build
+from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.system.signals import ending_on_signals
+
+
+class OnlineTrainer:
+    """Online training of a causal language model, by the algorithm that the configuration is of.
+
+    Args:
+        model: the policy, trained in place; a model, a folder or a hub name.
+        args: the configuration: GRPOConfig for GRPO, and so on.
+        train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
+        reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
+        reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
+            is the reward.
+        ref_model: the reference policy; None takes the policy's starting weights.
+        value_model: for PPO, the value model to start from: a model, or the value_model folder of an earlier run's
+            checkpoint; None takes the reward model, or without one the policy's body.
+        processing_class: the tokenizer; None loads the policy's.
+        eval_dataset: held-out rows.
+        callbacks: transformers' callbacks.
+        prompt_field: the column with the prompt's text.
+        algorithm: an algorithm of your own, whose configuration ``args`` is.
+
+    Raises:
+        ConfigError: something does not fit; raised before anything is trained or written.
+    """
+
+    algorithm: ClassVar[Algorithm | None] = None
+    """The only one, of subclasses."""
+
+    def __init__(
+        self,
+        model: Model,
+        args: OnlineConfig,
+        train_dataset: Rows,
+        *,
+        reward_model: Model | None = None,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+        ref_model: Model | None = None,
+        value_model: Model | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        eval_dataset: Rows | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+        prompt_field: str = "query",
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        inputs = Inputs(
+            model=model,
+            train_dataset=train_dataset,
+            algorithm=self.algorithm or algorithm,
+            reward_model=reward_model,
+            reward_funcs=(reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs),
+            ref_model=ref_model,
+            value_model=value_model,
+            processing_class=processing_class,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            prompt_field=prompt_field,
+        )
+        self.run = build(args, inputs)
+        self._started = False
+
+    @property
+    def args(self) -> OnlineConfig:
+        """The configuration."""
+        return self.run.config
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy."""
+        return self.run.learner.policy
+
+    @property
+    def learner(self) -> Learner:
+        """Who trains it."""
+        return self.run.learner
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """The callbacks, and the state that they see."""
+        return self.run.callbacks
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self.run.tokenizer
+
+    def train(self) -> OnlineTrainerState:
+        """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
+
+        On SIGTERM or SIGHUP it writes a checkpoint after the batch at hand and exits with code 0, to be resumed. Of
+        several ranks all must call it.
+
+        Returns:
+            The final state.
+        """
+        if self._started:
+            raise RuntimeError("this trainer has trained already; make a new one to train again")
+        self._started = True
+        return train(self.run)
+
+
+def train(run: Run) -> OnlineTrainerState:
+    """Train, once; see :meth:`OnlineTrainer.train`."""
+    with run.hold or nullcontext(), run.watch.watching(), ending_on_signals() as stop_asked, ExitStack() as stack:
+        threads = stack.enter_context(shared_cores(run.config, run.device, run.ranks.local_count))
+        if run.hold is not None:
+            stack.enter_context(run.hold.alone())
+        trace = stack.enter_context(closing(Trace()))
+        generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads)))
+        if run.resumed is not None:
+            generator.agreement.restore(run.resumed.values["agreement"])
+        stack.enter_context(run.scorer.started())
+        run.require_folder()
+        logs = {}
+        if run.ranks.leads:
+            run.folder.clear(run.callbacks.state.best_model_checkpoint)
+            if run.config.trace:
+                trace.write_to(run.folder.path / run.folder.trace)
+        stack.enter_context(closing(run.callbacks))
+        if run.ranks.leads:
+            logs = {name: stack.enter_context(closing(_log(run, name))) for name in log_names(run.config)}
+        state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked).train()
+        stack.close()
+        run.watch.close()
+    return state
+
+
+def _log(run: Run, name: str) -> JsonLines:
+    """A log file; where the run goes on in its own folder, behind what was logged up to the checkpoint."""
+    keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
+    return JsonLines(run.folder.path / name, keep)
+
+
+def _rollouts(run: Run, generator: Generator, trace: Trace) -> Rollouts:
+    config, resumed = run.config, run.resumed
+    return Rollouts(
+        generator,
+        run.prompts,
+        batch_size=config.batch_size,
+        num_batches=config.num_batches,
+        staleness=config.staleness,
+        trace=trace,
+        bounded=config.staleness_mode == "bounded",
+        recorded=run.recorded,
+        start=resumed.batch if resumed else 0,
+        ahead=resumed.ahead if resumed else (),
+    )
+
+
+class OnlineDPOTrainer(OnlineTrainer):
+    """Online DPO or IPO on the best and the worst of K samples; see :class:`OnlineTrainer` and OnlineDPOConfig."""
+
+    algorithm = ONLINE_DPO
+
+
+class OnlineBoKTrainer(OnlineTrainer):
+    """Supervised learning on the best of K samples; see :class:`OnlineTrainer` and OnlineBoKConfig."""
+
+    algorithm = BEST_OF_K
+
+
+class RLOOTrainer(OnlineTrainer):
+    """REINFORCE leave-one-out; see :class:`OnlineTrainer` and RLOOConfig."""
+
+    algorithm = RLOO
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Group relative policy optimisation; see :class:`OnlineTrainer` and GRPOConfig."""
+
+    algorithm = GRPO
+
+
+class PPOTrainer(OnlineTrainer):
+    """PPO with a learned value function; see :class:`OnlineTrainer` and PPOConfig."""
+
+    algorithm = PPO

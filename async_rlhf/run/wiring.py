@@ -1,0 +1,343 @@
+"""How a run is put together: from a configuration and what a user hands over to all that the loop needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.algorithms.table import of_config
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.data.loading import Rows
+from async_rlhf.data.stream import PromptStream, SharedPrompts
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.shared import SharedEngine, shared_engine
+from async_rlhf.learner.launch import rank_device, start_ranks
+from async_rlhf.learner.learner import Learner
+from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
+from async_rlhf.models.loading import (
+    check_embeddings,
+    check_positions,
+    in_float32,
+    load_policy,
+    new_value_head,
+    require_alike,
+    reward_model_for,
+    stop_token_ids,
+    tokenizer_for,
+    value_model_for,
+)
+from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.ranks.watch import Watch
+from async_rlhf.run.callbacks import Callbacks, check_integrations
+from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
+from async_rlhf.run.choices import check_launch, make_scorer, reward_device
+from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
+from async_rlhf.run.schedule import read_schedule
+from async_rlhf.scoring import Scorer
+from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.system.lock import Hold
+
+logger = logging.getLogger(__name__)
+
+Model: TypeAlias = PreTrainedModel | str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a user hands over beside the configuration; see :class:`~async_rlhf.run.trainer.OnlineTrainer`."""
+
+    model: Model
+    train_dataset: Rows
+    algorithm: Algorithm | None = None
+    reward_model: Model | None = None
+    reward_funcs: Sequence[RewardFunction] = ()
+    ref_model: Model | None = None
+    value_model: Model | None = None
+    processing_class: PreTrainedTokenizerBase | None = None
+    eval_dataset: Rows | None = None
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = ()
+    prompt_field: str = "query"
+
+    def __post_init__(self) -> None:
+        given = self.reward_model is not None or len(self.reward_funcs) > 0
+        require(given, "reward_model", None, "give a reward_model, reward_funcs, or both")
+        if self.ref_model is not None and self.ref_model is self.model and not isinstance(self.model, str):
+            raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run is made of, on one of its ranks, before it begins. What it resumes from is restored."""
+
+    config: OnlineConfig
+    algorithm: Algorithm
+    ranks: Ranks
+    watch: Watch
+    hold: Hold | None
+    """Rank 0's, on the folder; released when the run has ended."""
+    folder: RunFolder
+    resumed: ResumeState | None
+    tokenizer: PreTrainedTokenizerBase
+    prompts: SharedPrompts
+    recorded: Mapping[int, tuple[int, ...]] | None
+    """A schedule to repeat."""
+    device: torch.device
+    learner: Learner
+    scorer: Scorer
+    engine: SharedEngine
+    """On the learner's policy; samples batches where that is done inline."""
+    eval_prompts: SharedPrompts | None
+    eval_engine: SharedEngine
+    """The same, with one completion for each prompt."""
+    callbacks: Callbacks
+    fingerprints: Mapping[str, str]
+    """Of what came from outside and decides the run; rank 0 knows."""
+
+    def require_folder(self) -> None:
+        """Require the folder to be there, and this run's.
+
+        Raises:
+            OSError: it is not.
+        """
+        if self.hold is not None:
+            self.hold.require()
+
+
+def build(config: OnlineConfig, inputs: Inputs) -> Run:
+    """Make everything that a run needs, but its generators. Of several ranks all must call it.
+
+    Raises:
+        ConfigError: something does not fit; raised before anything is trained or written.
+    """
+    algorithm = _algorithm(config, inputs.algorithm)
+    check_integrations(config.report_to)
+    ranks = start_ranks(config)
+    watch = Watch(ranks)
+    with watch.watching(), ExitStack() as stack:
+        check_launch(config, ranks)
+        hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
+        run = _build(config, algorithm, inputs, ranks, watch, hold)
+        if run.resumed is not None:
+            _restore(run, run.resumed)
+        stack.pop_all()  # from here on the folder is the run's to release
+    return run
+
+
+def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
+    """Who the configuration is for."""
+    if given is None:
+        return of_config(config)
+    right = f"must be of type {given.config.__name__}"
+    require(type(config) is given.config, "args", type(config).__name__, right)
+    return given
+
+
+def _build(
+    config: OnlineConfig, algorithm: Algorithm, inputs: Inputs, ranks: Ranks, watch: Watch, hold: Hold | None
+) -> Run:
+    folder, resumed = _find_checkpoint(config, algorithm, ranks)
+    tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
+    # Data before models: its mistakes are found within seconds.
+    recorded = ranks.from_lead("recorded schedule", lambda: _read_record(config))
+    prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
+    parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
+    models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
+    reward_checksum = None if models.reward is None else checksum(named_weights(models.reward))
+    learner = _make_learner(config, algorithm, models, parallel, folder.checkpoint, resumed)
+    scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
+    one_each = replace(models.params, samples_per_prompt=1)
+    fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
+    if prompts.stream is not None:
+        fingerprints["train_dataset"] = prompts.stream.fingerprint()
+    if reward_checksum is not None:
+        fingerprints["reward_model"] = reward_checksum
+    return Run(
+        config=config,
+        algorithm=algorithm,
+        ranks=ranks,
+        watch=watch,
+        hold=hold,
+        folder=folder,
+        resumed=resumed,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        recorded=recorded,
+        device=device,
+        learner=learner,
+        scorer=scorer,
+        engine=shared_engine(config, models.policy, models.params, parallel),
+        eval_prompts=eval_prompts,
+        eval_engine=shared_engine(config, models.policy, one_each, parallel),
+        callbacks=Callbacks(config, learner, tokenizer, inputs.callbacks),
+        fingerprints=fingerprints,
+    )
+
+
+def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
+    """What the run goes on from, if anything; requires that nothing else is in the way."""
+    checkpoint = ranks.from_lead("checkpoint", lambda: checkpoint_to_resume(config))
+    resumed = None if checkpoint is None else ResumeState.read(checkpoint)
+    if resumed is not None:
+        resumed.check(config, algorithm.name)
+    folder = RunFolder(config, checkpoint, resumed.batch if resumed else 0)
+    if ranks.leads:
+        folder.check()
+    return folder, resumed
+
+
+def _read_record(config: OnlineConfig) -> dict[int, tuple[int, ...]] | None:
+    if config.replay_from is None:
+        return None
+    return read_schedule(Path(config.replay_from), config.generation.shares, config.num_batches)
+
+
+def _read_prompts(
+    config: OnlineConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> tuple[SharedPrompts, SharedPrompts | None]:
+    """Those to train on, and held-out ones. Rank 0 reads them."""
+
+    def stream(key: str, rows: Rows) -> PromptStream:
+        return PromptStream(
+            rows,
+            tokenizer,
+            prompt_field=inputs.prompt_field,
+            max_length=config.max_prompt_length,
+            seed=config.seed,
+            shuffle=key == "train_dataset",
+            key=key,
+        )
+
+    train = evaluated = None
+    if ranks.leads:
+        rows = inputs.eval_dataset
+        evaluable = config.eval_steps == 0 or rows is not None
+        require(evaluable, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
+        train = stream("train_dataset", inputs.train_dataset)
+        evaluated = None if rows is None else stream("eval_dataset", rows)
+    evaluates = ranks.from_lead("held-out prompts", lambda: evaluated is not None)
+    return SharedPrompts(train, ranks), SharedPrompts(evaluated, ranks) if evaluates else None
+
+
+@dataclass(frozen=True)
+class _Models:
+    """All on the learner's device; reference, reward and value model where the run has such."""
+
+    policy: PreTrainedModel
+    params: SamplingParams
+    """How the policy samples."""
+    reference: PreTrainedModel | None
+    reward: PreTrainedModel | None
+    value: PreTrainedModel | nn.Linear | None
+
+
+def _load_models(
+    config: OnlineConfig,
+    algorithm: Algorithm,
+    inputs: Inputs,
+    tokenizer: PreTrainedTokenizerBase,
+    parallel: Parallel,
+    device: torch.device,
+) -> _Models:
+    trust, model, ref_model = config.trust_remote_code, inputs.model, inputs.ref_model
+    if parallel.spreads_weights:
+        device = torch.device("cpu")  # what is spread comes to the device piece by piece
+    named = isinstance(model, str)
+    policy = load_policy(model, device, trust=trust) if named else in_float32(unwrap(model).to(device))
+    check_positions(policy, config.max_prompt_length, config.generation.response_length)
+    params = _sampling(config, policy, tokenizer)
+    # The saved policy then stops where this one did.
+    policy.generation_config.eos_token_id = list(params.stop_token_ids)
+    reward = None
+    if inputs.reward_model is not None:
+        reward = reward_model_for(inputs.reward_model, tokenizer, trust)
+        reward.to(reward_device(config, device))
+    reference = load_policy(ref_model, device, "ref_model", trust=trust) if isinstance(ref_model, str) else ref_model
+    if reference is not None:
+        check_embeddings(reference.to(device), tokenizer, "ref_model")
+    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device)
+    require_alike(parallel.ranks, model=policy, ref_model=reference, reward_model=reward, value_model=value)
+    if config.lora.rank > 0 and not has_adapters(policy):
+        add_adapters(policy, config.lora, config.seed)
+    if config.lora.publish == "adapter":
+        only_adapter(policy)
+    return _Models(policy, params, reference, reward, value)
+
+
+def _value(
+    config: OnlineConfig,
+    algorithm: Algorithm,
+    given: Model | None,
+    policy: PreTrainedModel,
+    reward_model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> PreTrainedModel | nn.Linear | None:
+    """The value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
+    needs = algorithm.needs(config)
+    if not needs.values:
+        require(given is None, "value_model", given, f"must be None: {algorithm.name} has no value model")
+        return None
+    if needs.shared_trunk:
+        if not (given is None or isinstance(given, str)):
+            raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
+        return new_value_head(policy, given).to(device)
+    value = value_model_for(given, reward_model, policy, device, config.trust_remote_code)
+    check_embeddings(value, tokenizer, "value_model")
+    value = in_float32(value).to(device).requires_grad_(True)
+    if config.lora.rank > 0:
+        add_adapters(value, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
+    return value
+
+
+def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    generation = config.generation
+    return SamplingParams(
+        samples_per_prompt=config.samples_per_prompt,
+        temperature=generation.temperature,
+        response_length=generation.response_length,
+        stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens),
+        seed=config.seed,
+        batch_size=generation.batch_size,
+    )
+
+
+def _make_learner(
+    config: OnlineConfig,
+    algorithm: Algorithm,
+    models: _Models,
+    parallel: Parallel,
+    checkpoint: Path | None,
+    resumed: ResumeState | None,
+) -> Learner:
+    load = None
+    if checkpoint is not None and resumed is not None:
+        load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
+    return Learner(models.policy, models.reference, algorithm, config, models.value, parallel, load)
+
+
+def _restore(run: Run, resumed: ResumeState) -> None:
+    """Put everything but random generators and what was found of the engine where the checkpoint was written."""
+    checkpoint = run.folder.checkpoint
+    assert checkpoint is not None
+    if run.ranks.leads:
+        resumed.check_inputs(run.fingerprints, run.config.resume_anyway)
+        run.scorer.restore(resumed.values["rewards"])
+        logger.info("resuming after batch %d, from %s", resumed.batch, checkpoint)
+    run.callbacks.restore_state(checkpoint)
+    restore_learner(run.learner, resumed.tensors, resumed.values["learner"])
+    resumed.forget_weights()
+    resumed.read_ahead(checkpoint, run.prompts)

@@ -1,1 +1,0 @@
-"""The supervised stages around online training, each skipped where it is done: SFT, pairs, reward model."""

@@ -1,0 +1,1 @@
+"""The docstring task: its data and its gold reward."""
