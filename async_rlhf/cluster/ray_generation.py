@@ -129,7 +129,7 @@ class GeneratorActor(Signs):
         try:
             self.last_sign = time.monotonic()
             if self._handler is None:
-                self._handler = RequestHandler(self._spec, self._params, self._weights, self._beat)
+                self._handler = RequestHandler(self._spec, self._params, self._weights, self._heartbeat)
             self._weights.fetch(version, reference)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)
@@ -145,7 +145,7 @@ class GeneratorActor(Signs):
         """Fetch new weights while the ones before still sample."""
         self._weights.fetch(version, reference)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         self.has_begun, self.last_sign = True, time.monotonic()
 
 

@@ -13,7 +13,7 @@ from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.models.loading import default_device, load_policy, load_tokenizer
 from async_rlhf.types import Prompt, Sample
@@ -42,7 +42,9 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     device = torch.device(config.device) if config.device else default_device()
     rows = load_rows(config.prompts, config.split, columns=[config.prompt_field], key="prompts")
     tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
-    judge = Judge(config.reward_model, config.reward_funcs, config.batch_size, device, trust=config.trust_remote_code)
+    judge = RewardJudge(
+        config.reward_model, config.reward_funcs, config.batch_size, device, trust=config.trust_remote_code
+    )
     prompts, dropped = first_prompts(rows, tokenizer, config)
 
     policy = load_policy(config.model, device, trust=config.trust_remote_code)

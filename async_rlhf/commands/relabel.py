@@ -13,7 +13,7 @@ from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, load_rows
-from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.loading import default_device
 
@@ -51,7 +51,7 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     data = {split: load_rows(config.data, split, key="data") for split in config.splits}
     device = torch.device(config.device) if config.device else default_device()
     dtype = getattr(torch, config.dtype)
-    judge = Judge(
+    judge = RewardJudge(
         config.reward_model,
         config.reward_funcs,
         config.batch_size,
@@ -70,7 +70,9 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     return found
 
 
-def relabel(rows: Rows, judge: Judge, key: str, keep_ties: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def relabel(
+    rows: Rows, judge: RewardJudge, key: str, keep_ties: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows with their sides in the order of the judge's scores, and counts; see :func:`run_relabel`.
 
     Args:

@@ -103,7 +103,7 @@ class GenerationConfig(Checked):
     api_key: str | None = key(None, _SENDABLE, role="place")
     """The key that the servers were started with; null takes the environment variable ASYNC_RLHF_API_KEY. It is written
     nowhere. A URL with a user and a password of its own (``https://user:password@host``) gets these instead."""
-    weights_road: Literal["folder", "network"] = key("folder", role="speed")
+    weights_transport: Literal["folder", "network"] = key("folder", role="speed")
     """How weights reach servers: "folder" as files in weights_dir, "network" straight from the learner's memory to
     theirs, by Gloo between CPUs and NCCL between GPUs."""
     weights_dir: str | None = key(None, role="place")
@@ -157,18 +157,18 @@ class GenerationConfig(Checked):
             right = f"must have its user and password again in the place of {HIDDEN}: they are not written to run.yml"
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
-        self._check_roads(served)
+        self._check_transports(served)
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
 
-    def _check_roads(self, served: bool) -> None:
+    def _check_transports(self, served: bool) -> None:
         """Nothing that would be ignored may be set."""
         require(served or self.api_key is None, "api_key", None, 'must be null unless placement is "server"')
-        right = 'must be null unless placement is "server" and weights_road "folder"'
-        files = served and self.weights_road == "folder"
+        right = 'must be null unless placement is "server" and weights_transport "folder"'
+        files = served and self.weights_transport == "folder"
         require(files or self.weights_dir is None, "weights_dir", self.weights_dir, right)
         right = 'must be "folder" unless placement is "server"'
-        require(served or self.weights_road == "folder", "weights_road", self.weights_road, right)
+        require(served or self.weights_transport == "folder", "weights_transport", self.weights_transport, right)
         right = 'must be left out with placement "server": such options are for async-rlhf serve'
         require(not served or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
 

@@ -26,7 +26,6 @@ from async_rlhf.evaluation.generate import (
     read_generations,
     shared_tokenizer,
 )
-from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import (
     EncodedRow,
     loss_and_perplexity,
@@ -34,6 +33,7 @@ from async_rlhf.evaluation.likelihood import (
     response_logprob_sums,
 )
 from async_rlhf.evaluation.pairwise import Pair, PairwiseJudge
+from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.statistics import (
     Interval,
     clustered_mean_interval,
@@ -97,7 +97,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     if config.judge.url is None:  # what can be wrong with it shall be found before anything is sampled
         size, tokenizer = config.batch_size, config.reward_tokenizer
         trust = config.trust_remote_code
-        judge = Judge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer, trust=trust)
+        judge = RewardJudge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer, trust=trust)
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     temperature, lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))

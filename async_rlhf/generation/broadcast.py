@@ -1,9 +1,9 @@
 """Weights straight from the learner's memory to a server's, over the network: no folder that both must see.
 
 Each transfer has a door of its own (:mod:`async_rlhf.system.doors`), on the address under which the server sees the
-learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to join
-again, nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go over the
-connections that the door let in; between GPUs by NCCL, whose group is made over them.
+learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
+join again, nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go
+over the connections that the door let in; between GPUs by NCCL, whose group is made over them.
 """
 
 from __future__ import annotations

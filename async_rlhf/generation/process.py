@@ -137,12 +137,12 @@ class _Worker:
     def start(self) -> None:
         context = context_of(self._method)
         pipe, theirs = context.Pipe()
-        self.beat = context.RawValue("d", 0.0)
+        self.heartbeat = context.RawValue("d", 0.0)
         self.since = time.monotonic()
         self.starts += 1
         process = context.Process(
             target=run_worker,
-            args=(theirs, *self._arguments, self.beat),
+            args=(theirs, *self._arguments, self.heartbeat),
             name=f"generator-{self.number}",
             daemon=True,
         )
@@ -162,11 +162,11 @@ class _Worker:
     @property
     def has_begun(self) -> bool:
         """Whether it has given a sign of life since it was started."""
-        return bool(self.beat.value)
+        return bool(self.heartbeat.value)
 
     def silent_for(self) -> float:
         """Seconds since its last sign of life, or its start, while it had something to do."""
-        return time.monotonic() - max(self.beat.value, self.since)
+        return time.monotonic() - max(self.heartbeat.value, self.since)
 
     def kill(self) -> None:
         self.process.kill()

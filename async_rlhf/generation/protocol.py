@@ -50,8 +50,8 @@ class Engine(Sampler, Protocol):
     refresh: Callable[[], None] | None
     """Called between two tokens; may load newer weights, which the tokens after it come from."""
 
-    def beat_with(self, beat: Callable[[], None]) -> None:
-        """Call ``beat`` often while generating: a sign of life."""
+    def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
+        """Call ``heartbeat`` often while generating: a sign of life."""
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Take new weights, and return the digest of each tensor it now holds, read back from the model."""

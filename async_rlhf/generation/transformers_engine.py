@@ -61,12 +61,12 @@ class TransformersEngine:
         """Where it computes."""
         return self.model.device if self._device is None else self._device
 
-    def beat_with(self, beat: Callable[[], None]) -> None:
-        """Call ``beat`` before every layer of every forward pass: a sign of life, also within a long one."""
+    def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
+        """Call ``heartbeat`` before every layer of every forward pass: a sign of life, also within a long one."""
         for module in self.model.modules():
             if isinstance(module, nn.ModuleList):
                 for layer in module:
-                    layer.register_forward_pre_hook(lambda *_: beat())
+                    layer.register_forward_pre_hook(lambda *_: heartbeat())
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Copy new weights into the model. The digests are of what the model holds afterwards, in the precision that it

@@ -79,13 +79,13 @@ class VLLMEngine:
         self.version = -1
         self.refresh: Callable[[], None] | None = None
         self._spec = spec
-        self._beat: Callable[[], None] = lambda: None
+        self._heartbeat: Callable[[], None] = lambda: None
         self._adapter: Any = None
         self._llm = _start(spec, params)
 
-    def beat_with(self, beat: Callable[[], None]) -> None:
-        """Call ``beat`` after every step of vLLM's scheduler."""
-        self._beat = beat
+    def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
+        """Call ``heartbeat`` after every step of vLLM's scheduler."""
+        self._heartbeat = heartbeat
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """See :func:`~async_rlhf.generation.vllm_weights.load_weights`.
@@ -177,7 +177,7 @@ class VLLMEngine:
                     finished[int(output.request_id)] = output
                     if progress is not None:
                         progress(len(finished))
-            self._beat()
+            self._heartbeat()
         return [finished[i] for i in range(len(prompts))]
 
 

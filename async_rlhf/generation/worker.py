@@ -57,15 +57,17 @@ class RequestHandler:
         spec: the model.
         params: how to sample.
         weights: where they lie.
-        beat: called often while it works.
+        heartbeat: called often while it works.
     """
 
-    def __init__(self, spec: ModelSpec, params: SamplingParams, weights: Weights, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: ModelSpec, params: SamplingParams, weights: Weights, heartbeat: Callable[[], None]
+    ) -> None:
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         self.weights = weights
         self.engine = make_engine(spec, params)
-        self.engine.beat_with(beat)
+        self.engine.heartbeat_with(heartbeat)
         self._held: dict[int, dict[str, str]] = {}
 
     def answer(self, request: Request) -> Reply:
@@ -94,7 +96,7 @@ def to_failure(error: Exception) -> Failure:
     return Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error))
 
 
-def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, beat: Any) -> None:
+def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, heartbeat: Any) -> None:
     """Serve requests until None comes or the learner is gone.
 
     Args:
@@ -102,7 +104,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
         spec: the model.
         params: how to sample.
         ring: the weights.
-        beat: shared memory that takes the time, on the monotonic clock, of the latest sign of life.
+        heartbeat: shared memory that takes the time, on the monotonic clock, of the latest sign of life.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the learner, which ends its workers
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -112,7 +114,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     sender = threading.Thread(target=_send, args=(pipe, replies))
     sender.start()
     try:
-        handler = RequestHandler(spec, params, ring, beat=lambda: setattr(beat, "value", time.monotonic()))
+        handler = RequestHandler(spec, params, ring, heartbeat=lambda: setattr(heartbeat, "value", time.monotonic()))
         while (request := requests.get()) is not None:
             replies.put(handler.answer(request))
     except Exception as error:

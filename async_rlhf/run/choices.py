@@ -17,7 +17,7 @@ from async_rlhf.generation.placement import check_engine, inline_vllm
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.server import ServerGenerator
+from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks

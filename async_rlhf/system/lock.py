@@ -28,7 +28,7 @@ from async_rlhf.config.base import ConfigError
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 """Between two signs of life of a holder."""
 STALE_SECONDS = 120.0
 """Without a sign of life, after which a process that cannot be looked up is held to be dead."""
@@ -140,7 +140,7 @@ class _Lock:
         """Folders that are made for it, the innermost first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._take()
-        threading.Thread(target=self._beat, name=f"lock {path}", daemon=True).start()
+        threading.Thread(target=self._heartbeat, name=f"lock {path}", daemon=True).start()
 
     def _take(self) -> None:
         draft = self.path.with_name(f"{self.path.name}.{self._me.token}")
@@ -180,7 +180,7 @@ class _Lock:
             return True
         if alive or seen != first:  # it has given a sign of life
             raise _in_use(self.path, self.key, self.folder, seen.holder)
-        os.utime(draft)  # by the clock of the file system, as the beats of the other
+        os.utime(draft)  # by the clock of the file system, as the heartbeats of the other
         age = draft.stat().st_mtime - seen.changed
         return max(age, time.monotonic() - began) > STALE_SECONDS
 
@@ -208,8 +208,8 @@ class _Lock:
                 if seen is not None and (now - seen.changed > STALE_SECONDS or (dead and seen.holder != self._me)):
                     draft.unlink()
 
-    def _beat(self) -> None:
-        while not self._released.wait(BEAT_SECONDS):
+    def _heartbeat(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):  # whoever writes next will find out
                 if (seen := _look(self.path)) is None or seen.holder != self._me:
                     return

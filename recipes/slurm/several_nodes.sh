@@ -61,7 +61,7 @@ srun --nodes="$learners" --ntasks=$((learners * per_node)) --exclude="$servers" 
     exec async-rlhf train "$@"
 ' task --config "$config" --train.output_dir "$output" --resume --train.parallel.strategy fsdp \
     --train.generation.engine vllm --train.generation.placement server \
-    --train.generation.urls "[$(IFS=,; echo "${urls[*]}")]" --train.generation.weights_road network "$@" &
+    --train.generation.urls "[$(IFS=,; echo "${urls[*]}")]" --train.generation.weights_transport network "$@" &
 learner=$!
 # The learner alone is told that time is nearly over: it still needs the servers for the batches under way.
 trap 'scancel --signal=TERM "$SLURM_JOB_ID.1"' USR1

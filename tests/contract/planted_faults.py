@@ -87,7 +87,7 @@ class HereGenerator(RemoteGenerator):
         config = GenerationConfig(mismatch_samples=COMPARED, probe_steps=0)
         ring = SnapshotRing.for_model(policy, torch.float32, 1)
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
-        self.handler = RequestHandler(spec, PARAMS, ring, beat=lambda: None)
+        self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
         super().__init__(policy, PARAMS, [HereWorker(self.handler)], ring, config, Trace())
         if not counter_based:  # as of vLLM, whose random numbers are its own
             self.agreement = Agreement(replace(config, engine="vllm"), PARAMS, torch.float32, None)

@@ -80,7 +80,7 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
 VLLM = ["--train.generation.engine", "vllm"]
 SERVER = [*VLLM, "--train.generation.placement", "server"]
 SERVED = [*SERVER, "--train.generation.urls", "[http://a]"]
-NETWORK = ["--train.generation.weights_road", "network"]
+NETWORK = ["--train.generation.weights_transport", "network"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ NETWORK = ["--train.generation.weights_road", "network"]
         ([*SERVED, "--train.generation.vllm.kv_cache_gb", "1"], "vllm: got VLLM.*; must be left out with placement"),
         (["--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless placement is"),
         ([*SERVED, *NETWORK, "--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless"),
-        (NETWORK, "weights_road: got 'network'; must be \"folder\" unless placement is"),
+        (NETWORK, "weights_transport: got 'network'; must be \"folder\" unless placement is"),
         (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
         (["--train.lora.publish", "adapter"], "lora.publish: got 'adapter'; must be \"merged\" but with"),
     ],

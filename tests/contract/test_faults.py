@@ -121,7 +121,9 @@ def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, 
     monkeypatch.setattr(process._Worker, "_read", read_later)
     with large_answer(make_policy(), tokenizer, prompts) as (generator, _):
         worker, deadline = generator.workers[0], time.monotonic() + 120
-        while worker.beat.value == 0 or time.monotonic() - worker.beat.value < 2:  # it has sampled, and begun to send
+        while (
+            worker.heartbeat.value == 0 or time.monotonic() - worker.heartbeat.value < 2
+        ):  # it has sampled, and begun to send
             assert time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(worker.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Any common format takes the same road, and the prompt stream is a pure function of (seed, draw)."""
+"""Any common format takes the same way, and the prompt stream is a pure function of (seed, draw)."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.evaluate import format_table, run_evaluate, side_by_side
-from async_rlhf.evaluation.judge import Judge
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
+from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.evaluation.statistics import (
     clustered_mean_interval,
@@ -192,7 +192,7 @@ def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokeni
     prompts = ["a", "longer prompt", "a", "a"]
     rows = [{}] * 4
     texts, ended = ["x<pad>", "y", "x<pad>", "x<pad>"], [False, True, False, True]
-    scores = Judge(str(tmp_path / "reward"), [], 2, "cpu")(prompts, rows, texts, ended)
+    scores = RewardJudge(str(tmp_path / "reward"), [], 2, "cpu")(prompts, rows, texts, ended)
     for score, prompt, text, stop in zip(scores, prompts, texts, ended, strict=True):
         tokens = torch.tensor([tokenizer.encode(prompt + text) + [256] * stop])
         with torch.no_grad():
@@ -203,12 +203,12 @@ def test_the_judge_reads_the_last_real_token(tmp_path, make_reward_model, tokeni
     torch.nn.init.constant_(model.score.weight, math.nan)
     write_model(model, tokenizer, tmp_path / "broken")
     with pytest.raises(RewardError, match="the reward model gave nan for 'ax<pad>'"):
-        Judge(str(tmp_path / "broken"), [], 2, "cpu")(prompts, rows, texts, ended)
+        RewardJudge(str(tmp_path / "broken"), [], 2, "cpu")(prompts, rows, texts, ended)
 
 
 def test_the_judge_names_a_row_that_is_longer_than_its_model_reads(tmp_path, make_reward_model, tokenizer):
     write_model(make_reward_model(max_position_embeddings=16), tokenizer, tmp_path / "reward")
-    judge = Judge(str(tmp_path / "reward"), [], 2, "cpu")
+    judge = RewardJudge(str(tmp_path / "reward"), [], 2, "cpu")
     assert len(judge(["a", "b"], [{}] * 2, ["x" * 15, "x" * 14], [False, True])) == 2  # 16 tokens fit
     with pytest.raises(ConfigError, match=r"row 2 of 2 has 17 tokens with its completion; must have 16 at most"):
         judge(["a", "b"], [{}] * 2, ["x", "x" * 15], [True, True])

@@ -162,16 +162,16 @@ def test_another_hosts_lock_is_taken_over_when_it_gives_no_sign(path, monkeypatc
 def test_another_hosts_lock_that_is_refreshed_is_not(path, monkeypatch):
     monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.1)
     held_by(path, host="elsewhere", place="another boot pid:[1]")
-    beat = threading.Timer(1.0, os.utime, (path,))
-    beat.start()
+    heartbeat = threading.Timer(1.0, os.utime, (path,))
+    heartbeat.start()
     with pytest.raises(InUseError, match="on host 'elsewhere'"):
         take(path)
-    beat.join()
+    heartbeat.join()
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_the_holder_gives_signs_of_life(path, monkeypatch):
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     with take(path):
         os.utime(path, (1, 1))
         deadline = time.monotonic() + 60

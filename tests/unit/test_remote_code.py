@@ -181,7 +181,8 @@ def test_one_place_loads_by_name():
         if re.search(pattern, line) and ".eval(" not in line and not line.lstrip().startswith(('"""', "#"))
     }
     assert found == {
-        "models/loading.py: return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
+        "models/loading.py: "
+        "return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
         "models/loading.py: model = AutoModelForSequenceClassification.from_config("
         "config, trust_remote_code=brings_code(type(policy)))",
         # What this very process has pickled, for a process that it has started, over a pipe that nobody else has.

@@ -29,7 +29,7 @@ from transformers import (
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError
-from async_rlhf.evaluation.judge import Judge
+from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.models.forward import reward_scores
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function
 from async_rlhf.scoring.calls import TooLateError, call_together
@@ -466,7 +466,7 @@ def test_none_of_every_function_is_an_error_or_leaves_out_the_prompt(tokenizer, 
 
 def judged(rewards: list[float | None]) -> list[float]:
     """By evaluation's judge, of functions that return these for the completion "abc"."""
-    judge = Judge(None, [], 4, "cpu")
+    judge = RewardJudge(None, [], 4, "cpu")
     judge.functions = [lambda reward=reward, **columns: [reward] for reward in rewards]
     return judge(["p"], [{}], ["abc"], [True])
 
@@ -821,7 +821,7 @@ def test_the_judge_takes_async_functions(tmp_path):
     (tmp_path / "rewards.py").write_text(
         "async def later(prompts, completions, n):\n    return [len(p) + k for p, k in zip(prompts, n)]\n"
     )
-    judge = Judge(None, [f"{tmp_path / 'rewards.py'}:later"] * 2, 2, "cpu")
+    judge = RewardJudge(None, [f"{tmp_path / 'rewards.py'}:later"] * 2, 2, "cpu")
     assert judge(["ab", ""], [{"n": 5}, {"n": 7}], ["x", "y"], [True, True]) == [14.0, 14.0]
 
 

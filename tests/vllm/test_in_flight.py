@@ -16,7 +16,7 @@ from async_rlhf.generation import server_client
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.server import _Server
+from async_rlhf.generation.server_generator import _Server
 from async_rlhf.generation.shared import shared_engine
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
@@ -59,7 +59,7 @@ def flying_args(make_args, where):
 
 def sampling_has_begun(generator) -> bool:
     if isinstance(generator, ProcessGenerator):
-        return generator.workers[0].beat.value > 0  # a step of vLLM's is done
+        return generator.workers[0].heartbeat.value > 0  # a step of vLLM's is done
     key = server_client.key_of(generator.config)
     headers = {"Authorization": f"Bearer {key}"}
     url = f"{generator.workers[0].url}/metrics"

@@ -23,7 +23,7 @@ from async_rlhf.scoring.functions import (
 )
 
 
-class Judge:
+class RewardJudge:
     """Scores prompts with completions. It reads text, so a reward model need not share the policy's tokenizer.
 
     Args:

@@ -79,24 +79,26 @@ class ServerGenerator(RemoteGenerator):
         described = [check_server(url, policy.config, config, max_length) for url in config.urls]
         run, dtype = uuid.uuid4().hex[:12], getattr(torch, config.dtype)
         snapshots: SnapshotFolder | SnapshotRing
-        if config.weights_road == "folder":
+        if config.weights_transport == "folder":
             try:
                 snapshots = SnapshotFolder(folder.absolute(), dtype, staleness + 1)
             except OSError as error:
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
-            roads: list[_Road] = [_FolderRoad(snapshots) for _ in config.urls]
+            transports: list[_Transport] = [_FolderTransport(snapshots) for _ in config.urls]
         else:
             snapshots = SnapshotRing.for_model(policy, dtype, staleness + 1, parallel=parallel)
-            roads = [
-                _NetworkRoad(snapshots, url, len(processes), _device(policy.device, processes))
+            transports = [
+                _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
                 for url, processes in zip(config.urls, described, strict=True)
             ]
         self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
         vocabulary = policy.get_input_embeddings().num_embeddings
         key = key_of(config)
         workers = [
-            _Server(number, url, key, run, params, snapshots, road, vocabulary, lambda *one: self._arrived.put(one))
-            for number, (url, road) in enumerate(zip(config.urls, roads, strict=True))
+            _Server(
+                number, url, key, run, params, snapshots, transport, vocabulary, lambda *one: self._arrived.put(one)
+            )
+            for number, (url, transport) in enumerate(zip(config.urls, transports, strict=True))
         ]
         super().__init__(policy, params, workers, snapshots, config, trace, autocast, parallel)
 
@@ -114,14 +116,14 @@ class ServerGenerator(RemoteGenerator):
         return True
 
 
-class _Road(Protocol):
+class _Transport(Protocol):
     """How weights reach a server."""
 
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
         """Have the server load a version; the digests of each of its processes."""
 
 
-class _FolderRoad:
+class _FolderTransport:
     def __init__(self, snapshots: SnapshotFolder) -> None:
         self._snapshots = snapshots
 
@@ -136,7 +138,7 @@ class _FolderRoad:
             raise GeneratorError(f"{error}; {right}") from error
 
 
-class _NetworkRoad:
+class _NetworkTransport:
     def __init__(self, snapshots: SnapshotRing, url: str, receivers: int, device: torch.device) -> None:
         self._snapshots, self._url, self._receivers, self._device = snapshots, url, receivers, device
 
@@ -170,7 +172,7 @@ class _Server:
         run: distinguishes this run's weights from those of others.
         params: how to sample.
         snapshots: the weights.
-        road: how they get there.
+        transport: how they get there.
         vocabulary: tokens of the policy.
         answer: called with this object and a reply, or what went wrong.
     """
@@ -183,7 +185,7 @@ class _Server:
         run: str,
         params: SamplingParams,
         snapshots: Snapshots,
-        road: _Road,
+        transport: _Transport,
         vocabulary: int,
         answer: Callable[[_Server, Reply | BaseException], None],
     ) -> None:
@@ -193,7 +195,7 @@ class _Server:
         self.open: list[Request] = []
         self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
         self._key = key
-        self._road = road
+        self._transport = transport
         self._prefix = f"{run}:"
         self._answer = answer
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -274,7 +276,7 @@ class _Server:
         # What another run may have under way shall not be taken for tokens of its own weights.
         await client.pause()
         await client.set_weight_version(f"{self._prefix}loading")
-        for found in await self._road.load(client, version):  # one answer for each of the server's processes
+        for found in await self._transport.load(client, version):  # one answer for each of the server's processes
             wrong = differing(found, expected)
             if wrong:
                 raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")

@@ -10,8 +10,8 @@ from conftest import PARAMS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, 
 from tiny import PROMPTS, drawn
 
 from async_rlhf.config import GenerationConfig
-from async_rlhf.generation.server import ServerGenerator
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError
+from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.reports.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -22,7 +22,7 @@ def train(server, make_args, tokenizer, **generation):
 
 
 def test_weights_over_the_network_are_those_of_a_process(server, make_args, tokenizer, undisturbed, tmp_path):
-    metrics = train(server, make_args, tokenizer, weights_road="network")
+    metrics = train(server, make_args, tokenizer, weights_transport="network")
     assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
     assert not (tmp_path / "run" / "weights").exists()
 
