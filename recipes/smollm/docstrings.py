@@ -17,9 +17,9 @@ from typing import Any
 
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
-from async_rlhf.data import docstring_reward
 from async_rlhf.data.loading import load_rows
 from async_rlhf.system.files import whole_file
+from async_rlhf.tasks.docstrings import reward as docstring_reward
 
 QUESTION = "Say in one short sentence what this Python function does. Answer with the sentence alone.\n\n{signature}"
 

@@ -60,7 +60,7 @@ from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.evaluation.evaluate import run_evaluate
 from async_rlhf.evaluation.generate import run_generate
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
-from async_rlhf.generation import server, vllm_engine, vllm_serve
+from async_rlhf.generation import server_generator, vllm_engine, vllm_serve
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.server_client import key_of
@@ -248,8 +248,8 @@ def _elsewhere(inputs: Inputs) -> None:
             vllm_serve.run_serve(ServeConfig("policy", api_key="0123"))
         vllm_engine._options(VLLMConfig(), on_cpu=True)
         patch.setattr(vllm_engine, "VLLMEngine", _stop)
-        patch.setattr(server, "check_server", lambda url, *_: key_of(served.generation))
-        patch.setattr(server, "SnapshotFolder", _stop)
+        patch.setattr(server_generator, "check_server", lambda url, *_: key_of(served.generation))
+        patch.setattr(server_generator, "SnapshotFolder", _stop)
         served = args(generation={"engine": "vllm", "placement": "server", "urls": ["http://127.0.0.1:9"]})
         engine = shared_engine(args(), inputs.policy, SamplingParams(2, 0.7, 6, (256,), 0), ALONE)
         for config in (args(generation={"engine": "vllm"}), served):
@@ -273,7 +273,7 @@ def _elsewhere(inputs: Inputs) -> None:
 
 def _ray(inputs: Inputs) -> None:
     """The same of Ray, where it is installed."""
-    from async_rlhf.launch import ray, ray_generation, ray_rewards
+    from async_rlhf.cluster import ray, ray_generation, ray_rewards
 
     config = new_args(inputs.folder, staleness=1, launch="ray", ray=RayConfig(reward_workers=1))
     with pytest.MonkeyPatch.context() as patch:

@@ -16,9 +16,10 @@ import pytest
 from tiny import count_letters
 from transformers import TrainerCallback
 
-from async_rlhf import OnlineDPOTrainer, callbacks
+from async_rlhf import OnlineDPOTrainer
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
+from async_rlhf.run import callbacks
 from async_rlhf.run.folder import Checkpoints, hold_folder
 from async_rlhf.run.manifest import delete_whole, stranger_in, verify, write_whole
 from async_rlhf.system.lock import InUseError

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from async_rlhf.data import docstring_harvest
+from async_rlhf.tasks.docstrings import harvest as docstring_harvest
 from async_rlhf.tasks.docstrings.harvest import Function, default_sources, harvest, split, write_splits
 
 MODULE = '''

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from async_rlhf.launch import watch
 
+from async_rlhf.ranks import watch
 from async_rlhf.ranks.watch import Watch, open_door
 from async_rlhf.system import doors
 from async_rlhf.system.doors import Door, knock

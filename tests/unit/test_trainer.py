@@ -13,7 +13,8 @@ import torch
 from tiny import count_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
-from async_rlhf import OnlineDPOTrainer, OnlineTrainerState, trainers
+from async_rlhf import OnlineDPOTrainer, OnlineTrainerState
+from async_rlhf.run import trainer as trainers
 from async_rlhf.run.wiring import Inputs, build
 
 
