@@ -107,7 +107,7 @@ def train(
         Path(folder),
         name,
         algorithm=algorithm,
-        parallel=ParallelConfig(strategy=strategy, ranks=ranks, **(parallel or {})),
+        parallel=ParallelConfig(strategy=strategy, **({} if ranks is None else {"ranks": ranks}), **(parallel or {})),
         lora=LoRAConfig(rank=lora),
         **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
     )
