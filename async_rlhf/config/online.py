@@ -57,8 +57,8 @@ class LoRAConfig(AdapterConfig):
     """Adapters in online training. The reference policy is then the policy with its adapters off."""
 
     publish: Literal["merged", "adapter"] = "merged"
-    """ "merged" publishes weights with the adapters merged in; "adapter" publishes only the adapters, a small part of the
-    bytes, which the engine applies at every step (vLLM in a process or inline)."""
+    """ "merged" publishes weights with the adapters merged in; "adapter" publishes only the adapters, a small part of
+    the bytes, which the engine applies at every step (vLLM in a process or inline)."""
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,8 @@ class PlanConfig(Checked):
     max_staleness: int = key(4, at_least(0), at_most(MAX_STALENESS, "train takes no more"))
     """The largest S to try."""
     in_turn: bool = False
-    """Also propose that all devices alternate between sampling and training, synchronously; false only compares with it.
-    With several devices this needs a learner that samples on every one of them."""
+    """Also propose that all devices alternate between sampling and training, synchronously; false only compares with
+    it. With several devices this needs a learner that samples on every one of them."""
     overlap_slowdown: float = key(1.0, at_least(1))
     """How many times longer sampling and training take while both go on at once: 1 on separate devices, more if they
     share a GPU or the memory of a CPU."""

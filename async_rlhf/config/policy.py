@@ -105,7 +105,7 @@ class RatioConfig(KLPenaltyConfig):
 
     @property
     def ratio(self) -> Literal["token", "sequence", "sequence_mean"]:
-        """What the ratio is of: each token, the whole sample (the product over its tokens), or the geometric mean over these."""
+        """The ratio of each token, of the whole sample (the product over its tokens), or the geometric mean over these."""
         return "token"
 
     @property
@@ -127,8 +127,8 @@ class GroupConfig(RatioConfig):
     """As for every algorithm, but none by default: verifiable rewards of completions that did not end by themselves
     should not change unasked."""
     mask_truncated: bool = False
-    """Completions that did not end by themselves are neither trained on nor counted in the normaliser, but their rewards
-    still count in the others' baselines ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4)."""
+    """Completions that did not end by themselves are neither trained on nor counted in the normaliser, but their
+    rewards still count in the others' baselines ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4)."""
 
     def check(self) -> None:
         super().check()

@@ -23,7 +23,7 @@ _LABELS = Rule(
 class RayConfig(Checked):
     """Generators and reward workers as actors in a Ray cluster, for ``launch: ray``.
 
-    The learner is the process that connects; it has to run on a node of the cluster.
+    The learner is the process that connects; it must run on a node of the cluster.
     """
 
     address: str | None = key(None, _ADDRESS, role="place")
@@ -41,8 +41,8 @@ class RayConfig(Checked):
     room_timeout: float = key(300.0, above(0), role="speed")
     """Seconds that the cluster may take to find room for an actor and start it."""
     reward_workers: int = key(0, at_least(0), role="speed")
-    """Actors that share the rewards of each batch, by reward model and by functions; with 0 the learner's process computes
-    them."""
+    """Actors that share the rewards of each batch, by reward model and by functions; with 0 the learner's process
+    computes them."""
     reward_num_cpus: float = key(1.0, at_least(0), role="speed")
     """CPUs that each reward worker reserves; it uses as many threads."""
     reward_num_gpus: float = key(0.0, at_least(0), _GPUS, role="place")

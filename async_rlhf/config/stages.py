@@ -87,11 +87,11 @@ class StageConfig(Checked):
     lr_scheduler_type: LRSchedule = "linear"
     """transformers' schedule of that name."""
     eval_steps: float = key(0, at_least(0), _STEPS)
-    """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates at
-    the end only."""
+    """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates
+    at the end only."""
     lora: AdapterConfig = key(AdapterConfig)
-    """Train low-rank adapters instead of every weight; they are merged into the saved model. A language model's adapters
-    are also saved beside it; a reward model's are not, as they would lack the head."""
+    """Train low-rank adapters instead of every weight; they are merged into the saved model. A language model's
+    adapters are also saved beside it; a reward model's are not, as they would lack the head."""
     logging_steps: float = key(20, above(0), _STEPS, role="log")
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
     report_to: list[str] = key([], role="log")
@@ -184,8 +184,8 @@ class RewardConfig(StageConfig):
     """Share of the training pairs held out for the reported accuracy if `eval` is null; pairs of one prompt stay
     together."""
     center: bool = True
-    """Shift the trained model's score by a constant so that its mean over the reference data is 0. The shift is stored in
-    the bias of the last normalisation, so every program that loads the model applies it; a model without that bias
+    """Shift the trained model's score by a constant so that its mean over the reference data is 0. The shift is stored
+    in the bias of the last normalisation, so every program that loads the model applies it; a model without that bias
     (Llama) is left as it is, with a warning."""
     reference: str | None = None
     """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs."""

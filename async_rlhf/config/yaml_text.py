@@ -22,7 +22,7 @@ MAX_CHARACTERS = 100_000
 MAX_DEPTH = 20
 """Of nested mappings and lists. Ours need four, options of vLLM and DeepSpeed some more."""
 MAX_NODES = 20_000
-"""Keys and values after aliases are expanded: a few lines of ten aliases of ten aliases of ten ... are a billion values."""
+"""Keys and values after aliases are expanded: ten aliases of ten of ten ... are a few lines and a billion values."""
 MAX_INTEGER = 2**63 - 1
 """The largest integer that fits 64 bits, as all programs below require."""
 _DOUBTFUL = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
