@@ -105,7 +105,7 @@ class RatioConfig(KLPenaltyConfig):
 
     @property
     def ratio(self) -> Literal["token", "sequence", "sequence_mean"]:
-        """The ratio of each token, of the whole sample (the product over its tokens), or the geometric mean over these."""
+        """The ratio of each token, of the sample (the product over its tokens), or the geometric mean over these."""
         return "token"
 
     @property
@@ -128,7 +128,8 @@ class GroupConfig(RatioConfig):
     should not change unasked."""
     mask_truncated: bool = False
     """Completions that did not end by themselves are neither trained on nor counted in the normaliser, but their
-    rewards still count in the others' baselines ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4)."""
+    rewards still count in the others' baselines ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section
+    3.4)."""
 
     def check(self) -> None:
         super().check()

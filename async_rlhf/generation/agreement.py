@@ -41,7 +41,7 @@ _FAR_TOKENS, _FAR_SHARE = 4, 0.05
 _MEMORY = 20
 """The noise is roughly a mean over this many batches."""
 _MISDRAWN_SHARE = 1e-4
-"""Allowed share of other tokens: rounding may now and then change the route, and so the token, in a model with routing."""
+"""Share of other tokens that is allowed: in a model that routes tokens, rounding may now and then change the route."""
 
 
 class Row(NamedTuple):

@@ -164,7 +164,7 @@ def _broadcast(group: Any, tensor: Tensor) -> None:
 
 @contextmanager
 def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
-    """Within, forward what NCCL writes to this store, such as its group's id, to every receiver, without another port."""
+    """Within, forward what NCCL writes to this store, such as its group's id, to every receiver: no other port."""
     over = threading.Event()
 
     def tell() -> None:

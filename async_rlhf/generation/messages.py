@@ -34,11 +34,11 @@ class ModelSpec:
     sleeps: bool = False
     """Whether vLLM must be able to free its memory."""
     max_length: int | None = None
-    """Most tokens of prompt and response together; None for the model's own limit. vLLM reserves memory for this many."""
+    """Most tokens of prompt and response together; None for the model's own limit. vLLM reserves memory for these."""
 
     @property
     def brings_code(self) -> bool:
-        """Whether the architecture is code that came with the model. The user allowed it, as the learner runs it already."""
+        """Whether the architecture is code that came with the model. The learner runs it already: the user said so."""
         return brings_code(self.model_class) or brings_code(type(self.config))
 
 

@@ -57,7 +57,7 @@ class Engine(Sampler, Protocol):
         """Take new weights, and return the digest of each tensor it now holds, read back from the model."""
 
     def probe(self) -> list[float]:
-        """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, with the weights it holds."""
+        """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by its weights."""
 
 
 class Resumable(Protocol):

@@ -213,7 +213,7 @@ class MortalWorker(Worker, Protocol):
 
 
 class RestartingGenerator(RemoteGenerator):
-    """Workers that may die or hang: they are restarted and get their open requests again, whose weights are still there.
+    """Workers that may die or hang: they are restarted and get their open requests again; the weights are still there.
     Subclasses make the workers, which put (worker, number of its start, answer) into ``_arrived``; the answer is None
     when the worker has died.
     """

@@ -1,1 +1,1 @@
-"""Where a run runs: several ranks, DeepSpeed, Ray."""
+"""Launching runs: several ranks, DeepSpeed, Ray."""

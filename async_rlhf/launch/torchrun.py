@@ -1,4 +1,4 @@
-"""The ranks that torchrun, accelerate launch or srun have started, and PyTorch's own ways to divide work: DDP, FSDP.
+"""Ranks started by torchrun, accelerate launch or srun, and PyTorch's own strategies: DDP and FSDP.
 
 torchrun --nproc-per-node 2 -m async_rlhf.cli train --config run.yml
 """
@@ -34,16 +34,16 @@ from async_rlhf.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _FOR_EVER = timedelta(days=365)
-"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (launch/watch.py)."""
+"""The other ranks wait for rank 0 without a limit; launch/watch.py checks that it is alive."""
 
 _ZERO: dict[str, Strategy] = {"1": "zero1", "2": "zero2", "3": "zero3"}
 
 
 def start_ranks(config: OnlineConfig) -> Ranks:
-    """Meet the other ranks, if the process was launched as one of several.
+    """Join the other ranks, if the process was launched as one of several.
 
     Raises:
-        ConfigError: there are not as many as ``parallel.ranks`` says.
+        ConfigError: their number is not ``parallel.ranks``.
     """
     launched = launched_ranks()
     right = f"must be {launched}, the processes that were launched, or left out"
@@ -57,7 +57,7 @@ def start_ranks(config: OnlineConfig) -> Ranks:
                 "parallel.strategy: %r has no effect on one rank; start with torchrun", config.parallel.strategy
             )
         return Ranks()
-    # transformers would leave the weights of all but one rank zero, for somebody to broadcast them.
+    # transformers would load weights on one rank only and leave zeros on the others, expecting a broadcast.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     local, on_host = int(os.environ.get("LOCAL_RANK", 0)), launched_on_host()
     if uses_gpu(config):
@@ -69,7 +69,7 @@ def start_ranks(config: OnlineConfig) -> Ranks:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if uses_gpu(config) else "cpu:gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
-        # A thread of gloo's that still holds a tensor of Python's would abort the interpreter as it ends.
+        # A gloo thread that still holds a Python tensor would abort the interpreter at exit.
         atexit.register(dist.destroy_process_group)
     return Ranks(
         dist.get_rank(), dist.get_world_size(), local, on_host, dist.new_group(timeout=_FOR_EVER, backend="gloo")
@@ -82,17 +82,17 @@ def uses_gpu(config: OnlineConfig) -> bool:
 
 
 def rank_device(config: OnlineConfig, ranks: Ranks) -> torch.device:
-    """The device of this rank: of several on GPUs, that of its number on the host."""
+    """The device of this rank: with several ranks on GPUs, the GPU with the rank's number on the host."""
     if ranks.count > 1:
         return torch.device("cuda", ranks.local_rank) if uses_gpu(config) else torch.device("cpu")
     return torch.device(config.device) if config.device else default_device()
 
 
 def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str, str] = os.environ) -> ParallelConfig:
-    """The configuration with strategy "auto" resolved, by what ``accelerate launch`` has put into the environment.
+    """The configuration with strategy "auto" resolved from the environment that ``accelerate launch`` sets.
 
     Raises:
-        ConfigError: an accelerate config file asks for what the configuration contradicts.
+        ConfigError: the configuration contradicts an accelerate config file.
     """
     if config.strategy != "auto":
         return config
@@ -126,7 +126,7 @@ def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str
 
 
 def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
-    """What ``parallel.strategy`` asks for."""
+    """The strategy that ``parallel.strategy`` names."""
     if ranks.count == 1:
         return Parallel(ranks)
     parallel = from_accelerate(config.parallel, config.bf16)
@@ -146,7 +146,7 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
 
 
 class DataParallel(Parallel):
-    """All of the weights on every rank, and gradients that meet while they are computed: DDP."""
+    """DDP: all weights on every rank, and gradients reduced while they are computed."""
 
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
@@ -159,10 +159,10 @@ class DataParallel(Parallel):
 
 
 class FullyShardedDataParallel(Parallel):
-    """Weights, gradients and the optimiser's state spread over all ranks: FSDP2.
+    """FSDP2: weights, gradients and the optimiser's state sharded over all ranks.
 
     Args:
-        ranks: who shares them.
+        ranks: the ranks that share them.
         config: offloading and resharding.
         device: of this rank.
     """
@@ -187,8 +187,8 @@ class FullyShardedDataParallel(Parallel):
         return model
 
     def _shard(self, model: nn.Module) -> None:
-        """Block by block, so that only one block's weights are whole at a time."""
-        offload = self.config.cpu_offload and self._mesh.device_type != "cpu"  # where else would they be
+        """Shard block by block, so that only one block's weights are whole at a time."""
+        offload = self.config.cpu_offload and self._mesh.device_type != "cpu"  # CPU weights are there already
         blocks = set(getattr(model, "_no_split_modules", None) or [])
         options: dict[str, Any] = {
             "mesh": self._mesh,
@@ -199,7 +199,7 @@ class FullyShardedDataParallel(Parallel):
             if type(module).__name__ in blocks:
                 fully_shard(module, **options)
         if isinstance(model, PreTrainedModel) and not model.can_generate():
-            # Scores and values are read by calling body and head, each by itself.
+            # Scores and values are computed by calling body and head separately.
             for child in model.children():
                 fully_shard(child, **options)
         else:
@@ -217,7 +217,7 @@ class FullyShardedDataParallel(Parallel):
 
     def share(self, number: int, tensor: Tensor) -> Tensor:
         like = self.trained[number]
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # such as the number of steps
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # such as the step count
             return tensor
         tensor = tensor.to(like.device)
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
