@@ -189,7 +189,7 @@ class _Lock:
         try:
             os.link(draft, self.path)
         except FileExistsError:
-            return draft.stat().st_nlink == 2  # NFS may report an existing file when it repeats a request after a lost answer
+            return draft.stat().st_nlink == 2  # ours: NFS says this if it repeats a request after a lost answer
         except OSError:  # a file system without hard links
             try:
                 with self.path.open("x", encoding="utf-8") as file:

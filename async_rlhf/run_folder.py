@@ -131,7 +131,7 @@ class RunFolder:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the checkpoint is in this folder, so that its logs are continued. Else this folder's run starts afresh."""
+        """Whether the checkpoint is in this folder, so its logs are continued. Else the run starts afresh here."""
         own = Checkpoints(self.path).path(self.batch)
         return self.checkpoint is not None and own.exists() and own.samefile(self.checkpoint)
 
@@ -141,8 +141,8 @@ class RunFolder:
         return "trace.json" if self.checkpoint is None else f"trace-from-{self.batch}.json"
 
     def check(self) -> None:
-        """Refuse a folder that holds an earlier run, unless it may be overwritten, or where something else would have to
-        be deleted or overwritten.
+        """Refuse a folder that holds an earlier run, unless it may be overwritten, or where something else would have
+        to be deleted or overwritten.
 
         Raises:
             ConfigError: names what is in the way.
@@ -200,7 +200,7 @@ class RunFolder:
         if not _LOG.fullmatch(path.name):
             return stranger_in(path)
         written = self._written()
-        if written is None:  # a run by an older version, which wrote no list; checkpoints prove that the folder is a run's
+        if written is None:  # a run by an older version, which wrote no list; checkpoints show whose folder it is
             places = [*Checkpoints(self.path).all(), self.path / FINAL]
             ours = any(place.is_dir() and stranger_in(place) is None for place in places)
         else:

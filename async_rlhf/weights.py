@@ -218,7 +218,7 @@ class SnapshotRing:
 
 
 class DeviceRing(SnapshotRing):
-    """The same in memory of the learner's device, shared by CUDA IPC on a GPU: for workers on that device, so that nothing
+    """The same in memory of the learner's device, shared by CUDA IPC on a GPU: for workers on that device, so nothing
     crosses the bus.
 
     Args:

@@ -109,7 +109,7 @@ class Watch:
         if not self._connections:
             yield
             return
-        if self.failure is not None:  # it came between two calls
+        if self.failure is not None:  # the failure came between two uses of watching()
             raise RankError(self.failure)
         before: Any = None
         if threading.current_thread() is threading.main_thread():
@@ -174,7 +174,7 @@ def _described(error: BaseException) -> str:
 
 
 def _notice_lost_hosts(connection: socket.socket) -> None:
-    """Notice a lost host within about 6 seconds, if the system can; else only processes that end are noticed at once."""
+    """Notice a lost host within about 6 seconds, if the system can; else only ended processes are noticed at once."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 6000)):
         if hasattr(socket, name):

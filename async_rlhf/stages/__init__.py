@@ -1,1 +1,1 @@
-"""The supervised stages around online training, each skipped where it is done: SFT, pairs, reward model."""
+"""The stages around online training, each skipped if it is done: SFT, pairs, reward model."""
