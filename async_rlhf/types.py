@@ -1,4 +1,4 @@
-"""The vocabulary: what flows from the prompts to the loss.
+"""The data types that flow from the prompts to the loss.
 
 Dimension letters that end the names of tensors and arrays:
 
@@ -6,7 +6,7 @@ Dimension letters that end the names of tensors and arrays:
     B  rows of an experience       T  tokens of a row          V  vocabulary
     U  units, rows that belong together (see Experience)
 
-A *row* is one sample, padded on the right. ``X_BT[i, t]`` always speaks of token ``t`` itself: ``logprobs_BT[i, t]``
+A *row* is one sample, padded on the right. ``X_BT[i, t]`` always refers to token ``t`` itself: ``logprobs_BT[i, t]``
 is the log-probability of token ``t`` given the tokens before it.
 """
 
@@ -39,23 +39,23 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One sequence: the prompt, what the policy drew after it, and what it was told in between.
+    """One sequence: the prompt, the tokens that the policy drew after it, and any observations in between.
 
-    Every array is (T,), with one element a token. The last token is the stop token when ``finish_reason`` is "stop".
+    Every array is (T,), with one element per token. The last token is the stop token when ``finish_reason`` is "stop".
     """
 
     tokens: np.ndarray
     """int64."""
     sampled: np.ndarray
-    """bool: whether the policy drew the token. The prompt, and observations after it, it did not."""
+    """bool: whether the policy drew the token; False for the prompt and for observations."""
     logprobs: np.ndarray
-    """float32: behaviour log-probability, of the temperature-scaled distribution that the token was drawn from; 0 where
-    it was not drawn."""
+    """float32: behaviour log-probability under the temperature-scaled distribution that the token was drawn from; 0 for
+    tokens that were not drawn."""
     versions: np.ndarray
-    """int64: of the weights that drew the token; -1 where it was not drawn."""
+    """int64: version of the weights that drew the token; -1 for tokens that were not drawn."""
     finish_reason: FinishReason
     rewards: np.ndarray | None = None
-    """float32: what an environment gave at the token. None: nothing anywhere."""
+    """float32: reward from an environment at each token; None if there is none at all."""
 
     @classmethod
     def answer(
@@ -66,7 +66,7 @@ class Sample:
         versions: Sequence[int] | np.ndarray,
         finish_reason: FinishReason,
     ) -> Sample:
-        """A prompt and one answer to it; tokens, log-probabilities and versions are the answer's."""
+        """A sample made of a prompt and one answer; all arguments but ``prompt`` describe the answer."""
         before, after = len(prompt), len(tokens)
         return cls(
             tokens=np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(tokens, dtype=np.int64)]),
@@ -93,13 +93,13 @@ class Sample:
 
     @property
     def positions(self) -> np.ndarray:
-        """How many tokens after the prompt each drawn token stands, observations counted: int64, from 0."""
+        """Offset of each drawn token from the end of the prompt, observations counted: int64, from 0."""
         (places,) = np.nonzero(self.sampled)
         return places - places[:1]
 
 
 def drawn_versions(samples: Iterable[Sample]) -> set[int]:
-    """The versions that drew any of their tokens."""
+    """All versions of the weights that drew tokens of the samples."""
     return {version for sample in samples for version in np.unique(sample.versions[sample.sampled]).tolist()}
 
 
@@ -121,13 +121,13 @@ class Batch:
     generation_seconds: float
     """From the start of the first worker to the end of the last."""
     shares: tuple[int, ...] = ()
-    """Version that sampled each worker's share of the prompts; ``version`` is the oldest of them."""
+    """Version of the weights that sampled each worker's share of the prompts; ``version`` is the oldest of them."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the generator has measured."""
+    """Measurements of the generator."""
 
     @property
     def samples(self) -> list[Sample]:
-        """All of them, K neighbours for each prompt."""
+        """All samples; the K samples of a prompt are adjacent."""
         return [sample for group in self.groups for sample in group.samples]
 
 
@@ -137,7 +137,7 @@ class ScoredBatch:
 
     batch: Batch
     scores_PK: Tensor
-    """float32, on the CPU. Penalties are in it. NaN where ``reward_errors`` left a sample without one."""
+    """float32, on the CPU, penalties included. NaN where ``reward_errors`` left a sample without a score."""
     metrics: dict[str, float]
 
 
@@ -145,48 +145,48 @@ class ScoredBatch:
 class Experience:
     """Rows ready for training, on the CPU, padded on the right to the longest row.
 
-    Rows that belong together (the chosen and the rejected sample of a pair) are neighbours and make a *unit*;
-    a unit is never split over micro-batches.
+    Rows that belong together (the chosen and the rejected sample of a pair) are adjacent and form a *unit*;
+    a unit is never split across micro-batches.
     """
 
     tokens_BT: Tensor
     lengths_B: Tensor
-    """Tokens of each row; from the sampler, never from token values."""
+    """Number of tokens in each row: reported by the sampler, never inferred from token values."""
     sampled_BT: Tensor
-    """1.0 at tokens that the policy drew (the stop token too), 0.0 at prompts, observations and padding."""
+    """1.0 at tokens that the policy drew (the stop token too), 0.0 at prompt, observations and padding."""
     behaviour_logprobs_BT: Tensor
-    """By the weights that sampled, from the generator."""
+    """Log-probabilities under the weights that sampled, from the generator."""
     rewards_BT: Tensor
-    """What an environment gave at each token."""
+    """Reward from an environment at each token."""
     scores_B: Tensor
-    """The whole reward of each row: what it was scored, and its ``rewards_BT``."""
+    """Total reward of each row: its score plus its ``rewards_BT``."""
     weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
     rows_per_unit: int = 1
     truncated_B: Tensor | None = None
-    """True for rows that did not end by themselves, where the objective asks."""
+    """True for rows that did not end by themselves, if the objective asks for this."""
 
     reference_logprobs_BT: Tensor | None = None
-    """By the reference policy, where the objective needs one."""
+    """Log-probabilities under the reference policy, if the objective needs one."""
     old_logprobs_BT: Tensor | None = None
-    """By the policy before the update, where a pass was made for them."""
+    """Log-probabilities under the policy before the update, if a forward pass computed them."""
     values_BT: Tensor | None = None
-    """The value model's, of the text before each sampled token, before the update (PPO)."""
+    """Value of the text before each sampled token, by the value model before the update (PPO)."""
     end_values_B: Tensor | None = None
-    """The value model's, of the whole text, where the objective needs them (PPO)."""
+    """Value of the whole text, by the value model, if the objective needs it (PPO)."""
     advantages_BT: Tensor | None = None
-    """One for each sampled token, 0 elsewhere (RLOO, GRPO, PPO)."""
+    """Advantage of each sampled token, 0 elsewhere (RLOO, GRPO, PPO)."""
     returns_BT: Tensor | None = None
-    """What the value model learns to predict (PPO)."""
+    """Targets of the value model (PPO)."""
     teaches_U: Tensor | None = None
-    """False for units whose loss has no gradient although they count in the normaliser; None where all have one."""
+    """False for units whose loss has no gradient although they count in the normaliser; None if all have one."""
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
 
     @property
     def weight(self) -> float:
-        """What the loss is divided by; 0 where no unit teaches anything, so that no step may be made."""
+        """The normaliser of the loss; 0 if no unit has a gradient, and then no optimiser step may be taken."""
         if self.teaches_U is not None and not self.teaches_U.any():
             return 0.0
         return float(self.weights_U.sum())
@@ -211,7 +211,7 @@ class Experience:
         return self.map(part)
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
-        """The same with every tensor replaced by ``function(name, tensor)``."""
+        """A copy with every tensor replaced by ``function(name, tensor)``."""
         from torch import Tensor
 
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -220,16 +220,16 @@ class Experience:
 
 
 class PolicyOutput(NamedTuple):
-    """What one forward pass of the model being trained gives, 0 where no token was sampled.
+    """Result of one forward pass of the model being trained; 0 where no token was sampled.
 
-    A tuple, because what spreads a model over ranks finds the tensors only in those that torch knows.
+    A tuple, because the wrappers that shard a model over ranks find tensors only in containers that torch knows.
     """
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
     """In nats; carries no gradient."""
     values_BT: Tensor | None = None
-    """Where there is a value model or head: the value of the text before each sampled token."""
+    """Value of the text before each sampled token, if there is a value model or head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Algorithms: each is one record, in one file by family; beside them what their formulas are made of."""
+"""Algorithms: each is one record, with one file per family. Other files hold the formulas that they share."""

@@ -26,7 +26,7 @@ def leave_one_out(rewards_PK: Tensor) -> Tensor:
 
 
 def _without_ties(advantages_PK: Tensor, rewards_PK: Tensor) -> Tensor:
-    """0 for groups of equal rewards: the mean of eight 0.1 is not 0.1, and Adam makes a full step of any remainder."""
+    """0 for groups of equal rewards: the mean of eight 0.1 is not 0.1, and Adam makes any remainder a full step."""
     tied_P1 = (rewards_PK == rewards_PK[:, :1]).all(dim=1, keepdim=True)
     return advantages_PK.masked_fill(tied_P1, 0.0)
 
@@ -53,11 +53,11 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float,
     """Generalised advantage estimation: Schulman et al., arXiv 1506.02438, eq. 16.
 
     delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), with V and A 0 after the last token.
-    A step in time goes from one sampled token to the next; what is given at the tokens between them is a part of the
-    earlier one's reward.
+    A time step goes from one sampled token to the next; rewards at the tokens between them are added to the earlier
+    one's reward.
 
     Args:
-        rewards_BT: given at each token. What is given before the first sampled token is nobody's.
+        rewards_BT: reward at each token. Rewards before the first sampled token are ignored.
         values_BT: of the text before each sampled token.
         sampled_BT: 1 at the tokens that the policy drew.
         gamma: discount.

@@ -26,7 +26,7 @@ class OnlineBoKConfig(KLPenaltyConfig):
 
 
 def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:
-    """The best sample of each prompt by its reward; none of a prompt whose samples are all equally good."""
+    """The sample of each prompt with the best reward; none for a prompt whose samples are all equally good."""
     from async_rlhf.algorithms.preference import best_rows, differ
 
     rewards_B = experience.scores_B - kl_penalties(experience, config.kl).sum(dim=1)
@@ -35,7 +35,7 @@ def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:
 
 
 def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConfig) -> LossOutput:
-    """Minus the log-probability of each sample, and the KL penalty of its tokens where that is in the loss."""
+    """Minus the log-probability of each sample, plus the KL penalty of its tokens if the penalty is in the loss."""
     logps_B = (output.logprobs_BT * rows.sampled_BT).sum(dim=1)
     losses_B = (kl_loss(output, rows, config.kl).sum(dim=1) - logps_B) * rows.weights_U
     metrics = {"loss/policy_avg": losses_B, "logps/chosen": logps_B * rows.weights_U}

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation and what came of it: Dr. GRPO, GSPO and CISPO are GRPO with other defaults."""
+"""Group relative policy optimisation and its variants: Dr. GRPO, GSPO and CISPO are GRPO with other defaults."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class GRPOConfig(GroupConfig):
     (DAPO); "constant" divides by response_length instead of a completion's own length (Dr. GRPO). Groups of equal
     rewards count in each of them."""
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
-    """The ratio pi / old that is clipped is of each "token"; of the "sequence", the product over its tokens; or
+    """The clipped ratio pi / old: one per "token"; or one per "sequence", the product over its tokens; or
     "sequence_mean", the geometric mean over them (GSPO: Zheng et al., arXiv 2507.18071)."""
     surrogate: Literal["clipped", "cispo"] = "clipped"
     """ "clipped" is the smaller of ratio and clipped ratio times the advantage; "cispo" weighs the log-likelihood of
-    each token by the clipped ratio, so that clipping takes no token's gradient (MiniMax-M1, arXiv 2506.13585)."""
+    each token by the clipped ratio, so that clipping removes no token's gradient (MiniMax-M1, arXiv 2506.13585)."""
 
     def check(self) -> None:
         super().check()
@@ -65,7 +65,7 @@ class GSPOConfig(GRPOConfig):
     ratio: Literal["token", "sequence", "sequence_mean"] = "sequence_mean"
     """As for GRPO."""
     cliprange: float = key(3e-4, above(0), below(1, ": the ratio is positive"))
-    """The ratio is clipped at 1 - cliprange; means over tokens stay nearer to 1 than ratios of tokens."""
+    """The ratio is clipped at 1 - cliprange; means over tokens stay nearer to 1 than the ratios of single tokens."""
     cliprange_high: float | None = key(4e-4, above(0))
     """And at 1 + this; null for cliprange."""
 

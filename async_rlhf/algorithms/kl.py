@@ -12,7 +12,7 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d^2 / 2: biased, low variance, its gradient is that of the KL."""
+    """d^2 / 2: biased, low variance; its gradient is that of the KL."""
     return (logprobs - reference_logprobs).square() / 2
 
 
@@ -23,10 +23,10 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def corrected_k3(logprobs: Tensor, reference_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """pi / mu times k3 for samples of mu: the mean over them is KL(pi || ref), and so is that of its gradient.
+    """pi / mu times k3 for samples of mu: its mean over them is KL(pi || ref), its mean gradient that of this KL.
 
-    DeepSeek-V3.2, arXiv 2512.02556, section 3.1. The gradient of k3 alone, 1 - exp(-d) by the log-probability, is on
-    samples of pi that of KL(ref || pi), and on others of neither.
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1. The gradient of k3 alone, 1 - exp(-d) by the log-probability, is the
+    gradient of KL(ref || pi) on samples of pi, and of neither KL on other samples.
     """
     return (logprobs - behaviour_logprobs).exp() * k3(logprobs, reference_logprobs)
 
@@ -38,8 +38,8 @@ def adapted_coefficient(coefficient: float, kl: float, target: float, samples: i
 
     Args:
         coefficient: before the batch.
-        kl: of the batch's completions, on average.
-        target: what it should be.
+        kl: mean KL of the batch's completions.
+        target: the KL to keep.
         samples: completions of the batch.
         horizon: completions over which the coefficient changes by at most 20%.
     """

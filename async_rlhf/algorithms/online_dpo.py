@@ -17,11 +17,11 @@ class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples."""
 
     beta: float = key(0.1, above(0), IN_LOSS)
-    """Strength of the implicit KL penalty: smaller lets the policy move further. It is in units of log-probabilities at
+    """Strength of the implicit KL penalty: smaller lets the policy move further. It applies to log-probabilities at
     generation.temperature, whose differences are larger than those at temperature 1."""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
     """ "sigmoid" (DPO) or "ipo", which here takes sums over tokens, as its paper does, and not means: 1 / (2 beta) is a
-    margin of whole completions, and beta is to be smaller than where means are taken."""
+    margin between whole completions, so choose beta smaller than for an implementation that takes means."""
 
     def check(self) -> None:
         super().check()
@@ -41,7 +41,7 @@ def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experienc
 
 
 def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
-    """The preference loss of each pair, and what DPO is watched by."""
+    """The preference loss of each pair, and metrics to monitor DPO."""
     from async_rlhf.algorithms.preference import preference_loss, ranked_right
 
     assert pairs.reference_logprobs_BT is not None

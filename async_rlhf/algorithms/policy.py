@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def penalty_needs(config: KLPenaltyConfig) -> Needs:
-    """A reference policy, where there is a penalty."""
+    """A reference policy, if there is a penalty."""
     return Needs(reference=config.kl.coef > 0)
 
 
 def ratio_needs(config: RatioConfig) -> Needs:
-    """And the policy before the update, if it is the proximal one.
+    """Also log-probabilities by the policy before the update, if that is the old policy ("proximal").
 
-    With one optimiser step for a batch the policy that is trained is the proximal one: a pass would repeat what the
-    step computes anyway, but for a penalty that must be in the reward before the step.
+    With one optimiser step per batch the policy being trained is itself the proximal one, and a separate pass would
+    repeat what the step computes anyway. A penalty in the reward still needs the pass: it is due before the step.
     """
     several = config.num_mini_batches * config.num_epochs > 1
     in_reward = config.kl.coef > 0 and config.kl.where == "reward"
@@ -34,10 +34,10 @@ def ratio_needs(config: RatioConfig) -> Needs:
 
 
 def kl_penalties(experience: Experience, kl: KLConfig) -> Tensor:
-    """What the KL penalty takes from the reward of each sampled token, before the update; (B, T), 0 elsewhere.
+    """The KL penalty to subtract from the reward of each sampled token, before the update; (B, T), 0 elsewhere.
 
-    The policy is the one whose ratio is clipped: that before the update where its log-probabilities are known, else
-    the one that sampled.
+    The KL is that of the old policy: the policy before the update if its log-probabilities are known, else the
+    behaviour policy.
     """
     if kl.coef == 0 or kl.where == "loss":
         return experience.behaviour_logprobs_BT.new_zeros(experience.behaviour_logprobs_BT.shape)
@@ -50,12 +50,12 @@ def _kl(logprobs_BT: Tensor, rows: Experience, kl: KLConfig) -> Tensor:
     from async_rlhf.algorithms.kl import KL_ESTIMATORS
 
     assert rows.reference_logprobs_BT is not None
-    sampled_BT = rows.sampled_BT  # before the exponential: whatever stands elsewhere could overflow in it
+    sampled_BT = rows.sampled_BT  # mask before the exponential, in which values elsewhere could overflow
     return KL_ESTIMATORS[kl.estimator](logprobs_BT * sampled_BT, rows.reference_logprobs_BT * sampled_BT)
 
 
 def kl_loss(output: PolicyOutput, rows: Experience, kl: KLConfig) -> Tensor:
-    """The KL penalty of each sampled token where it is a part of the loss, else 0; (B, T)."""
+    """The KL penalty of each sampled token if the penalty is in the loss, else 0; (B, T)."""
     from async_rlhf.algorithms.kl import corrected_k3
 
     if kl.coef == 0 or kl.where == "reward":
@@ -72,20 +72,20 @@ def kl_loss(output: PolicyOutput, rows: Experience, kl: KLConfig) -> Tensor:
 
 
 def rest_of_score(experience: Experience, scores_B: Tensor) -> Tensor:
-    """(B,): scores without what an environment gave at tokens."""
+    """(B,): scores without the rewards that an environment gave at tokens."""
     given_B = experience.rewards_BT.double().sum(dim=1)  # rounded once, as scores are
     return scores_B - given_B.to(scores_B.dtype)
 
 
 def rewards_of_tokens(experience: Experience, rest_B: Tensor, kl: KLConfig) -> Tensor:
-    """(B, T): what an environment gave, less the KL penalty that is in the reward; and ``rest_B`` at the last token."""
+    """(B, T): the environment's rewards, less any KL penalty in the reward, plus ``rest_B`` at the last token."""
     from async_rlhf.algorithms.advantages import at_last
 
     return experience.rewards_BT - kl_penalties(experience, kl) + at_last(rest_B, experience.sampled_BT)
 
 
 def rewards_of_groups(experience: Experience, config: GroupConfig) -> Tensor:
-    """(P, K): scores less the KL penalty that is in the reward."""
+    """(P, K): scores less any KL penalty in the reward."""
     rewards_B = experience.scores_B - kl_penalties(experience, config.kl).sum(dim=1)
     return rewards_B.view(-1, config.samples_per_prompt)
 
@@ -97,7 +97,7 @@ def teaching(advantages_BT: Tensor, sampled_BT: Tensor, kl: KLConfig) -> Tensor:
 
 
 def credited(experience: Experience, advantages_PK: Tensor, config: GroupConfig) -> Experience:
-    """With one advantage for all tokens of a sample, and what it weighs."""
+    """The experience with one advantage for all tokens of each sample, and with the sample's weight."""
     sampled_BT, weights_U = experience.sampled_BT, experience.weights_U
     advantages_BT = advantages_PK.flatten()[:, None] * sampled_BT
     if config.mask_truncated:
@@ -115,12 +115,13 @@ def credited(experience: Experience, advantages_PK: Tensor, config: GroupConfig)
 
 
 def policy_loss(output: PolicyOutput, rows: Experience, config: RatioConfig) -> LossOutput:
-    """The clipped surrogate on the ratio pi / old, and the KL penalty where that is in the loss.
+    """The clipped surrogate on the ratio pi / old, plus the KL penalty if the penalty is in the loss.
 
     The ratio is that of each token; or of the sample, the product over its tokens (RLOO, arXiv 2402.14740); or the
-    geometric mean over them (GSPO, arXiv 2507.18071, eq. 7). The last two meet the mean of the tokens' advantages. A
-    sample as a whole is one action: its loss is one surrogate, and the KL of all its tokens. Otherwise the surrogates
-    and penalties of tokens are summed, and with ``normalization`` "sequence" divided by their number.
+    geometric mean over them (GSPO, arXiv 2507.18071, eq. 7). The last two are multiplied by the mean of the tokens'
+    advantages. With the ratio of the sample, the sample is one action: its loss is one surrogate plus the KL of all its
+    tokens. Otherwise the tokens' surrogates and penalties are summed, and with ``normalization`` "sequence" divided by
+    the number of tokens.
     """
     sampled_BT = rows.sampled_BT
     surrogate, metrics = _surrogate(output, rows, config)
@@ -138,7 +139,7 @@ def policy_loss(output: PolicyOutput, rows: Experience, config: RatioConfig) -> 
 
 
 def weighted_sums(metrics: dict[str, Tensor], rows: Experience) -> dict[str, Tensor]:
-    """Sums over rows of the row's weight times the metric: one of each row, (B, 1), or its mean over tokens, (B, T)."""
+    """Sums over rows of weight times metric: a metric of rows, (B, 1), or the row's mean of one of tokens, (B, T)."""
     sampled_BT, sums = rows.sampled_BT, {}
     tokens_B = sampled_BT.sum(dim=1).clamp(min=1)
     for name, values in metrics.items():
@@ -148,7 +149,7 @@ def weighted_sums(metrics: dict[str, Tensor], rows: Experience) -> dict[str, Ten
 
 
 def _surrogate(output: PolicyOutput, rows: Experience, config: RatioConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighed surrogate of each token, (B, T), or of each sample, (B, 1); and metrics of the same shape."""
+    """The weighted surrogate of each token, (B, T), or of each sample, (B, 1); and metrics of the same shape."""
     from async_rlhf.algorithms.advantages import row_means
     from async_rlhf.algorithms.ratios import clipped_likelihood, clipped_surrogate
 
@@ -171,9 +172,9 @@ def _surrogate(output: PolicyOutput, rows: Experience, config: RatioConfig) -> t
 
 
 def _old_logprobs(output: PolicyOutput, rows: Experience, config: RatioConfig) -> Tensor:
-    """Of the policy that the clipped ratio is taken against.
+    """Log-probabilities by the old policy, the denominator of the clipped ratio.
 
-    Without a pass before the update the proximal policy is the one being trained, as it is in the only step.
+    Without a pass before the update, the proximal policy is the one being trained, in its only step.
     """
     if config.off_policy.old_logprobs == "behaviour":
         return rows.behaviour_logprobs_BT
@@ -181,10 +182,10 @@ def _old_logprobs(output: PolicyOutput, rows: Experience, config: RatioConfig) -
 
 
 def _weigh(losses: Tensor, log_ratios_BT: Tensor, config: RatioConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses times the importance weights of old / mu, and metrics of these.
+    """Losses times the importance weights old / mu, and metrics of these weights.
 
     Args:
-        losses: (B, T), or (B, 1) for one of each sample.
+        losses: (B, T), or (B, 1) for one loss per sample.
         log_ratios_BT: log pi_old - log mu, 0 where no token was sampled.
         config: says which weights.
     """

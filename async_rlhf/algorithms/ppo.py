@@ -17,7 +17,7 @@ class PPOConfig(RatioConfig):
     """PPO with a learned value function (Schulman et al., arXiv 1707.06347)."""
 
     samples_per_prompt: int = key(1, at_least(1))
-    """K, completions per prompt; PPO needs no second one."""
+    """K, completions per prompt; PPO needs only one."""
     gamma: float = key(1.0, inside("[0, 1]"))
     """Discount from token to token."""
     lam: float = key(0.95, inside("[0, 1]"))
@@ -27,16 +27,16 @@ class PPOConfig(RatioConfig):
     vf_coef: float = key(0.1, at_least(0), IN_LOSS)
     """Weight of the value loss."""
     cliprange_value: float = key(0.2, above(0))
-    """The value may move so far from its old estimate within one batch."""
+    """How far the value may move from its old estimate within one batch."""
     shared_trunk: bool = False
     """False trains a value model of its own, which starts from the reward model; true puts a value head on the
     policy."""
     value_learning_rate: float | None = key(None, *LEARNING_RATE)
-    """Of the value model or head, whose values often like a higher one; null for learning_rate."""
+    """Learning rate of the value model or head, which often needs a higher one; null for learning_rate."""
     bootstrap_truncated: bool = False
-    """response_length is a limit of time, not of the task: for a completion that did not end by itself the value of the
-    whole text stands in place of the score that it would have got later (Pardo et al., arXiv 1712.00378). It takes
-    non_eos_penalty: false, and one more pass of the value model."""
+    """Treat response_length as a time limit that is not part of the task: for a completion that did not end by itself,
+    the value of the whole text replaces the score that it would have got later (Pardo et al., arXiv 1712.00378).
+    Requires non_eos_penalty: false, and costs one more pass of the value model."""
 
     def check(self) -> None:
         super().check()
@@ -46,7 +46,7 @@ class PPOConfig(RatioConfig):
 
 
 def ppo_needs(config: PPOConfig) -> Needs:
-    """Values, beside what every ratio needs."""
+    """Values, besides what every ratio-based objective needs."""
     return replace(
         ratio_needs(config),
         values=True,
@@ -57,9 +57,9 @@ def ppo_needs(config: PPOConfig) -> Needs:
 
 
 def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
-    """Advantages of tokens by GAE, with the score at the last token, and the returns that the values learn.
+    """Advantages of tokens by GAE, with the score at the last token, and the returns that the value model learns.
 
-    With ``bootstrap_truncated`` a sample that was cut off has what is expected later in place of the score.
+    With ``bootstrap_truncated``, the expected later reward replaces the score of a sample that was cut off.
     """
     from async_rlhf.algorithms.advantages import gae, whiten
 

@@ -20,7 +20,7 @@ def best_and_worst_rows(scores_PK: Tensor) -> Tensor:
 
 
 def differ(scores_PK: Tensor) -> Tensor:
-    """1.0 for each prompt whose samples did not all score the same."""
+    """1.0 for each prompt whose samples did not all get the same score."""
     return (scores_PK.amax(dim=1) > scores_PK.amin(dim=1)).float()
 
 
@@ -34,9 +34,9 @@ def preference_loss(
 
     Args:
         chosen_logratios_U: log pi - log ref of the preferred completion, summed over its response tokens.
-        rejected_logratios_U: the same of the other.
+        rejected_logratios_U: the same for the other completion.
         beta: strength of the implicit KL penalty.
-        loss_type: which of the two.
+        loss_type: "sigmoid" or "ipo".
 
     Returns:
         (U,), one loss for each pair.
@@ -50,8 +50,8 @@ def preference_loss(
 def ranked_right(margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor) -> Tensor:
     """1 for a positive margin, 0 for a negative one, 1/2 for one that may be rounding, as all are at the first step.
 
-    Rounding is the float32 step of the sums that the margin is made of, and that at 1 for each token: so much do
-    log-probabilities near 0 carry over from logits.
+    The rounding assumed is the float32 spacing at the sums that form the margin, plus the spacing at 1 for each token:
+    log-probabilities near 0 inherit that much error from the logits.
     """
     sizes_B = logps_B.abs() + reference_B.abs() + mask_BT.sum(dim=1)
     rounding_U = torch.finfo(torch.float32).eps * (sizes_B[0::2] + sizes_B[1::2])

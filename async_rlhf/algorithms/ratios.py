@@ -1,4 +1,4 @@
-"""Probability ratios between policies: clipping, importance weights, and statistics to watch them by."""
+"""Probability ratios between policies: clipping, importance weights, and statistics to monitor them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def clipped_surrogate(log_ratios: Tensor, advantages: Tensor, low: float, high: 
     Returns:
         The loss of each entry, and 1.0 where the clipped term is the smaller one (it has no gradient), else 0.0.
     """
-    # The smaller of the two is the ratio bounded on one side, that of the advantage's sign. Bounding the logarithm, not
-    # the ratio, keeps a ratio that overflows from turning a gradient of 0 into 0 x inf.
+    # The smaller term is A times the ratio bounded on one side only, which the sign of A decides. Bounding the
+    # logarithm instead of the ratio keeps a ratio that overflows from turning a gradient of 0 into 0 x inf.
     top, bottom = math.log1p(high), math.log1p(-low)
     up = advantages >= 0
     bounded = torch.where(up, log_ratios.clamp(max=top), log_ratios.clamp(min=bottom))
@@ -39,7 +39,7 @@ def clipped_likelihood(
         logprobs: log pi of tokens.
         log_ratios: log pi - log pi_old.
         advantages: of the same shape.
-        low: how far below 1 the weight may go; with 1 as far as it will.
+        low: how far below 1 the weight may go; 1 sets no lower bound.
         high: how far above.
 
     Returns:
@@ -52,13 +52,13 @@ def clipped_likelihood(
 
 
 def importance_weights(log_ratios: Tensor, kind: Literal["truncated", "masked"], cap: float) -> tuple[Tensor, Tensor]:
-    """Weights w = pi_old / mu that correct for samples of mu, kept from growing without bound.
+    """Importance weights w = pi_old / mu that correct for samples of mu, with a bound.
 
     Truncated: min(w, cap) (Ionides, "Truncated importance sampling", 2008). Masked: w where w <= cap, else 0.
 
     Args:
         log_ratios: log pi_old - log mu, of tokens or of whole completions.
-        kind: which of the two.
+        kind: "truncated" or "masked".
         cap: at least 1.
 
     Returns:
@@ -70,7 +70,7 @@ def importance_weights(log_ratios: Tensor, kind: Literal["truncated", "masked"],
 
 
 def effective_sample_share(log_weights_N: Tensor) -> Tensor:
-    """(sum w)^2 / (N sum w^2): 1 where all weights are equal, 1 / N where one has everything (Kong, 1992).
+    """(sum w)^2 / (N sum w^2): 1 if all weights are equal, 1 / N if one weight is all of the sum (Kong, 1992).
 
     Args:
         log_weights_N: N >= 1 logarithms of weights; a common offset changes nothing.
@@ -80,7 +80,7 @@ def effective_sample_share(log_weights_N: Tensor) -> Tensor:
 
 
 def ratio_statistics(token_log_ratios_N: Tensor, row_log_ratios_B: Tensor) -> dict[str, float]:
-    """What tells how far pi has moved from mu, over the tokens and the completions of a batch.
+    """Statistics of how far pi has moved from mu, over the tokens and the completions of a batch.
 
     Args:
         token_log_ratios_N: log pi - log mu of each token.
@@ -88,11 +88,11 @@ def ratio_statistics(token_log_ratios_N: Tensor, row_log_ratios_B: Tensor) -> di
 
     Returns:
         Metrics by name: over tokens, the k1 and k3 estimates of KL(mu || pi), the mean absolute difference, and mean,
-        variance and quantiles of pi / mu; and effective sample shares of both.
+        variance and quantiles of pi / mu; and the effective sample shares of tokens and of completions.
     """
     if len(token_log_ratios_N) == 0:
         return {}
-    ordered_N = token_log_ratios_N.sort().values.exp()  # torch.quantile refuses more than 16 million
+    ordered_N = token_log_ratios_N.sort().values.exp()  # sorted by hand: torch.quantile refuses more than 16 million
     last = len(ordered_N) - 1
     quantiles = {f"val/ratio_p{q:02d}": ordered_N[round(last * q / 100)] for q in (1, 50, 99)}
     metrics = {

@@ -1,4 +1,4 @@
-"""What an algorithm is: one record, which says all that the rest of the package knows of it."""
+"""The record that defines an algorithm: all that the rest of the package knows of it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Loss: TypeAlias = Callable[[PolicyOutput, Experience, Any], LossOutput]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm has to know of a batch before it assigns credit."""
+    """What an algorithm must know about a batch before it assigns credit."""
 
     reference: bool = False
-    """Log-probabilities by the reference policy, and so a reference policy."""
+    """Log-probabilities by the reference policy, so the run loads one."""
     old_logprobs: bool = False
     """Log-probabilities by the policy before the update."""
     values: bool = False
-    """Values of the text before each sampled token, and so a value model or head, which is trained too."""
+    """Values of the text before each sampled token, so the run has a value model or head and trains it too."""
     end_values: bool = False
     """Values of whole texts."""
     shared_trunk: bool = False
     """Whether values come from a head on the policy, and not from a model of their own."""
     value_learning_rate: float | None = None
-    """Of what gives values; None for the policy's."""
+    """Learning rate of the value model or head; None for the policy's."""
 
 
 def nothing(config: OnlineConfig) -> Needs:
@@ -48,24 +48,24 @@ class Algorithm:
     """One objective. It knows no model, no optimiser and no schedule."""
 
     name: str
-    """By which configurations and checkpoints know it."""
+    """The name that configurations and checkpoints use."""
     config: type[OnlineConfig]
     """Its configuration; the keys of ``train`` are its fields."""
     credit: Credit
     """(experience, config) -> experience to train on.
 
-    It gets all samples, K neighbouring rows a prompt and one row a unit, with what the algorithm needs. It returns the
-    rows to train on, with what their loss needs and with what each unit weighs.
+    It gets all samples, K adjacent rows per prompt and one row per unit, with what the algorithm needs. It returns the
+    rows to train on, with what their loss needs and with each unit's weight.
     """
     loss: Loss
     """(output of the policy, experience of the same rows, config) -> sums over these rows.
 
-    The learner calls it for a few rows at a time and divides by what all units of the mini-batch weigh together.
+    The learner calls it for a few rows at a time and divides by the total weight of the mini-batch's units.
     """
     needs: Callable[[Any], Needs] = nothing
-    """config -> what it has to know."""
+    """config -> what the algorithm needs."""
     rows_per_prompt: Callable[[Any], int] = every_sample
-    """config -> how many samples of a prompt are trained on at most; for the planner."""
+    """config -> most samples of a prompt that are trained on; for the planner."""
 
     def __post_init__(self) -> None:
         named = isinstance(self.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", self.name) is not None

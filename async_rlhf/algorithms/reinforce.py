@@ -46,13 +46,13 @@ class ReinforcePPConfig(RatioConfig):
     """REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over the whole batch, without a value model."""
 
     samples_per_prompt: int = key(1, at_least(1))
-    """K, completions per prompt; without a baseline there is no need of a second one."""
+    """K, completions per prompt; one is enough without a baseline."""
     kl: KLConfig = key(lambda: KLConfig(coef=0.01))
     """The penalty, in the reward of each token."""
     gamma: float = key(1.0, inside("[0, 1]"))
     """Discount from token to token."""
     baseline: Literal["none", "group"] = "none"
-    """ "group" takes the mean reward of a prompt's completions off first ("REINFORCE++ with baseline")."""
+    """ "group" subtracts the mean reward of the prompt's completions first ("REINFORCE++ with baseline")."""
 
     def check(self) -> None:
         super().check()
@@ -71,11 +71,11 @@ RLOO = Algorithm("rloo", RLOOConfig, rloo_credit, policy_loss, needs=ratio_needs
 
 
 def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Experience:
-    """What is left of a sample's reward from each token on, whitened over the tokens of the batch.
+    """The discounted rewards of a sample from each token on, whitened over the tokens of the batch.
 
     REINFORCE++, arXiv 2501.03262, section 3: A_t = sum of gamma^(i - t) r_i for i >= t, with the KL penalty in the
     reward of its token and the score at the last one. With ``baseline`` "group" the mean score of the prompt's samples
-    is taken off first.
+    is subtracted first.
     """
     from async_rlhf.algorithms.advantages import gae, group_normalized, whiten
 

@@ -1,6 +1,6 @@
-"""The algorithms there are, and how a configuration names one: a name from the table, or a record of the user's own.
+"""The table of built-in algorithms. A configuration names one of them, or a record of the user's own.
 
-Neither this nor the records load torch: their functions do, so that a configuration can be read without it.
+Neither this module nor the records import torch, only their functions do: a configuration can be read without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUILT_IN = {
     "gspo": "grpo:GSPO",
     "cispo": "grpo:CISPO",
 }
-"""Where each record is, by its name."""
+"""Where to find each record, by name."""
 
 
 def find(name: str) -> Algorithm:
@@ -37,7 +37,7 @@ def find(name: str) -> Algorithm:
         name: from the table, or "module:RECORD" or "path/to/file.py:RECORD".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such algorithm.
     """
     if isinstance(name, str) and name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
@@ -52,27 +52,27 @@ def find(name: str) -> Algorithm:
     return found
 
 
-@cache  # a file that is read again makes other classes: a configuration of the first is none of the second
+@cache  # loading a file twice would make two classes: a configuration of one is not one of the other
 def _load(place: str, attribute: str, state: tuple[str, int]) -> Any:
     return load_attribute(place, attribute, "algorithm", "RECORD")
 
 
 def _state_of(place: str) -> tuple[str, int]:
-    """Which file it is, and when it was written."""
+    """The path of the file, and when it was written."""
     file = Path(place).resolve()
     return (str(file), file.stat().st_mtime_ns) if place.endswith(".py") and file.is_file() else ("", 0)
 
 
 def built_in() -> Iterator[Algorithm]:
-    """All of the table."""
+    """All algorithms of the table."""
     return map(find, BUILT_IN)
 
 
 def of_config(config: OnlineConfig) -> Algorithm:
-    """The built-in algorithm that a configuration is of.
+    """The built-in algorithm that a configuration belongs to.
 
     Raises:
-        ConfigError: it is of none.
+        ConfigError: it belongs to none.
     """
     for algorithm in built_in():
         if type(config) is algorithm.config:

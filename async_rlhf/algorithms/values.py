@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), as OpenAI's implementation of PPO has it.
+    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), as in OpenAI's implementation of PPO.
 
     Args:
-        values: of the model being trained.
-        old_values: before the update.
-        returns: what to predict.
+        values: V, by the model being trained.
+        old_values: V_old, from before the update.
+        returns: R, the targets.
         cliprange: c.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Ray: the connection to a cluster, what its actors need, and actors that are started again."""
+"""Ray: the connection to a cluster, what its actors need, and actors that can be restarted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0
 _MANY = 1_000_000
 _TELL_AFTER_SECONDS = 30.0
-"""An actor that is not placed by then is worth a line in the log."""
+"""The log mentions an actor that is not placed by then."""
 
 
 class NoRoomError(RuntimeError):
@@ -45,16 +45,16 @@ class Place:
 
     @property
     def device(self) -> str:
-        """Where its models are."""
+        """The device of its models."""
         return "cuda" if self.num_gpus else "cpu"
 
     @property
     def threads(self) -> int:
-        """As many as it has CPUs."""
+        """One per reserved CPU."""
         return max(1, int(self.num_cpus))
 
     def options(self) -> dict[str, Any]:
-        """As Ray spells it. Restarting is ours: the new actor has to be told more than how it was made."""
+        """Ray's options for it. Ray must not restart actors: a new one needs more than its constructor's arguments."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -89,7 +89,7 @@ def reward_place(config: RayConfig) -> Place:
 def connect(config: OnlineConfig) -> None:
     """Connect this process to the cluster, and require that its nodes could hold all actors of the run.
 
-    A process that is connected already stays where it is. The connection ends with the process, and the actors with it.
+    A process that is already connected keeps its cluster. The connection ends with the process, and the actors with it.
 
     Raises:
         ConfigError: there is no cluster, or its nodes do not have what the actors need.
@@ -111,7 +111,7 @@ def _connect(config: RayConfig) -> None:
     key = "ray.address" if config.address else "RAY_ADDRESS"
     host, _, port = (address or "").rpartition(":")
     try:
-        if host and "/" not in host:  # Ray itself would try for minutes, and then end the process
+        if host and "/" not in host:  # Ray itself would retry for minutes and then end the process
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         with _sigterm_left_alone():
             ray.init(
@@ -127,7 +127,7 @@ def _connect(config: RayConfig) -> None:
 
 @contextmanager
 def _sigterm_left_alone() -> Iterator[None]:
-    """Ray puts a handler of its own in place of the command line's."""
+    """Keep the command line's SIGTERM handler, which Ray would replace."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -139,7 +139,7 @@ def _sigterm_left_alone() -> Iterator[None]:
 
 
 def describe_nodes() -> str:
-    """The living nodes and what they have, in words."""
+    """A text that lists the living nodes and their resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     words = []
     for node in nodes:
@@ -150,13 +150,13 @@ def describe_nodes() -> str:
 
 
 class Signs:
-    """What every actor says of itself while it works, in a thread of its own."""
+    """The base of actors: a separate thread reports signs of life while the actor works."""
 
     def __init__(self) -> None:
         self.last_sign: float | None = None
-        """Monotonic clock; None where nothing is being done, or it is not known how long that may take."""
+        """Monotonic clock; None when idle, or during work of unknown length."""
         self.has_begun = True
-        """False as long as what is being done is to get ready for work."""
+        """False while it is still preparing to work."""
 
     @ray.method(concurrency_group="signs")
     def silence(self) -> tuple[float, bool]:
@@ -166,12 +166,12 @@ class Signs:
 
 
 class Actor:
-    """One actor, seen from the learner: it is started, asked, watched, ended, and started again wherever there is room.
+    """The learner's handle of one actor: start it, call it, watch it, end it, restart it wherever there is room.
 
     Args:
-        label: what messages call it.
+        label: its name in messages.
         kind: its class, a :class:`Signs`.
-        arguments: that it is made of.
+        arguments: of its constructor.
         place: what it needs.
         room_timeout: seconds that it may take to be placed and started.
         environment: variables that its process needs.
@@ -196,7 +196,7 @@ class Actor:
         self.starts = 0
 
     def start(self) -> None:
-        """Have it placed and started. Returns at once."""
+        """Ask Ray to place and start it. Returns at once."""
         self.starts += 1
         self.since = self._started = time.monotonic()
         self._placed = self._told = False
@@ -210,7 +210,7 @@ class Actor:
         """Call a method. Returns at once.
 
         Args:
-            then: called in another thread with the number of the start that was asked, and what was returned or the
+            then: called in another thread with the number of the start that was called, and the result or the
                 :class:`ray.exceptions.RayError` of the call.
         """
         start = self.starts
@@ -224,7 +224,7 @@ class Actor:
         getattr(self._handle, method).remote(*arguments).future().add_done_callback(done)
 
     def silent_for(self) -> float:
-        """Seconds that it has given no sign of life; 0 as long as it waits for room.
+        """Seconds without a sign of life; 0 while it waits for room.
 
         Raises:
             NoRoomError: it has waited too long.
@@ -240,7 +240,7 @@ class Actor:
         return max(self._silence, now - max(asked, self.since))
 
     def at_rest(self) -> None:
-        """It has answered: what it said of its silence was about that."""
+        """Forget its reported silence: it has answered, so that work is over."""
         self._silence, self.has_begun = 0.0, True
 
     def _ask_for_a_sign(self) -> None:
@@ -265,7 +265,7 @@ class Actor:
             )
 
     def end(self) -> str:
-        """Make sure that it has ended, and say how it did."""
+        """Make sure that it has ended, and describe how it ended."""
         self.kill()
         return self._died
 
@@ -275,13 +275,13 @@ class Actor:
 
 
 def is_lost(error: RayError) -> bool:
-    """Whether another actor may succeed where this one was lost; else what it was asked to do is at fault."""
+    """Whether the actor was lost, so that another may succeed; else the call itself failed."""
     if isinstance(error, ActorDiedError):
         return not error.actor_init_failed
     return not isinstance(error, (RayTaskError, RuntimeEnvSetupError))
 
 
 def _first_line(error: RayError) -> str:
-    """Ray's messages fill a page."""
+    """The first line of a message: Ray's messages fill a page."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "_id:" not in line]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"

@@ -1,7 +1,7 @@
-"""Sampling in Ray actors: their side and the learner's, and the weights between them.
+"""Sampling in Ray actors: the actors' side, the learner's side, and the weights between them.
 
-Snapshots lie in Ray's object store, owned by the learner and on its node: an actor or another node that is lost takes
-none along. Requests carry a reference to the weights that they name; each node fetches a version once.
+Snapshots are in Ray's object store, owned by the learner and on its node, so they survive the loss of an actor or of
+another node. Requests carry a reference to the weights that they name; each node fetches a version once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ObjectStoreSnapshots:
         model: gives names and sizes.
         dtype: parameters are rounded to it.
         slots: S + 1.
-        parallel: how the model's weights are spread over ranks.
+        parallel: how the model's weights are sharded over ranks.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
@@ -69,7 +69,7 @@ class ObjectStoreSnapshots:
         return self.published[version]
 
     def reference(self, version: int) -> list[ray.ObjectRef]:
-        """Of a version, in a list: Ray then hands over the reference itself, and waits for nothing."""
+        """The reference to a version, in a list: Ray then passes the reference itself and waits for nothing."""
         return [self._references[version]]
 
     def views(self, version: int) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class ObjectStoreSnapshots:
         return tensors_in(_tensor(ray.get(self._references[version])), self.specs)
 
     def close(self) -> None:
-        """Let the store free them."""
+        """Let the store free the snapshots."""
         self.published.clear()
         self._references.clear()
 
@@ -91,13 +91,13 @@ class FetchedWeights:
         self._fetched: dict[int, Memory] = {}
 
     def fetch(self, version: int, reference: list[ray.ObjectRef]) -> None:
-        """Have a version on this node."""
+        """Fetch a version to this node."""
         if version not in self._fetched:
             self._fetched[version] = ray.get(reference[0])
         self.newest = max(self.newest, version)
 
     def keep(self, version: int) -> None:
-        """Let go of all but a version and newer ones."""
+        """Release all versions older than this one."""
         for old in [v for v in list(self._fetched) if v < version]:  # in place: another thread may be adding one
             del self._fetched[old]
 
@@ -107,12 +107,12 @@ class FetchedWeights:
 
 
 class GeneratorActor(Signs):
-    """One generator. Requests, weights and questions after its health come in threads of their own.
+    """One generator. Requests, weights and health checks arrive in separate threads.
 
     Args:
         spec: the model.
         params: how to sample.
-        specs: where the tensors lie in a snapshot.
+        specs: places of the tensors in a snapshot.
     """
 
     def __init__(self, spec: ModelSpec, params: SamplingParams, specs: Sequence[TensorSpec]) -> None:
@@ -125,7 +125,7 @@ class GeneratorActor(Signs):
 
     @ray.method(concurrency_group="work")
     def sample(self, request: Request, version: int, reference: list[ray.ObjectRef]) -> Reply | Failure:
-        """Answer a request. ``version`` is the one that it names, or the newest when it was asked."""
+        """Answer a request. ``version`` is the one that it names, or else the newest when it was sent."""
         try:
             self.last_sign = time.monotonic()
             if self._handler is None:
@@ -137,12 +137,12 @@ class GeneratorActor(Signs):
             return to_failure(error)
         finally:
             self.last_sign = None
-        # Every host's monotonic clock has a zero of its own.
+        # Every host's monotonic clock has its own zero.
         return _shifted(reply, time.time() - time.monotonic())
 
     @ray.method(concurrency_group="weights")
     def announce(self, version: int, reference: list[ray.ObjectRef]) -> None:
-        """Fetch new weights while the ones before still sample."""
+        """Fetch new weights while the previous ones still sample."""
         self._weights.fetch(version, reference)
 
     def _heartbeat(self) -> None:
@@ -156,8 +156,8 @@ class RayGenerator(RestartingGenerator):
         config: of the run.
         policy: its architecture is built again in each actor.
         params: how to sample.
-        trace: where generation is recorded.
-        parallel: how the policy's weights are spread over ranks.
+        trace: records generation.
+        parallel: how the policy's weights are sharded over ranks.
     """
 
     kind = "generator actor"
@@ -200,10 +200,10 @@ class RayGenerator(RestartingGenerator):
 
 
 class _Worker(Actor):
-    """One generator actor and what it still has to answer, in order.
+    """One generator actor and its open requests, in order.
 
     Args:
-        arrived: takes (worker, number of its start, answer), with None for an answer when the actor is lost.
+        arrived: takes (worker, number of its start, answer); the answer is None when the actor is lost.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ def _shifted(reply: Reply, seconds: float) -> Reply:
 
 
 def _tensor(memory: Memory) -> Tensor:
-    """What lies in the object store is only ever read; torch warns of memory that cannot be written."""
+    """A tensor on read-only memory of the object store, without torch's warning that it cannot be written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(memory)

@@ -1,7 +1,7 @@
 """Rewards by Ray actors that share the completions of every batch.
 
-What makes up a batch for the reward model does not depend on how many share the batches, so its scores are bit for bit
-those of one process with as many threads; and functions get all completions of a prompt together.
+The reward model's batches do not depend on the number of actors, so its scores equal, bit for bit, those of one process
+with as many threads. Functions get all completions of a prompt together.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from async_rlhf.scoring.scorer import Scorer
 logger = logging.getLogger(__name__)
 
 Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
-"""Of each function: its name, the rewards, and what is wrong with them and the traceback of that."""
+"""For each function: its name, the rewards, and, if something is wrong with them, the message and its traceback."""
 
 _LOOK_SECONDS = 5.0
 
 
 class RemoteError(Exception):
-    """Where an error was raised in another process."""
+    """The traceback of an error that was raised in another process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -60,7 +60,7 @@ class RewardActor(Signs):
     Args:
         model: reference to the reward model, in a list; or an empty one.
         functions: reward functions by name, pickled.
-        place: what it has.
+        place: what it reserves.
     """
 
     def __init__(self, model: list[ray.ObjectRef], functions: bytes, place: Place) -> None:
@@ -86,7 +86,7 @@ class RewardActor(Signs):
         timeout: float | None,
         skip: bool,
     ) -> Judged:
-        """The rewards of every function; with ``skip`` of all of them, else up to the first that fails."""
+        """The rewards of all functions; without ``skip``, only up to the first that fails."""
         if self._functions is None:
             torch.set_num_threads(self._place.threads)
             self._functions = cloudpickle.loads(self._pickled)
@@ -100,11 +100,11 @@ class RewardActor(Signs):
 
 
 class RewardPool:
-    """Reward workers; one that dies or hangs is started again and given its share again.
+    """Reward workers; one that dies or hangs is restarted and given its share again.
 
     Args:
         config: of the run.
-        arguments: of :class:`RewardActor`, but for the last.
+        arguments: of :class:`RewardActor`, except the last.
     """
 
     def __init__(self, config: OnlineConfig, *arguments: Any) -> None:
@@ -122,15 +122,15 @@ class RewardPool:
         return len(self._actors)
 
     def ask(self, method: str, shares: Sequence[tuple[Any, ...] | None]) -> Callable[[], list[Any]]:
-        """Ask each actor something.
+        """Call a method of each actor.
 
         Args:
-            method: of the actor.
-            shares: its arguments for each of them; None asks nothing.
+            method: its name.
+            shares: its arguments for each actor; None makes no call.
 
         Returns:
-            What waits for the answers, in the order of the actors, None for who was not asked. It raises RewardError
-            where an actor cannot answer.
+            A function that waits for the answers, in the order of the actors, None for those not called. It raises
+            RewardError if an actor cannot answer.
         """
         arrived: queue.SimpleQueue[tuple[Actor, int, Any]] = queue.SimpleQueue()
 
@@ -187,9 +187,9 @@ class RewardPool:
 
 
 class RayScorer(Scorer):
-    """A :class:`~async_rlhf.scoring.Scorer` whose reward model and functions are in reward workers.
+    """A :class:`~async_rlhf.scoring.Scorer` whose reward model and functions run in reward workers.
 
-    Functions that keep a state, for checkpoints, stay in this process: shares of it could not be put together.
+    Functions that keep a state for checkpoints stay in this process: the workers' states could not be merged.
 
     Raises:
         ConfigError: a function cannot be sent to another process, or there is nothing to share.
@@ -208,7 +208,7 @@ class RayScorer(Scorer):
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Within, the reward workers are there."""
+        """Within, the reward workers are running."""
         model = [] if self.reward_model is None else [ray.put(self.reward_model)]
         self._pool = RewardPool(self.config, model, self._pickled)
         try:
@@ -259,21 +259,21 @@ def _trace(error: BaseException | None) -> str:
 
 
 def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:
-    """As an actor can read it: what a script or a file beside it defines goes along, packages have to be there."""
+    """Pickled for an actor: code from a script or a file beside it is included, packages must be installed there."""
     for name, function in functions.items():
         module = inspect.getmodule(function if inspect.isroutine(function) else type(function))
         if module is not None and _is_loose(module):
             cloudpickle.register_pickle_by_value(module)
         try:
             cloudpickle.dumps(function)
-        except Exception as error:  # of every kind: objects say in their own ways that they cannot be pickled
+        except Exception as error:  # of any kind: objects have their own ways to refuse pickling
             right = "with ray.reward_workers it must be a function that can be pickled"
             raise ConfigError(f"reward_funcs: {name}: {right}: {type(error).__name__}: {error}") from error
     return cloudpickle.dumps(dict(functions))
 
 
 def _is_loose(module: ModuleType) -> bool:
-    """Whether it is a file of its own, in no package and not installed; the nodes may not have it."""
+    """Whether it is a single file, in no package and not installed; the nodes may not have it."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     file = getattr(module, "__file__", None)
     if file is None or "." in module.__name__ or hasattr(module, "__path__"):

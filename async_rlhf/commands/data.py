@@ -1,4 +1,4 @@
-"""The data of the built-in docstring task, as files that any stage reads."""
+"""The data of the built-in docstring task, as files that any stage can read."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_pairs(config: PairsConfig) -> dict[str, float]:
-    """Sample, judge, and write ``config.output``: one JSON object a line with `prompt`, `chosen`, `rejected`,
+    """Sample, judge, and write ``config.output``: one JSON object per line with `prompt`, `chosen`, `rejected`,
     `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length").
 
     Returns:
@@ -78,9 +78,8 @@ def best_and_worst(
     pairs_per_prompt: int = 1,
     prompt_field: str = "query",
 ) -> list[dict[str, Any]]:
-    """Pairs from the K samples of each prompt (neighbours in the other arguments): the best against the worst, the
-    second best against the second worst, and so on. A pair of equal scores is dropped; of equal samples the first
-    comes first.
+    """Pairs from the K samples of each prompt (adjacent in the other arguments): the best against the worst, the second
+    best against the second worst, and so on. A pair of equal scores is dropped; samples of equal score keep their order.
     """
     k = len(samples) // len(prompts)
     pairs = []

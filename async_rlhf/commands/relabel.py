@@ -1,4 +1,4 @@
-"""Preference pairs labelled anew: what a gold reward scores higher becomes `chosen`."""
+"""Relabels preference pairs: the side that a gold reward scores higher becomes `chosen`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SIDES = ("chosen", "rejected")
 def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     """Score both sides of every pair, swap them where the rejected one scores higher, and write the rows.
 
-    Every row keeps its columns and gets `chosen_score`, `rejected_score` and `swapped`. What is said of one side in a
-    column such as `chosen_finish_reason` goes with it.
+    Every row keeps its columns and gets `chosen_score`, `rejected_score` and `swapped`. Columns about one side, such as
+    `chosen_finish_reason`, are swapped with it.
 
     Returns:
-        For every split: pairs, ties (equal scores), swapped, agreement (share of the other pairs whose labels were
-        those of the gold reward) with its 95% interval (Wilson), written, and score_margin (mean over what is written).
+        For every split: pairs, ties (equal scores), swapped, agreement (share of the other pairs whose labels
+        matched the gold reward) with its 95% interval (Wilson), written, and score_margin (mean over written pairs).
 
     Raises:
         ConfigError: see the message.
@@ -113,7 +113,7 @@ def _relabelled(row: dict[str, Any], chosen: float, rejected: float) -> dict[str
 
 
 def _renamed(name: str, side: str, other: str) -> str | None:
-    """The other side's column, of names such as `chosen`, `chosen_by` and `score_chosen`; None of other names."""
+    """The other side's column, for names such as `chosen`, `chosen_by` and `score_chosen`; None for other names."""
     words = name.split("_")
     if words[0] == side:
         return "_".join([other, *words[1:]])

@@ -1,4 +1,4 @@
-"""Repeating a run, and saying whether it came out the same."""
+"""Repeats a run and checks that the result is the same."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayDiffersError(RuntimeError):
-    """A replay whose metrics are not those of the run."""
+    """A replay's metrics differ from those of the run."""
 
 
 def run_replay(config: ReplayConfig) -> dict[str, Any]:
-    """Repeat a run with the versions that it has recorded, and compare every metric but times.
+    """Repeat a run with the versions that it recorded, and compare all metrics except times.
 
     Raises:
         ReplayDiffersError: names the first difference.

@@ -93,7 +93,7 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
 
 
 def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[tuple[int, ...]]:
-    """The data whose mean score is to be 0, as tokens; empty for the training pairs' own."""
+    """The data whose mean score must be 0, as tokens; empty to use the training pairs."""
     if config.reference is None:
         return []
     rows = load_rows(config.reference, config.reference_split, key="reference")
@@ -101,19 +101,19 @@ def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest
 
 
 class RewardTrainer(StageTrainer):
-    """-log sigmoid(score(chosen) - score(rejected)), and maybe a penalty on the sum of the two."""
+    """Minimises -log sigmoid(score(chosen) - score(rejected)), optionally with a penalty on the sum of the two."""
 
     config: RewardConfig
 
     def collate(self, examples: Sequence[EncodedPair]) -> dict[str, Tensor]:
-        """input_ids (2B, T), lengths (2B) and labels (B, 2), which only say how many pairs there are."""
+        """input_ids (2B, T), lengths (2B) and labels (B, 2), which only count the pairs."""
         tokens_BT, lengths_B = pair_tensors(examples)
-        # The first column is skipped by the Trainer's count for some models and not for others.
+        # The Trainer's count skips the first column for some models and not for others.
         labels_B2 = torch.tensor([[-100, 0]]).repeat(len(examples), 1)
         return {"input_ids": tokens_BT, "lengths": lengths_B, "labels": labels_B2}
 
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """Nats, summed over the pairs."""
+        """The loss in nats, summed over the pairs."""
         scores_B2 = reward_scores(model, batch["input_ids"], batch["lengths"]).view(-1, 2)
         loss = -logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
         return loss + self.config.center_rewards_coefficient * scores_B2.sum(dim=1).square().sum()
@@ -135,7 +135,7 @@ def encode_pairs(
         both sides alike.
 
     Raises:
-        ConfigError: a row is no pair, or no pair is left.
+        ConfigError: a row is not a pair, or no pair is left.
     """
     prompts, *texts_of_sides = zip(*RowReader(tokenizer, key).preferences(rows), strict=True)
     encoded = encode_texts(tokenizer, prompts, key)
@@ -162,7 +162,7 @@ def split_by_prompt(
     """Training and held-out pairs; those of one prompt stay together.
 
     Raises:
-        ConfigError: there is one prompt only.
+        ConfigError: there is only one prompt.
     """
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     if len(prompts) < 2:

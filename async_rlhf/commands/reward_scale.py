@@ -1,4 +1,4 @@
-"""Where a reward model's zero is, and whether its margins mean the probabilities that they claim."""
+"""The zero point of a reward model's scores, and the calibration of its margins."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BINS = 10
 def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> float:
     """Move the model's score by a constant, so that its mean over ``rows`` is 0 (Stiennon et al., arXiv 2009.01325).
 
-    The head of transformers' classification models has no bias. The last layer normalisation has: a step of
-    -mean w / |w|^2 in it, with w the head's weights, changes every score by -mean, and the model stays one that every
-    program loads.
+    The head of transformers' classification models has no bias, but the last layer normalisation has. Adding
+    -mean w / |w|^2 to it, with w the head's weights, changes every score by -mean, and every program can still load
+    the model.
 
     Args:
         model: a reward model; its bias is changed in place.
@@ -30,7 +30,7 @@ def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch
         batch_size: rows of one pass.
 
     Returns:
-        What was subtracted from every score: 0 where the model has no such bias (RMS normalisation), with a warning.
+        What was subtracted from every score: 0, with a warning, if the model has no such bias (RMS normalisation).
     """
     mean = score_rows(model, rows, batch_size).double().mean().item()
     norm = next((m for m in reversed(list(model.base_model.modules())) if isinstance(m, nn.LayerNorm)), None)
@@ -42,7 +42,7 @@ def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch
         after = score_rows(model, rows, batch_size).double().mean().item()
         if abs(after) <= 1e-3 * max(1.0, abs(mean)):
             return mean - after
-        with torch.no_grad():  # not the last thing before the head after all
+        with torch.no_grad():  # this normalisation is not the last operation before the head after all
             norm.bias.copy_(before)
     logger.warning(
         "center: %s has no bias before its head, and its scores keep their mean of %.4f; "
@@ -54,7 +54,7 @@ def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch
 
 
 def calibration(margins_R: Tensor) -> dict[str, Any]:
-    """Whether pairs that the model says are decided with probability p are decided rightly p of the time.
+    """Whether the model is right on a share p of the pairs that it decides with probability p.
 
     Args:
         margins_R: score(chosen) - score(rejected) of held-out pairs. The model prefers one side with probability

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the response tokens, the end of sequence among them."""
+"""Supervised fine-tuning on the response tokens, including the end of sequence."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SFTTrainer(StageTrainer):
         return {"input_ids": tokens_BT, "labels": tokens_BT.masked_fill(~mask_BT, -100)}
 
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """Nats, summed over the response tokens."""
+        """The loss in nats, summed over the response tokens."""
         mask_BT = batch["labels"] != -100
         logits_NV = response_logits(model, batch["input_ids"], mask_BT)
         return torch.nn.functional.cross_entropy(logits_NV, batch["labels"][mask_BT], reduction="sum")
@@ -90,7 +90,7 @@ def encode_rows(
         key: the configuration key that errors name.
 
     Raises:
-        ConfigError: a row is no demonstration, or has no prompt to leave out, or every row is too long.
+        ConfigError: a row is not a demonstration, or has no prompt to leave out, or every row is too long.
     """
     prompts, responses = zip(*RowReader(tokenizer, key).demonstrations(rows), strict=True)
     if completion_only and "" in prompts:

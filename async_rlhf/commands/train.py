@@ -1,4 +1,4 @@
-"""Online training as a command: everything by name, loaded and handed to the trainer."""
+"""Online training as a command: loads everything by name and passes it to the trainer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from async_rlhf.system.files import whole_file
 
 MARKER = "train"
 RUN_FILE = "run.yml"
-"""The whole configuration of a run, beside its logs: ``async-rlhf train --config run.yml`` runs it again."""
+"""The whole configuration of a run, next to its logs: ``async-rlhf train --config run.yml`` runs it again."""
 
 
 def run_train(config: RunConfig) -> dict[str, Any]:
-    """Train a policy as the configuration says; skipped where that is done already.
+    """Train a policy as the configuration says; skipped if that is done already.
 
     Returns:
         The metrics of the last batch that was logged.
@@ -43,11 +43,11 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     folder = Path(config.train.output_dir)
     with watch.watching(), ExitStack() as stack:
         if ranks.leads:
-            refuse_second(folder)  # at once: fingerprints of large models take their time
+            refuse_second(folder)  # check early: fingerprints of large models take a while
         stage = train_stage(config)
         results = ranks.from_lead("finished run", lambda: _done(stage, config))
         if results is None:
-            if ranks.leads:  # until the run is marked as finished, which its trainer does not know of
+            if ranks.leads:  # held until the run is marked as finished, which its trainer does not do
                 stack.enter_context(hold_folder(folder))
             results = _train(config, stage, ranks)
     watch.close()
@@ -65,11 +65,11 @@ def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
 
 
 def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
-    transformers.logging.disable_progress_bar()  # of every model that is loaded or saved; the run has its own
+    transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
     data, columns = config.data, [config.data.prompt_field]
     train_rows: Rows = []
     eval_rows: Rows | None = None
-    if ranks.leads:  # who hands out the prompts
+    if ranks.leads:  # it hands out the prompts
         train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
         if data.eval is not None:
             eval_rows = load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
@@ -89,7 +89,7 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     )
     if ranks.leads:
         with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
-            # Options of vLLM and arguments of rewards may be secrets that we do not know.
+            # vLLM options and reward arguments may contain secrets that we cannot recognise.
             os.fchmod(file.fileno(), 0o600)
             yaml.safe_dump(without_secrets(asdict(config)), file, sort_keys=False)
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run

@@ -1,4 +1,4 @@
-"""transformers' Trainer as the supervised stages use it: batches of like length, one global normaliser, a quiet bar."""
+"""transformers' Trainer for the supervised stages: batches of similar length, one global normaliser, a quiet bar."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from async_rlhf.models.loading import write_model
 
 logger = logging.getLogger(__name__)
 
-_POOL = 50  # batches that are sorted together: enough to waste little padding, few enough to stay random
+_POOL = 50  # batches sorted together: enough to waste little on padding, few enough to stay random
 
 
 class LengthBatches(Sampler[list[int]]):
-    """Batches of rows of like length, in a random order that depends on the seed and the epoch alone.
+    """Batches of rows of similar length, in a random order that depends only on the seed and the epoch.
 
     Args:
         lengths: tokens of each row.
-        size: rows of a batch; the last of a pass may be smaller.
+        size: rows of a batch; the last batch of an epoch may be smaller.
         seed: of the order. Each pass over the sampler is the next epoch.
     """
 
@@ -51,7 +51,7 @@ class LengthBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(len(self.lengths), generator=self._generator).tolist()
-        # Only whole batches and one rest: pools are multiples of the batch.
+        # Full batches and one remainder, as pools are multiples of the batch.
         pools = [order[i : i + _POOL * self.size] for i in range(0, len(order), _POOL * self.size)]
         ordered = [i for pool in pools for i in sorted(pool, key=lambda i: self.lengths[i])]
         batches = [ordered[i : i + self.size] for i in range(0, len(ordered), self.size)]
@@ -70,7 +70,7 @@ class QuietProgress(ProgressCallback):
 
 
 class _EvaluateEvery(TrainerCallback):
-    """Metrics of held-out data in the Trainer's log, every so many optimiser steps."""
+    """Puts metrics of held-out data into the Trainer's log after every given number of optimiser steps."""
 
     def __init__(self, trainer: Trainer, steps: float, evaluate: Callable[[], dict[str, float]]) -> None:
         self.trainer, self.steps, self.evaluate = trainer, steps, evaluate
@@ -87,14 +87,14 @@ class _EvaluateEvery(TrainerCallback):
 class StageTrainer(Trainer):
     """A Trainer whose loss is a sum over an optimiser step's items divided by their number.
 
-    A subclass gives :meth:`loss_sum` and :meth:`collate`; a batch has ``labels``, which are -100 except at items.
+    A subclass defines :meth:`loss_sum` and :meth:`collate`; a batch has ``labels``, which are -100 except at items.
 
     Args:
-        model: is trained.
+        model: the model to train.
         examples: any number.
-        lengths: tokens of each.
+        lengths: tokens of each example.
         config: of the stage.
-        evaluate: gives `eval_loss` and more of held-out data.
+        evaluate: returns `eval_loss` and other metrics of held-out data.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StageTrainer(Trainer):
         raise NotImplementedError
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of like length."""
+        """Batches of similar length."""
         pin = torch.cuda.is_available()
         return DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator, pin_memory=pin)
 
@@ -145,7 +145,7 @@ class StageTrainer(Trainer):
 def _training_arguments(config: StageConfig) -> TrainingArguments:
     output = Path(config.output_dir).resolve()
     args = TrainingArguments(
-        output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output at the end
+        output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output folder at the end
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler_type,
@@ -154,9 +154,9 @@ def _training_arguments(config: StageConfig) -> TrainingArguments:
         per_device_train_batch_size=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         gradient_checkpointing=config.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},  # the other kind finds no gradient below adapters
+        gradient_checkpointing_kwargs={"use_reentrant": False},  # the re-entrant kind finds no gradient below adapters
         logging_steps=config.logging_steps,
-        logging_nan_inf_filter=False,  # it replaces what went wrong by an older loss
+        logging_nan_inf_filter=False,  # the filter would hide NaN by showing an older loss
         report_to=config.report_to or "none",
         save_strategy="no",
         seed=config.seed,
@@ -182,7 +182,7 @@ def train(trainer: StageTrainer) -> float:
 
 
 def require_single_process(name: str) -> None:
-    """The supervised stages run in one process on one device."""
+    """Require one process: the supervised stages run on one device."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ConfigError(f"{name}: started in {world} processes; run it without torchrun or accelerate, in one")

@@ -1,7 +1,7 @@
-"""What every configuration shares: keys with their rules and roles, and errors that name key, value and what is right.
+"""What every configuration shares: keys with rules and roles, and errors that name key, value and what is right.
 
-A key is a field of a frozen dataclass. Its explanation is the text below it, which ``--help`` shows. Beside it stand
-type and default, and with :func:`key` its rules and its role. Everything else that is said of keys derives from these.
+A key is a field of a frozen dataclass. The text below the field explains the key; ``--help`` shows it. The field gives
+type and default, and :func:`key` adds rules and a role. Everything else that is said of keys derives from these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConfigError(ValueError):
 
 _SHOWN = 300
 _LARGEST = 10**12
-"""No count of anything in a run is larger, and what multiplies a few of them stays a number that programs can hold."""
+"""No count in a run is larger, and a product of a few counts still fits the numbers that programs use."""
 
 
 def require(condition: bool, key: str, value: object, right: str) -> None:
@@ -39,16 +39,16 @@ def require(condition: bool, key: str, value: object, right: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as messages have it: on one line, and not without end."""
+    """A value as messages show it: on one line, and of limited length."""
     try:
         text = repr(value)
-    except Exception as error:  # of every kind: an integer of more digits than Python writes, the user's own class
+    except Exception as error:  # of any kind: an integer with more digits than Python prints, a user's own class
         text = f"a {type(value).__name__} ({error})"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def problem_of_text(text: str) -> str | None:
-    """What is wrong with a text wherever it stands; None where nothing is."""
+    """What is wrong with a text in any key; None if nothing is."""
     if "\0" in text:
         return "must be without NUL characters, which no path or name can hold"
     try:
@@ -117,63 +117,63 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 Role = Literal["result", "speed", "place", "log"]
-"""What a key decides: what comes out; how fast, and how long is waited; where things are read, computed and written,
-and what may be used or replaced there; or what is told. A finished stage is refused for another "result" alone; a run
-may be resumed with other values of the other roles."""
+"""What a key decides. "result": what comes out. "speed": how fast, and how long to wait. "place": where things are
+read, computed and written, and what may be used or replaced there. "log": what is reported. A finished stage is
+refused only if a "result" key differs; a run may be resumed with other values of the other roles."""
 SUMS = "the last digits of sums depend on it"
 """Why a run cannot be resumed bit for bit on another device, or with another number of threads."""
 REQUIRED: Any = MISSING
-"""In the place of a default."""
+"""Stands for a default that does not exist."""
 
 
 class Rule(NamedTuple):
-    """What the value of one key has to be, where it is not null."""
+    """A condition on the value of one key, unless it is null."""
 
     holds: Callable[[Any], bool]
     right: str
-    """For the error, such as "must be at least 1"."""
+    """What is right, for the error, such as "must be at least 1"."""
 
 
 def key(default: Any, *rules: Rule, role: Role = "result", may_change: str = "", must_stay: str = "") -> Any:
     """A field of a configuration.
 
     Args:
-        default: REQUIRED for none; of a group its class, or a function that makes it.
-        rules: that a value has to keep. What concerns several keys is for :meth:`Checked.check`.
+        default: REQUIRED for none; for a group its class, or a function that makes it.
+        rules: conditions on the value. Those on several keys belong in :meth:`Checked.check`.
         role: what the key decides.
-        may_change: why a run may be resumed with another value although it decides the result.
-        must_stay: why it may not, although the key does not.
+        may_change: why a run may be resumed with another value although the key decides the result.
+        must_stay: why a run may not be resumed with another value although the key does not decide the result.
     """
     known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
-    if isinstance(default, (list, dict)):  # each configuration has its own
+    if isinstance(default, (list, dict)):  # each configuration gets its own copy
         return dataclasses.field(default_factory=lambda: copy(default), metadata=known)
     return dataclasses.field(default=default, metadata=known)
 
 
 def at_least(minimum: float) -> Rule:
-    """No smaller."""
+    """The value must not be smaller."""
     return Rule(lambda value: value >= minimum, f"must be at least {minimum}")
 
 
 def above(bound: float) -> Rule:
-    """Larger."""
+    """The value must be larger."""
     return Rule(lambda value: value > bound, f"must be above {bound}")
 
 
 def at_most(maximum: float, why: str = "") -> Rule:
-    """No larger; ``why`` is for the error."""
+    """The value must not be larger; ``why`` is for the error."""
     return Rule(lambda value: value <= maximum, f"must be at most {maximum:,}{why and f': {why}'}")
 
 
 def below(bound: float, why: str = "") -> Rule:
-    """Smaller."""
+    """The value must be smaller."""
     return Rule(lambda value: value < bound, f"must be below {bound}{why}")
 
 
 def inside(interval: str, why: str = "") -> Rule:
-    """Within "[0, 1]", or "[0, 1)" where the end does not count."""
+    """The value must be in an interval such as "[0, 1]", or "[0, 1)" without its end."""
     low, high = map(float, interval[1:-1].split(","))
     closed = interval.endswith("]")
     return Rule(lambda x: low <= x < high or (closed and x == high), f"must be in {interval}{why}")
@@ -185,7 +185,7 @@ def _no_file(value: str) -> bool:
 
 
 FOLDER = Rule(_no_file, "is there and is no folder; must name a folder")
-"""There, or to be made."""
+"""A folder that exists or can be made."""
 DEVICE = Rule(
     lambda value: re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", value) is not None,
     'must be "cpu", "cuda", "cuda:1" or the like, "mps" or "xpu"',
@@ -195,10 +195,10 @@ EACH_ONCE = Rule(lambda names: len(set(names)) == len(names), "must name each on
 
 
 class Checked:
-    """Base of the frozen configs: checks type and rules of every field; subclasses add what concerns several."""
+    """Base of the frozen configs: checks type and rules of every field; subclasses add checks of several."""
 
     _group = ""
-    """What errors put before the names of keys."""
+    """Prefix of key names in errors."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -214,25 +214,25 @@ class Checked:
 
     @classmethod
     def with_all_keys(cls, value: Callable[[str], Any]) -> type[Checked]:
-        """The class that a parser takes the keys from, where they depend on the value of one: ``value(key)``."""
+        """The class that a parser takes the keys from, if they depend on the value of another key: ``value(key)``."""
         return cls
 
     def check(self) -> None:
         """Checks of several keys together. Raises :class:`ConfigError`."""
 
     def keeps(self, name: str, *rules: Rule) -> None:
-        """The key is null or keeps the rules. Raises :class:`ConfigError`."""
+        """Require the key to be null or to keep the rules. Raises :class:`ConfigError`."""
         value = getattr(self, name)
         for rule in rules if value is not None else ():
             try:
                 holds, right = rule.holds(value), rule.right
-            except (OSError, RuntimeError) as error:  # a path that is too long, links that go round in circles
+            except (OSError, RuntimeError) as error:  # a path that is too long, circular links
                 holds, right = False, f"must name a folder: {error}"
             require(holds, f"{self._group}{name}", value, right)
 
 
 def known_of(config: Any, name: str) -> Mapping[str, Any]:
-    """What :func:`key` says of the field with a dotted name; empty where it says nothing, or there is none."""
+    """What :func:`key` says about the field with a dotted name; empty if it says nothing or there is no such field."""
     first, _, rest = name.partition(".")
     item, value = config.__dataclass_fields__.get(first), getattr(config, first, None)
     if rest and isinstance(value, Checked):
@@ -241,7 +241,7 @@ def known_of(config: Any, name: str) -> Mapping[str, Any]:
 
 
 def decides_result(config: Any, name: str) -> bool:
-    """Whether a finished stage with another value of this key is another one."""
+    """Whether another value of this key makes a finished stage a different one."""
     return known_of(config, name).get("role", "result") == "result"
 
 

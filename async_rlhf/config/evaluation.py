@@ -20,11 +20,11 @@ class HeldOutConfig(Checked):
     run: str | None = None
     """The output folder of ``train``: all its checkpoints and its final model, under those names."""
     checkpoints: list[str] = key([])
-    """Of ``run``, only these, e.g. ["checkpoint-128", "final"]; empty for all."""
+    """Only these checkpoints of ``run``, e.g. ["checkpoint-128", "final"]; empty for all."""
     data: str = ""
     """Rows with `query` (see prompt_field)."""
     split: str = "validation"
-    """The split to take where there are several."""
+    """The split to take if there are several."""
     prompt_field: str = "query"
     """The column with the prompt, as text or as messages of a chat."""
     output_dir: str = key(REQUIRED, FOLDER, role="place")
@@ -32,27 +32,28 @@ class HeldOutConfig(Checked):
     engine: Literal["transformers", "vllm"] = "transformers"
     """ "transformers" or "vllm"."""
     temperature: float = key(0.7, *TEMPERATURE)
-    """Of sampling, and of the log-probabilities in the KL; with generations, that which they have."""
+    """Temperature of sampling, and of the log-probabilities in the KL; with generations, the one that they were sampled
+    at."""
     response_length: int = key(53, at_least(1))
-    """Most new tokens."""
+    """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1))
-    """Take only so many prompts; null for all."""
+    """Take only this many prompts; null for all."""
     max_prompt_length: int = key(512, at_least(1))
     """Prompts with more tokens are dropped, and counted."""
     batch_size: int = key(256, at_least(1))
     """Completions decoded together."""
     dtype: Dtype = "float32"
-    """Of the weights that sample."""
+    """Type of the weights that sample."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
     seed: int = key(0, *SEED)
-    """Of sampling."""
+    """Seed of sampling."""
     device: str | None = key(None, DEVICE, role="place")
-    """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with a model; false makes it an error that a model needs that."""
+    """Run Python code that comes with a model; with false, a model that needs this is an error."""
     overwrite: bool = key(False, role="place")
-    """Do it again where it is done already."""
+    """Repeat what is done already."""
 
     def check(self) -> None:
         require(self.data != "", "data", self.data, "give the held-out prompts: a file, a folder, or a name on the hub")
@@ -73,7 +74,8 @@ class HeldOutConfig(Checked):
 class GenerateConfig(HeldOutConfig):
     """Completions of held-out prompts by several models: ``async-rlhf generate``.
 
-    Writes ``<name>.jsonl`` for every model. What is written already is not sampled again, within a file as well.
+    Writes ``<name>.jsonl`` for every model. Completions that are written already, even in an unfinished file, are not
+    sampled again.
     """
 
 
@@ -91,13 +93,13 @@ class EvaluateConfig(HeldOutConfig):
     ref_model: str | None = None
     """A folder or hub name: KL and perplexity are taken under this model instead."""
     reward_model: str | None = None
-    """The gold reward: a reward model,"""
+    """The gold reward: a reward model, or else reward_funcs or judge."""
     reward_funcs: list[str] = key([])
-    """Or functions, as in ``train``,"""
+    """The gold reward as functions, as in ``train``."""
     judge: JudgeConfig = key(JudgeConfig)
-    """Or a language model that compares."""
+    """A language model that compares completions, in place of a gold reward."""
     reward_tokenizer: str | None = None
-    """Of the reward model; null takes the one beside it."""
+    """Tokenizer of the reward model; null takes the one saved with it."""
     num_samples: int = key(10, at_least(0))
     """Prompts shown side by side."""
 

@@ -23,7 +23,7 @@ _SERVER_DECIDED = (
     "uds",
     "worker_extension_cls",
 )
-"""Arguments of ``vllm serve`` that say who is served, or have a key of their own."""
+"""Arguments of ``vllm serve`` that decide who is served, or have a key of their own."""
 
 DECIDED = (
     "model",
@@ -52,7 +52,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
 TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
-"""Colder, log-probabilities overflow; hotter, every token is as likely as any other to float32's last digits."""
+"""Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
 _SENDABLE = Rule(
     lambda text: text != HIDDEN and text.isascii() and text.isprintable() and "" != text == text.strip(),
@@ -62,18 +62,18 @@ _SENDABLE = Rule(
 
 @dataclass(frozen=True)
 class VLLMConfig(Checked):
-    """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; a server has its own."""
+    """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
     """Share of the GPU's memory that vLLM may take in all."""
     kv_cache_gb: float | None = key(None, above(0), role="speed")
     """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     block_size: int | None = key(None, at_least(1))
-    """Tokens of a block of keys and values, the unit of prefix caching; null for vLLM's choice."""
+    """Tokens per block of keys and values, the unit of prefix caching; null for vLLM's choice."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its K completions."""
     enforce_eager: bool | None = None
-    """Do not capture CUDA graphs nor compile; null for false on a GPU and true on a CPU, where compiling costs
+    """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU, where compiling takes
     minutes."""
     sleep: bool = key(True, role="speed")
     """Give the GPU's memory to the learner while it trains ("inline" only)."""
@@ -91,15 +91,15 @@ class GenerationConfig(Checked):
     """How completions are sampled, and where."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """ "transformers" decodes with the models of that library, bit for bit repeatable; "vllm" with vLLM, whose
+    """ "transformers" decodes with that library's models and is repeatable bit for bit; "vllm" decodes with vLLM, whose
     log-probabilities differ by the rounding of its kernels (``pip install 'async-rlhf[vllm]'``)."""
     placement: Literal["auto", "inline", "process", "server"] = "auto"
-    """ "inline" samples in the learner's process, in turn with training (staleness 0 only); "process" samples in
-    processes of their own; "server" in vLLM servers reached by URL; "auto" is inline for staleness 0, else process."""
+    """ "inline" samples in the learner's process, alternating with training (staleness 0 only); "process" samples in
+    separate processes; "server" in vLLM servers reached by URL; "auto" is inline for staleness 0, else process."""
     workers: int = key(1, at_least(1), at_most(1024, "each is a process"))
     """Generator processes; they share the prompts of each batch."""
     urls: list[str] = key([], _ONE_EACH, role="place")
-    """Of the servers, started by ``async-rlhf serve``; they share the prompts of each batch."""
+    """URLs of the servers, which ``async-rlhf serve`` starts; they share the prompts of each batch."""
     api_key: str | None = key(None, _SENDABLE, role="place")
     """The key that the servers were started with; null takes the environment variable ASYNC_RLHF_API_KEY. It is written
     nowhere. A URL with a user and a password of its own (``https://user:password@host``) gets these instead."""
@@ -107,42 +107,42 @@ class GenerationConfig(Checked):
     """How weights reach servers: "folder" as files in weights_dir, "network" straight from the learner's memory to
     theirs, by Gloo between CPUs and NCCL between GPUs."""
     weights_dir: str | None = key(None, role="place")
-    """Folder in which servers find the weights: the learner writes it, every server reads it under the same name; null
-    for ``weights`` in output_dir."""
+    """Folder for the weights: the learner writes it and every server reads it under the same path; null for ``weights``
+    in output_dir."""
     in_flight: bool = False
-    """Load new weights between two tokens of the completions under way, instead of before a batch; needs staleness_mode
+    """Load new weights between two tokens of unfinished completions instead of before a batch; needs staleness_mode
     "bounded". Each token is recorded with the version that drew it."""
     temperature: float = key(0.7, *TEMPERATURE)
-    """Of the sampling distribution. Every log-probability is of the scaled distribution."""
+    """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"))
     """Most new tokens of a completion, the stop token included."""
     stop_tokens: list[str] = key([])
-    """Texts of single tokens that end a completion, beside the model's end-of-sequence tokens."""
+    """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     batch_size: int = key(512, at_least(1))
     """Most completions decoded together."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
     """Where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the last first,
-    or shares its only one; the workers of a learner on the CPU run there too."""
+    or shares the only GPU; if the learner is on the CPU, so are its workers."""
     dtype: Dtype = "float32"
-    """Of the generator's weights, and so of the published snapshots. Inline, the learner's own are used."""
+    """Type of the generator's weights, and so of the published snapshots. Inline generation uses the learner's own."""
     num_threads: int | None = key(None, at_least(1), role="speed", must_stay=SUMS)
     """CPU threads of each generator process; null shares the cores evenly with the learner."""
     max_restarts: int = key(3, at_least(0), role="speed")
-    """How often dead generator processes are started again before the run stops."""
+    """How often dead generator processes are restarted before the run stops."""
     timeout: float = key(1800.0, above(0), role="speed")
-    """Seconds without an answer from a generator process after which the run stops with an error."""
+    """The run stops with an error after this many seconds without an answer from a generator process."""
     heartbeat_timeout: float = key(120.0, above(0), role="speed")
     """Seconds without a sign of life (a layer of the model computed) after which a generator process that has begun to
-    sample is held to hang, and is killed and started again."""
+    sample is taken to hang: it is killed and restarted."""
     start_timeout: float = key(900.0, above(0), role="speed")
-    """The same for one that has not begun: within so many seconds of its first request it has to import its libraries,
+    """The same for one that has not begun: within this many seconds of its first request it must import its libraries,
     build the model (and, with vLLM, compile it) and load the weights."""
     probe_steps: int = key(10, at_least(0), role="log")
     """Batches between two probes, which compare log-probabilities of fixed sequences by generator and learner; 0 for
-    none. The checksum of every tensor is compared always."""
+    none. The checksum of every tensor is always compared."""
     mismatch_samples: int = key(8, at_least(0), role="log")
-    """Completions of each batch whose log-probabilities the learner computes too, with the weights that sampled them:
-    what differs is the engine's doing, not the policy's lag; 0 for none."""
+    """Completions of each batch whose log-probabilities the learner also computes, with the weights that sampled them:
+    differences then come from the engine, not from the policy's staleness; 0 for none."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
 
@@ -182,7 +182,7 @@ def _is_url(text: str) -> bool:
     try:
         place = urlsplit(text)
         return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         return False
 
 
@@ -190,27 +190,27 @@ def _is_url(text: str) -> bool:
 class ServeConfig(Checked):
     """A vLLM server for runs with ``generation.placement: server``.
 
-    Only the architecture of the model is read; its weights come from the run. With a key, every request but GET /health
-    needs it, vLLM's own endpoints for loading weights included.
+    Only the architecture of the model is read; its weights come from the run. If a key is set, every request except
+    GET /health needs it, including vLLM's own endpoints for loading weights.
     """
 
     model: str
     """A folder with the policy's config.json, or a hub name."""
     host: str = key("127.0.0.1", role="place")
-    """Address to listen on; "0.0.0.0" for every one. Without a key it must be one of this host alone."""
+    """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""
     port: int = key(8000, at_least(1), below(65536), role="place")
-    """To listen on."""
+    """Port to listen on."""
     api_key: str | None = key(None, _SENDABLE, role="place")
-    """What requests have to send (``Authorization: Bearer KEY``); better given by the environment variable
+    """The key that requests must send (``Authorization: Bearer KEY``); better given by the environment variable
     ASYNC_RLHF_API_KEY than on the command line, which every user of the host can read."""
     open: bool = key(False, role="place")
-    """Listen on other addresses without a key; whoever reaches the port can load weights and call methods."""
+    """Listen on other addresses without a key; anyone who reaches the port can then load weights and call methods."""
     trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with the model; false makes it an error that a model needs that."""
+    """Run Python code that comes with the model; with false, a model that needs this is an error."""
     dtype: Dtype = "bfloat16"
-    """Of the weights; as ``generation.dtype`` of the run."""
+    """Type of the weights; must match ``generation.dtype`` of the run."""
     max_model_len: int | None = key(None, at_least(1))
-    """Most tokens of prompt and response together; null for what the model can take."""
+    """Most tokens of prompt and response together; null for the model's own limit."""
     tensor_parallel_size: int = key(1, at_least(1), role="place")
     """GPUs that share the model."""
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
@@ -220,7 +220,7 @@ class ServeConfig(Checked):
     num_threads: int | None = key(None, at_least(1), role="speed")
     """CPU threads; null for vLLM's own choice."""
     enforce_eager: bool | None = key(None, role="speed")
-    """Do not capture CUDA graphs nor compile; null for false on a GPU and true on a CPU."""
+    """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU."""
     options: dict[str, Any] = key({})
     """More arguments of ``vllm serve``, by name."""
 
@@ -238,5 +238,5 @@ class ServeConfig(Checked):
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may be that of any interface
+    except ValueError:  # a name, which may resolve to any interface
         return False

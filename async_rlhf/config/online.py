@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from async_rlhf.config.policy import KLConfig
 
 MAX_STALENESS = 128
-"""Twice the largest that the study of asynchronous RLHF has tried; a ring of a million takes a minute to zero."""
+"""Twice the largest that the asynchronous RLHF study tried; a ring of a million snapshots takes a minute to zero."""
 SEED = (at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
 _RATE_LEAVES = "AdamW moves every weight by about the rate at each step, which leaves no model"
 LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
@@ -45,11 +45,11 @@ class AdapterConfig(Checked):
     """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight. Dropout stays off."""
 
     rank: int = key(0, at_least(0))
-    """Of the adapters; 0 trains every weight."""
+    """Rank of the adapters; 0 trains every weight."""
     alpha: float = key(32.0, above(0))
     """The adapters' output is scaled by alpha / rank."""
     target_modules: list[str] = key([])
-    """Names of the modules to adapt; empty takes every linear layer but the head."""
+    """Names of the modules to adapt; empty takes every linear layer except the head."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LoRAConfig(AdapterConfig):
     """Adapters in online training. The reference policy is then the policy with its adapters off."""
 
     publish: Literal["merged", "adapter"] = "merged"
-    """ "merged" hands generators weights with the adapters merged in; "adapter" the adapters alone, a small part of the
-    bytes, which the engine applies at every step (vLLM in a process or inline)."""
+    """ "merged" publishes weights with the adapters merged in; "adapter" publishes only the adapters, a small part of
+    the bytes, which the engine applies at every step (vLLM in a process or inline)."""
 
 
 @dataclass(frozen=True)
@@ -71,32 +71,32 @@ class OnlineConfig(Checked):
     """
 
     output_dir: str = key("runs/online", FOLDER, role="place")
-    """Where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. One process at a time writes there; a second
-    one is refused."""
+    """Where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. Only one process at a time may write
+    there; a second one is refused."""
     overwrite_output_dir: bool = key(False, role="place")
-    """Delete what an earlier run left there, and nothing else; without it, that is an error."""
+    """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
     resume: bool = key(False, role="place")
-    """Go on from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning."""
+    """Resume from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning."""
     resume_from: str | None = key(None, role="place")
-    """Go on from this checkpoint instead."""
+    """Resume from this checkpoint instead."""
     resume_anyway: bool = key(False, role="place")
-    """Go on although a key differs that makes the run another one."""
+    """Resume even if a key differs that makes the run a different one."""
     staleness: int = key(1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"))
     """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous."""
     staleness_mode: Literal["exact", "bounded"] = "exact"
-    """ "exact" as said; "bounded" takes the newest weights that there are when a worker starts, never older than that,
-    and records them in schedule.jsonl: another run may see others."""
+    """ "exact" samples with exactly those weights; "bounded" takes the newest weights available when a worker starts,
+    never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
     replay_from: str | None = None
-    """A schedule.jsonl whose versions are used again, so that the losses are those of that run."""
+    """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
     total_episodes: int = key(131_072, at_least(1), may_change="the run becomes longer")
     """Prompts to train on in all; a multiple of the batch."""
     samples_per_prompt: int = key(2, at_least(1))
-    """K, completions per prompt; more give clearer pairs and better baselines, for more sampling."""
+    """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
     per_device_train_batch_size: int = key(8, at_least(1))
-    """What one forward and backward pass holds: pairs of completions for DPO, else completions."""
+    """Size of one forward and backward pass: pairs of completions for DPO, else completions."""
     gradient_accumulation_steps: int = key(1, at_least(1))
-    """With num_mini_batches it makes up the batch, see above. An optimiser step has so many passes; where every
-    completion is trained on (all but online_dpo and best_of_k), samples_per_prompt times as many."""
+    """Part of the batch size, see above. An optimiser step has this many passes; if every completion is trained on (all
+    algorithms but online_dpo and best_of_k), samples_per_prompt times as many."""
     num_mini_batches: int = key(1, at_least(1))
     """N, optimiser steps per epoch over a batch."""
     num_epochs: int = key(1, at_least(1))
@@ -108,7 +108,7 @@ class OnlineConfig(Checked):
     warmup_steps: int = key(0, at_least(0))
     """Optimiser steps of linear warm-up."""
     weight_decay: float = key(0.0, at_least(0), at_most(MAX_COEFFICIENT, _STAYS))
-    """Of AdamW; biases and the weights of normalisation, which have one dimension, are spared."""
+    """Weight decay of AdamW; biases and normalisation weights, which have one dimension, do not decay."""
     adam_beta1: float = key(0.9, inside("[0, 1)"))
     """Of AdamW."""
     adam_beta2: float = key(0.999, inside("[0, 1)"))
@@ -120,31 +120,31 @@ class OnlineConfig(Checked):
     bf16: bool = False
     """Forward and backward under bfloat16 autocast; the weights stay float32."""
     head_float32: bool = False
-    """With bf16, compute the logits in float32, in the reference too: much of the error of a token's log-probability is
-    the head's."""
+    """With bf16, compute the logits in float32, in the reference too: much of a token's log-probability error comes
+    from the head."""
     gradient_checkpointing: bool = False
-    """Trade compute for memory in what is trained."""
+    """Trade compute for memory in the models being trained."""
     annotate_batch_size: int = key(64, at_least(1))
-    """Rows of one pass without gradient (reference, reward and value model, old policy)."""
+    """Rows per pass without gradient (reference, reward and value model, old policy)."""
     max_prompt_length: int = key(512, at_least(1))
     """Prompts with more tokens are dropped, and counted."""
     non_eos_penalty: NonEosPenalty = True
-    """What a completion that did not end by itself scores: "replace" (or true) has it score penalty_reward_value
-    instead, "add" adds that to its score, false changes nothing."""
+    """For a completion that did not end by itself: "replace" (or true) replaces its score by penalty_reward_value,
+    "add" adds penalty_reward_value to its score, false changes nothing."""
     penalty_reward_value: float = key(-1.0, _FACTOR)
-    """See there."""
+    """See non_eos_penalty."""
     length_penalty: float = key(0.0, _FACTOR)
     """Subtracted from the score for each token of a completion."""
     reward_weights: list[float] = key([])
-    """What each of the reward functions is multiplied by; empty for 1 each."""
+    """Factor of each reward function; empty for 1 each."""
     reward_model_weight: float = key(1.0, _FACTOR)
-    """What the reward model's score is multiplied by."""
+    """Factor of the reward model's score."""
     reward_errors: Literal["error", "skip"] = "error"
-    """What a reward function that raises, or is too slow, or returns something that is no finite number does: "error"
-    stops the run, "skip" leaves the prompts concerned out of the batch and counts them."""
+    """If a reward function raises, is too slow, or returns something that is no finite number: "error" stops the run,
+    "skip" leaves the prompts concerned out of the batch and counts them."""
     reward_timeout: float | None = key(None, above(0), may_change="the machine may be slower")
-    """Seconds that the reward functions of a batch may take together; null for no limit. Those that can be found by
-    name are then called in processes of their own, which are killed at the limit."""
+    """Seconds that the reward functions may take together for a batch; null for no limit. With a limit, functions that
+    can be found by name are called in separate processes, which are killed at the limit."""
     logging_steps: int = key(1, at_least(1), role="log")
     """Batches between two lines in the log."""
     save_steps: int = key(0, at_least(0), may_change=_KEPT)
@@ -154,11 +154,11 @@ class OnlineConfig(Checked):
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)
-    """Whether more of it is better."""
+    """Whether a larger metric is better."""
     eval_steps: int = key(0, at_least(0), may_change="evaluation trains nothing")
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only."""
     num_samples_logged: int = key(4, at_least(0), role="log")
-    """Completions of each logged batch that go to samples.jsonl."""
+    """Completions of each logged batch to write to samples.jsonl."""
     report_to: list[str] = key([], role="log")
     """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     run_name: str | None = key(None, role="log")
@@ -170,12 +170,12 @@ class OnlineConfig(Checked):
     seed: int = key(0, *SEED)
     """Decides prompts, samples and mini-batches."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
-    """Of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    """Device of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with a model, here and where completions are sampled; false makes it an error that a
-    model needs that."""
+    """Run Python code that comes with a model, here and where completions are sampled; with false, a model that needs
+    this is an error."""
     num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
-    """CPU threads of the learner; null leaves torch's choice, less the generators' share."""
+    """CPU threads of the learner; null for torch's choice, less the generators' share."""
     lora: LoRAConfig = key(LoRAConfig)
     """Train low-rank adapters instead of every weight."""
     generation: GenerationConfig = key(GenerationConfig)
@@ -183,9 +183,9 @@ class OnlineConfig(Checked):
     parallel: ParallelConfig = key(ParallelConfig)
     """The learner on several ranks."""
     launch: Literal["local", "ray"] = key("local", role="place")
-    """ "local" has generators and rewards on this host (or in servers); "ray" as actors in a Ray cluster."""
+    """ "local" runs generators and rewards on this host (or in servers); "ray" runs them as actors in a Ray cluster."""
     ray: RayConfig = key(RayConfig)
-    """Where that cluster is, and what the actors need."""
+    """The Ray cluster, and what its actors need."""
 
     def check(self) -> None:
         large = next((weight for weight in self.reward_weights if not _FACTOR.holds(weight)), None)
@@ -230,7 +230,7 @@ class OnlineConfig(Checked):
         self._check_launch()
 
     def _check_generation(self) -> None:
-        """What an engine needs for adapters alone, and for weights that change in flight."""
+        """Check what an engine needs to load only adapters, and to change weights in flight."""
         able = self.generation.engine == "vllm" and self.placement != "server"
         right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
         require(self.lora.publish == "merged" or able, "lora.publish", self.lora.publish, right)
@@ -246,7 +246,7 @@ class OnlineConfig(Checked):
         require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
 
     def _check_precision_and_penalty(self) -> None:
-        """Nothing without effect, and no penalty that rewards."""
+        """Refuse keys that would have no effect, and penalties that would reward."""
         right = "must be false without bf16, where everything is float32"
         require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
         right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
@@ -254,7 +254,7 @@ class OnlineConfig(Checked):
         require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
 
     def _check_parallel(self) -> None:
-        """What does not go together with a learner on several ranks."""
+        """Refuse what does not work with a learner on several ranks."""
         parallel = self.parallel
         alone = 'must be "process" or "server" with parallel.ranks above 1 and generation.engine "vllm"'
         inline_vllm = self.placement == "inline" and self.generation.engine == "vllm"
@@ -284,7 +284,7 @@ class OnlineConfig(Checked):
 
     @property
     def resuming(self) -> bool:
-        """Whether an earlier run's folder is there to be continued."""
+        """Whether there is an earlier run's folder to resume."""
         return self.resume or self.resume_from is not None
 
     @property
@@ -305,11 +305,11 @@ class OnlineConfig(Checked):
 
     @property
     def kl_penalty(self) -> KLConfig | None:
-        """The penalty that keeps the policy near the reference policy, where the objective has one."""
+        """The penalty that keeps the policy near the reference policy; None if the objective has none."""
         return None
 
     def with_kl_penalty(self, penalty: KLConfig) -> OnlineConfig:
-        """The same with another penalty."""
+        """A copy with another penalty."""
         raise TypeError(f"{type(self).__name__} has no KL penalty")
 
     @property

@@ -22,7 +22,7 @@ DECIDED = (
     "bf16",
     "torch_autocast",
 )
-"""Keys of DeepSpeed's configuration that follow from ours."""
+"""Keys of DeepSpeed's configuration that our own keys decide."""
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,7 +36,7 @@ def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of this process among them."""
+    """The rank of this process among them."""
     return int(environment["RANK"]) if launched_ranks(environment) > 1 else 0
 
 
@@ -52,22 +52,22 @@ class ParallelConfig(Checked):
     """
 
     strategy: Literal["auto", "ddp", "fsdp", "zero1", "zero2", "zero3"] = "auto"
-    """ "ddp" keeps all of the weights on every rank; "zero1" spreads the optimiser's state (DeepSpeed), "zero2" the
-    gradients too; "zero3" and "fsdp" (PyTorch's FSDP2) spread everything; "auto" takes what an accelerate config file
-    says, else "ddp"."""
+    """ "ddp" keeps all weights on every rank; "zero1" shards the optimiser's state (DeepSpeed), "zero2" the gradients
+    too; "zero3" and "fsdp" (PyTorch's FSDP2) shard everything; "auto" takes what an accelerate config file says, else
+    "ddp"."""
     ranks: int = key(launched_ranks, at_least(1))
-    """R, processes of the learner in all: as many as were launched with the one that makes this configuration. Set, it
-    is checked at the start, and --dry-run shows the sizes of such a run."""
+    """R, the number of learner processes; by default as many as were launched together with this one. A given value is
+    checked at the start, and --dry-run shows the sizes of a run with that many."""
     cpu_offload: bool = False
-    """Keep what is spread in the memory of the host, but for the weights at hand."""
+    """Keep what is sharded in the host's memory, except the weights in use."""
     reshard_after_forward: bool = True
-    """With "fsdp", give back the others' weights after the forward pass, and fetch them again for the backward pass:
+    """With "fsdp", free the other ranks' weights after the forward pass and fetch them again for the backward pass:
     less memory, more traffic."""
     timeout: float = key(1800.0, above(0), role="speed")
     """Seconds after which a rank that waits for the others gives up."""
     deepspeed: dict[str, Any] = key({})
-    """More of DeepSpeed's own configuration, such as {"zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}; what
-    follows from the keys here is not to be set."""
+    """More of DeepSpeed's own configuration, such as {"zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}; keys
+    that follow from the configuration here must not be set."""
 
     def check(self) -> None:
         zero = self.strategy in ("auto", "zero1", "zero2", "zero3")

@@ -1,4 +1,4 @@
-"""Configurations from a YAML file, the environment and the command line; the later wins."""
+"""Configurations from a YAML file, the environment and the command line; each overrides those before it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from async_rlhf.config.yaml_text import read_by_jsonargparse, read_yaml
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
 _MESSAGE = 1500
-"""Characters of an error of jsonargparse, which repeats the whole value once for every type that it might have had."""
+"""Most characters of a jsonargparse error, which repeats the whole value for every type that it could have had."""
 
-# A configuration is what its type says: keys of a group are options of their own, and there is no choice of class.
-# Their explanations stand below the fields.
+# The type fixes a configuration: keys of a group are separate options, and no option chooses a class. The
+# explanations are the texts below the fields.
 set_parsing_settings(
     subclasses_disabled=[lambda kind: isinstance(kind, type) and issubclass(kind, Checked)],
     docstring_parse_attribute_docstrings=True,
@@ -67,7 +67,7 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
 
 
 def _rules_and_roles(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What the help says of each key beside its explanation."""
+    """What the help says about each key besides its explanation."""
     hints = get_type_hints(kind)
     for item in dataclasses.fields(typing.cast(Any, kind)):
         hint, known = hints[item.name], item.metadata
@@ -107,7 +107,7 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
 
 
 def _shown(values: Namespace) -> Namespace:
-    """What may be printed."""
+    """The values that may be printed."""
     shown = values.clone()
     for key, value in values.items():
         shown[key] = without_secrets(value, HIDDEN, key)
@@ -115,7 +115,7 @@ def _shown(values: Namespace) -> Namespace:
 
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The file after ``--config`` (of several, the last), and the other words."""
+    """The file after the last ``--config``, and all other words."""
     rest, found = [], None
     words = iter(arguments)
     for word in words:
@@ -129,13 +129,13 @@ def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _mapping(values: Any, file: str) -> dict[str, Any]:
-    """What a file holds, of which an empty one holds nothing."""
+    """The content of a file; an empty file gives an empty mapping."""
     require(values is None or isinstance(values, dict), f"--config: {file!r}", values, "must be keys and their values")
     return values or {}
 
 
 def _early(key: str, arguments: Sequence[str], read: Mapping[str, Any]) -> Any:
-    """The value of a key of its own, before there is a parser; None where it is not set."""
+    """The value of a single key, read before there is a parser; None if it is not set."""
     chosen = os.environ.get(f"{ENVIRONMENT_PREFIX}_{key.upper()}", read.get(key))
     for word, after in itertools.pairwise([*arguments, ""]):
         if word == f"--{key}" or word.startswith(f"--{key}="):
@@ -170,7 +170,7 @@ def _plain_lists(arguments: Sequence[str], keys: set[str]) -> list[str]:
 
 
 def _check_environment(parser: ArgumentParser) -> None:
-    """Variables with our prefix that set nothing are misspelt keys."""
+    """Refuse variables with our prefix that set no key: they are misspelt."""
     known = {f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}" for key in _keys(parser)}
     known |= {f"{ENVIRONMENT_PREFIX}_CACHE", API_KEY_VARIABLE}
     for name in os.environ:

@@ -1,4 +1,4 @@
-"""Configuration of ``async-rlhf plan``: where the times come from, and what is to be tried with them."""
+"""Configuration of ``async-rlhf plan``: where the times come from, and which choices to try."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SHARE_OF_TIME = inside("[0, 1]", ", a share of the time")
 
 @dataclass(frozen=True)
 class SecondsConfig(Checked):
-    """Seconds that one batch takes, where you know them and no run has measured them."""
+    """Seconds that one batch takes, if you know them and no run has measured them."""
 
     generate: float | None = key(None, above(0))
-    """Of each generator for its share, loading the weights included."""
+    """Time of each generator for its share, including loading the weights."""
     score: float = key(0.0, at_least(0))
-    """Rewards, and what reference and value model say of the batch."""
+    """Time of rewards, and of the reference and value models' passes over the batch."""
     train: float | None = key(None, above(0))
-    """The update."""
+    """Time of the update."""
     publish: float = key(0.0, at_least(0))
-    """Handing the weights out."""
+    """Time of publishing the weights."""
     other: float = key(0.0, at_least(0))
-    """Whatever else the learner does between two batches, such as logging."""
+    """Time of whatever else the learner does between two batches, such as logging."""
 
     def check(self) -> None:
         right = "must be given together with train: seconds of one batch each"
@@ -33,30 +33,30 @@ class SecondsConfig(Checked):
 
 @dataclass(frozen=True)
 class ScalingConfig(Checked):
-    """How measured or given seconds change with the number of devices; a model's size needs none of this.
+    """How measured or given seconds change with the number of devices; not used when times come from ``model`` sizes.
 
-    With G generators instead of the G0 measured, sampling takes ``fixed + (1 - fixed) x G0 / G`` of its time; learners
-    alike. Every step of decoding reads all weights however few the rows, so sampling shrinks less than training.
+    With G generators instead of the G0 measured, sampling takes ``fixed + (1 - fixed) x G0 / G`` of its time; likewise
+    for learners. Every decoding step reads all weights however few the rows, so sampling shrinks less than training.
     """
 
     generators: int | None = key(None, at_least(1))
-    """With how many the seconds were measured; null for those of the run, else 1."""
+    """With how many generators the seconds were measured; null for those of the run, else 1."""
     learners: int = key(1, at_least(1))
     """With how many learners they were measured."""
     generate_fixed: float = key(0.3, _SHARE_OF_TIME)
-    """Share of sampling that stays however few prompts a generator has."""
+    """Share of sampling time that stays however few prompts a generator has."""
     learn_fixed: float = key(0.05, _SHARE_OF_TIME)
-    """Share of scoring and training that stays however many learners there are."""
+    """Share of scoring and training time that stays however many learners there are."""
 
     _group = "scaling."
 
 
 @dataclass(frozen=True)
 class VariationConfig(Checked):
-    """How much the times differ from batch to batch: lognormal, with the mean as given."""
+    """How much the times vary from batch to batch: lognormal, with the given mean."""
 
     generate: float | None = key(None, at_least(0))
-    """Standard deviation / mean of a generator's time for a batch, drawn for each generator; null draws again from the
+    """Standard deviation / mean of a generator's time for a batch, drawn for each generator; null resamples the
     batches of a measured run, and is 0 without one."""
     learn: float | None = key(None, at_least(0))
     """The same of the learner's time for a batch."""
@@ -64,10 +64,10 @@ class VariationConfig(Checked):
 
 @dataclass(frozen=True)
 class HardwareConfig(Checked):
-    """One device, and what is achieved of it; the defaults are an H100 80GB SXM."""
+    """One device, and the shares of its peaks that are achieved; the defaults are an H100 80GB SXM."""
 
     name: str = key("H100 80GB SXM", role="log")
-    """For the report."""
+    """Name in the report."""
     tflops: float = key(989.0, above(0))
     """Peak of dense matrix products in the precision of training, in 1e12 operations a second."""
     memory_gb: float = key(80.0, above(0))
@@ -79,45 +79,45 @@ class HardwareConfig(Checked):
     train_mfu: float = key(0.4, _SHARE)
     """Share of the peak that forward and backward passes achieve."""
     forward_mfu: float = key(0.5, _SHARE)
-    """Share of the peak that passes without gradient achieve, prompts of a generator included."""
+    """Share of the peak that passes without gradient achieve, including a generator's prefill of prompts."""
     decode_share: float = key(0.6, _SHARE)
     """Share of the memory's bandwidth that decoding achieves."""
     step_seconds: float = key(0.005, at_least(0))
-    """Seconds that each step of decoding costs beside: launching, sampling, scheduling."""
+    """Overhead of each decoding step, in seconds: launching, sampling, scheduling."""
     reduce_gbs: float = key(300.0, above(0))
     """Bandwidth of summing gradients over the learners, as NCCL's tests report it ("bus bandwidth")."""
     weights_gbs: float = key(10.0, above(0))
-    """Speed of handing weights out, and of taking them in: copies and checksums."""
+    """Speed of publishing weights and of loading them, in 1e9 bytes a second: copies and checksums."""
 
     _group = "hardware."
 
 
 @dataclass(frozen=True)
 class ModelSizeConfig(Checked):
-    """Size of the models, to estimate times that nobody has measured."""
+    """Sizes of the models, to estimate times that have not been measured."""
 
     parameters: float | None = key(None, above(0))
-    """Of the policy, such as 8.0e9."""
+    """Parameters of the policy, such as 8.0e9."""
     layers: int = key(0, at_least(0))
     """Transformer blocks."""
     kv_width: int = key(0, at_least(0))
-    """Key heads x head size: what a token leaves in each layer's cache, once for keys and once for values."""
+    """Key heads x head size: the numbers that a token adds to each layer's cache, once for keys and once for values."""
     reference_parameters: float | None = key(None, at_least(0))
-    """Of the reference policy; null for the policy's, 0 for none."""
+    """Parameters of the reference policy; null for the policy's, 0 for none."""
     reward_parameters: float | None = key(None, at_least(0))
-    """Of the reward model; null for the policy's, 0 for none."""
+    """Parameters of the reward model; null for the policy's, 0 for none."""
     generator_bytes: float = key(2.0, above(0))
-    """Of each weight of a generator, and so of what is published."""
+    """Bytes per weight in a generator, and so in what is published."""
     learner_bytes: float = key(16.0, above(0))
-    """Of each weight of the learner: float32 weight, gradient and two moments are 16."""
+    """Bytes per weight in the learner: float32 weight, gradient and two moments are 16."""
     frozen_bytes: float = key(4.0, at_least(0))
-    """Of each weight of reference and reward model."""
+    """Bytes per weight of reference and reward model."""
     gradient_bytes: float = key(4.0, at_least(0))
-    """Of each number that the learners sum up."""
+    """Bytes of each gradient number that the learners sum up."""
     sharded: bool = True
     """The learners share weights, moments, reference and reward model (FSDP, ZeRO-3); else each holds all."""
     activations_gb: float = key(10.0, at_least(0))
-    """What forward and backward passes take on each learner, in 1e9 bytes."""
+    """Memory that forward and backward passes take on each learner, in 1e9 bytes."""
     recompute: bool = False
     """Gradient checkpointing: one more forward pass."""
 
@@ -130,70 +130,71 @@ class ModelSizeConfig(Checked):
 
 @dataclass(frozen=True)
 class WorkloadConfig(Checked):
-    """What a batch holds. null takes it from the recipe that ``run`` names."""
+    """Size of a batch. null takes a value from the recipe that ``run`` names."""
 
     prompts: int | None = key(None, at_least(1))
-    """Of a batch."""
+    """Prompts of a batch."""
     samples_per_prompt: int | None = key(None, at_least(1))
     """K, completions of a prompt."""
     prompt_tokens: float | None = key(None, above(0))
     """Mean length of a prompt; null for the recipe's longest."""
     response_length: int | None = key(None, at_least(1))
-    """Most tokens of a completion: so many steps of decoding, as one of many completions gets there."""
+    """Most tokens of a completion, and the number of decoding steps, as one of many completions gets there."""
     response_tokens: float | None = key(None, above(0))
     """Mean length of a completion; null for response_length."""
     trained_per_prompt: int | None = key(None, at_least(1))
     """Completions of a prompt that are trained on; null for K (DPO: 2, best-of-K: 1)."""
     num_epochs: int | None = key(None, at_least(1))
-    """T; without a recipe, 1."""
+    """T, epochs over each batch; without a recipe, 1."""
     num_mini_batches: int | None = key(None, at_least(1))
-    """N; the same."""
+    """N, optimiser steps per epoch; without a recipe, 1."""
 
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
     """Predict the speed of a run, and the best split of its devices: ``async-rlhf plan``.
 
-    The times come from one of three: an earlier run (``run`` names its folder), ``seconds``, or the sizes in ``model``.
+    The times come from one of three sources: an earlier run (``run`` names its folder), ``seconds``, or the sizes in
+    ``model``.
     """
 
     run: str | None = None
-    """The output folder of a run, whose batches have measured the times; or the YAML file of one, from which
-    ``workload`` takes batch size and lengths."""
+    """The output folder of a run, whose batches give the measured times; or a run's YAML file, from which ``workload``
+    takes batch size and lengths."""
     devices: int | None = key(None, at_least(1), at_most(100_000, "each is simulated, for every choice"))
-    """To be split between generators and learners; null for as many as were measured."""
+    """Devices to split between generators and learners; null for as many as were measured."""
     max_staleness: int = key(4, at_least(0), at_most(MAX_STALENESS, "train takes no more"))
     """The largest S to try."""
     in_turn: bool = False
-    """Also propose that all devices sample and train in turn, synchronously; false only compares with it. Several
-    devices in turn need a learner that samples on every one of them."""
+    """Also propose that all devices alternate between sampling and training, synchronously; false only compares with
+    it. With several devices this needs a learner that samples on every one of them."""
     overlap_slowdown: float = key(1.0, at_least(1))
-    """So many times longer do sampling and training take while both go on at once: 1 on devices of their own, more
-    where they share a GPU or the memory of a CPU."""
+    """How many times longer sampling and training take while both go on at once: 1 on separate devices, more if they
+    share a GPU or the memory of a CPU."""
     batches: int = key(200, at_most(100_000, "each is simulated, for every choice"))
-    """To simulate for each choice."""
+    """Batches to simulate for each choice."""
     warm_up: int = key(4, at_least(0))
     """First batches of a measured run to leave out."""
     tolerance: float = key(0.02, inside("[0, 1)", ", a share of the time"))
-    """Choices that differ by less are equal; the smallest S of them is proposed."""
+    """Choices whose times differ by a smaller share are equal; the one with the smallest S is proposed."""
     rows: int = key(8, at_least(1), role="log")
-    """Splits to show, the fastest."""
+    """How many of the fastest splits to show."""
     seed: int = key(0, *SEED)
-    """Of the variation."""
+    """Seed of the variation."""
     output_dir: str | None = key(None, FOLDER, role="place")
     """Where plan.json goes, and trace.json, the proposed schedule as ui.perfetto.dev shows it; null for nowhere."""
     seconds: SecondsConfig = key(SecondsConfig)
-    """Of a batch, where you know them."""
+    """Seconds of a batch, if you know them."""
     scaling: ScalingConfig = key(ScalingConfig)
-    """Of measured or given seconds."""
+    """How measured or given seconds scale with devices."""
     variation: VariationConfig = key(VariationConfig)
-    """From batch to batch."""
+    """How times vary from batch to batch."""
     hardware: HardwareConfig = key(HardwareConfig)
-    """Of one device."""
+    """Properties of one device."""
     model: ModelSizeConfig = key(ModelSizeConfig)
     """Sizes of the models."""
     workload: WorkloadConfig = key(WorkloadConfig)
-    """Of a batch."""
+    """Size of a batch."""
 
     def check(self) -> None:
         self.keeps("batches", at_least(8 * (self.max_staleness + 1)))

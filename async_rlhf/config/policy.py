@@ -16,19 +16,19 @@ class KLConfig(Checked):
     """The penalty that keeps the policy near the reference policy."""
 
     coef: float = key(0.05, at_least(0), IN_LOSS)
-    """Its coefficient; 0 needs no reference policy, and holds none. Like every KL here it is of the distributions at
+    """Its coefficient; with 0 no reference policy is loaded. This and every other KL here compares the distributions at
     generation.temperature, not at 1."""
     where: Literal["reward", "loss"] = "reward"
     """ "reward" subtracts it from the reward, "loss" adds it to the loss."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
     corrected: bool = False
-    """In the loss, weigh the k3 of each token by pi / mu, mu having sampled it, and let the gradient go through that
-    weight too: it is then the gradient of the KL, which that of k3 alone is not, least of all with samples of older
-    weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+    """In the loss, weight the k3 of each token by pi / mu, where mu sampled it, and let the gradient flow through that
+    weight: this gives the gradient of the KL. k3 alone does not, least of all with samples of older weights
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
     target: float | None = key(None, above(0), IN_LOSS)
-    """The KL of a completion that the coefficient is adapted to keep (Ziegler et al., arXiv 1909.08593, section 2.2);
-    null leaves the coefficient as it is."""
+    """Adapt the coefficient to keep the KL of a completion at this value (Ziegler et al., arXiv 1909.08593, section
+    2.2); null leaves the coefficient fixed."""
     horizon: int = key(10_000, at_least(1))
     """Completions over which an adapted coefficient changes by at most 20%."""
 
@@ -48,22 +48,22 @@ class KLConfig(Checked):
 
 @dataclass(frozen=True)
 class OffPolicyConfig(Checked):
-    """How a ratio-based objective corrects for samples of other weights than those being trained.
+    """How a ratio-based objective corrects for samples from weights other than those being trained.
 
-    Three policies: mu sampled, pi is being trained, and the clipped ratio is pi / old.
+    There are three policies: mu sampled, pi is being trained, and the clipped ratio is pi / old.
     """
 
     old_logprobs: Literal["behaviour", "proximal"] = "proximal"
     """ "behaviour": old is mu, by the generator's own log-probabilities. "proximal": old is the policy before the
-    update (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298), and what lies between mu and old
-    is corrected by importance weights."""
+    update (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298), and importance weights
+    correct for the difference between mu and old."""
     importance: Literal["none", "truncated", "masked"] = "truncated"
     """With "proximal", the weight w = old / mu of each term of the loss: "none" leaves it out, "truncated" is min(w,
-    cap), "masked" is w where w <= cap and else 0."""
+    cap), "masked" is w if w <= cap, else 0."""
     level: Literal["token", "sequence"] = "token"
     """One weight for each "token", or one for each "sequence", the product over its tokens."""
     cap: float = key(2.0, at_least(1))
-    """See importance."""
+    """Upper bound of the weight, see importance."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class RatioConfig(KLPenaltyConfig):
 
     @property
     def ratio(self) -> Literal["token", "sequence", "sequence_mean"]:
-        """Of what: each token, the whole sample (the product over its tokens), or the geometric mean over these."""
+        """The ratio of each token, of the sample (the product over its tokens), or the geometric mean over these."""
         return "token"
 
     @property
     def surrogate(self) -> Literal["clipped", "cispo"]:
-        """What is made of ratio and advantage."""
+        """How the loss combines ratio and advantage."""
         return "clipped"
 
     @property
@@ -124,11 +124,12 @@ class GroupConfig(RatioConfig):
     """Objectives whose baseline is the rewards of the prompt's other completions."""
 
     non_eos_penalty: NonEosPenalty = False
-    """As for every algorithm, but none by default: what verifiable rewards say of a completion that did not end by
-    itself is not to be changed unasked."""
+    """As for every algorithm, but none by default: verifiable rewards of completions that did not end by themselves
+    should not change unasked."""
     mask_truncated: bool = False
-    """Completions that did not end by themselves are not trained on nor in the normaliser, but their rewards count in
-    the baselines of the others ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section 3.4)."""
+    """Completions that did not end by themselves are neither trained on nor counted in the normaliser, but their
+    rewards still count in the others' baselines ("overlong filtering": Yu et al., "DAPO", arXiv 2503.14476, section
+    3.4)."""
 
     def check(self) -> None:
         super().check()

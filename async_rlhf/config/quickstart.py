@@ -12,7 +12,7 @@ from async_rlhf.config.online import SEED
 class DocstringsConfig(Checked):
     """Data of the built-in docstring task: ``async-rlhf data``.
 
-    Signatures of functions are the prompts, the summary lines of their docstrings the completions.
+    Signatures of functions are the prompts, the summary lines of their docstrings are the completions.
     """
 
     out: str = key(REQUIRED, FOLDER, role="place")
@@ -20,11 +20,11 @@ class DocstringsConfig(Checked):
     source: list[str] = key([])
     """Packages or paths to harvest; none takes the standard library and the installed dependencies."""
     max_functions: int | None = key(None, at_least(100))
-    """Use only so many functions, drawn by the seed; null for all."""
+    """Use only this many functions, drawn with the seed; null for all."""
     seed: int = key(0, *SEED)
-    """Of the split into train, preference and held-out."""
+    """Seed of the split into train, preference and held-out."""
     overwrite: bool = key(False, role="place")
-    """Do it again where it is done already."""
+    """Repeat what is done already."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class QuickstartConfig(Checked):
     """The whole pipeline on the built-in task: ``async-rlhf quickstart``.
 
     Data, SFT, preference pairs, reward model, online DPO synchronous and one step off-policy, evaluation, report.
-    What is done already is skipped, so that an interrupted quickstart goes on where it stopped.
+    Finished stages are skipped, so an interrupted quickstart continues where it stopped.
     """
 
     out: str = key("runs/quickstart", FOLDER, role="place")
@@ -40,8 +40,8 @@ class QuickstartConfig(Checked):
     source: list[str] = key([])
     """Packages or paths to harvest; none takes the standard library and the installed dependencies."""
     seed: int = key(0, *SEED)
-    """Of everything."""
+    """Seed of everything."""
     scale: float = key(1.0, above(0), at_most(1000, "the built-in data are soon used up"))
     """Multiplies the amount of work; below 1 for a quick look, above for better models."""
     overwrite: bool = key(False, role="place")
-    """Do every stage again."""
+    """Repeat every stage."""

@@ -1,4 +1,4 @@
-"""What judges completions, as configurations name it: a reward model, Python functions, or a language model."""
+"""How configurations name the judge of completions: a reward model, Python functions, or a language model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FunctionName:
     Args:
         place: a module, or the path of a file that ends with ".py".
         attribute: what to take from it.
-        arguments: what to call that with first; None where the name has no parentheses.
+        arguments: arguments to call it with first; None if the name has no parentheses.
     """
 
     place: str
@@ -38,10 +38,10 @@ class FunctionName:
 
     @staticmethod
     def parse(name: str, key: str) -> FunctionName:
-        """Take the name apart that was given for a configuration key.
+        """Parse the name that was given for a configuration key.
 
         Raises:
-            ConfigError: it has another form, or arguments that are no literals.
+            ConfigError: the name has another form, or arguments that are not literals.
         """
         found = _FORM.fullmatch(name.strip())
         if found is None:
@@ -54,7 +54,7 @@ def _arguments(call: str, name: str, key: str) -> dict[str, Any]:
     arguments = {}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of backslashes that are no escapes, as in '\\d+'
+            warnings.simplefilter("ignore")  # about backslashes that are no escapes, as in '\\d+'
             tree = ast.parse(f"f{call}", mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
             raise ValueError("there is more than one pair of parentheses")
@@ -71,17 +71,17 @@ def _arguments(call: str, name: str, key: str) -> dict[str, Any]:
 
 
 def check_functions(functions: Sequence[str], key: str = "reward_funcs") -> None:
-    """Every name has the form of one.
+    """Require every name to have the form of a function's name.
 
     Raises:
-        ConfigError: one has not.
+        ConfigError: one does not.
     """
     for name in functions:
         FunctionName.parse(name, key)
 
 
 def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> None:
-    """Either a reward model or functions."""
+    """Require either a reward model or functions."""
     check_functions(reward_funcs)
     one = (reward_model is not None) != (len(reward_funcs) > 0)
     require(one, "reward_model", reward_model, "give either a reward_model or reward_funcs")
@@ -105,20 +105,20 @@ class JudgeConfig(Checked):
         ),
         Rule(lambda url: not is_masked(url), f"must have its user and password again in the place of {HIDDEN}"),
     )
-    """Up to and including the version, such as "http://localhost:8000/v1"; null for no such judge."""
+    """URL up to and including the version, such as "http://localhost:8000/v1"; null for no such judge."""
     model: str = ""
-    """Its name there."""
+    """Name of the model at that URL."""
     prompt_file: str | None = None
     """A text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a general
     question about helpfulness."""
     api_key_variable: str = key("OPENAI_API_KEY", role="place")
-    """The environment variable with the key; it may be unset where none is needed."""
+    """The environment variable with the key; it may be unset if no key is needed."""
     concurrency: int = key(8, at_least(1), role="speed")
     """Requests under way at the same time."""
     timeout: float = key(120.0, above(0), role="speed")
     """Seconds for one request."""
     max_retries: int = key(5, at_least(0), role="speed")
-    """How often a request that failed is made again."""
+    """How often a failed request is repeated."""
     max_tokens: int = key(16, at_least(1))
     """Most tokens of a verdict."""
 

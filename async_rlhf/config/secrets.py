@@ -1,4 +1,4 @@
-"""Secrets stay in the process: what is printed, logged or written has another text in their place."""
+"""Secrets stay in the process: what is printed, logged or written shows a placeholder instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 HIDDEN = "***"
-"""In the place of a secret."""
+"""Placeholder of a secret."""
 API_KEY_VARIABLE = "ASYNC_RLHF_API_KEY"
 """The environment variable with the key of vLLM servers, on both sides."""
 
@@ -24,12 +24,12 @@ def masked(text: str) -> str:
 
 
 def is_masked(url: str) -> bool:
-    """Whether it is what :func:`masked` has left of a URL, and so cannot be used."""
+    """Whether :func:`masked` has removed a secret from the URL, which then cannot be used."""
     return masked(url) == url and HIDDEN in url
 
 
 def apart(url: str) -> tuple[str, tuple[str, str] | None]:
-    """A URL without user and password, and these: libraries log the former, and name it in errors."""
+    """A URL without user and password, and the two apart: libraries log the URL and name it in errors."""
     place = urlsplit(url)
     user, at, host = place.netloc.rpartition("@")
     name, _, password = user.partition(":")
@@ -41,8 +41,8 @@ def without_secrets(values: Any, hidden: str | None = None, key: str = "") -> An
 
     Args:
         values: a mapping, a list, or a single value; keys may have dots.
-        hidden: what stands in the place of a secret key's value; null, so that a file can be used again.
-        key: of these values.
+        hidden: replaces the value of a secret key; null by default, so that a file can be used again.
+        key: the key of these values.
     """
     if isinstance(values, Mapping):
         return {name: without_secrets(value, hidden, str(name)) for name, value in values.items()}

@@ -28,10 +28,10 @@ _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole n
 
 @dataclass(frozen=True)
 class NewModelConfig(Checked):
-    """A small GPT-NeoX (the Pythia architecture) made from nothing, with a byte-level BPE tokenizer."""
+    """A small GPT-NeoX (the Pythia architecture) made from scratch, with a byte-level BPE tokenizer."""
 
     vocab_size: int = key(1536, at_least(300), at_most(10**6, _SMALL))
-    """Of the tokenizer, trained on the stage's own texts."""
+    """Vocabulary of the tokenizer, which is trained on the stage's own texts."""
     hidden_size: int = key(128, at_least(1), at_most(10**6, _SMALL))
     """Width of the residual stream."""
     num_layers: int = key(3, at_least(1), at_most(1000, _SMALL))
@@ -61,7 +61,7 @@ class StageConfig(Checked):
     eval: str | None = None
     """Held-out data in the same format; null for none."""
     train_split: str = "train"
-    """The split to take where there are several."""
+    """The split to take if there are several."""
     eval_split: str = "validation"
     """The same, for held-out data."""
     num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"))
@@ -69,9 +69,9 @@ class StageConfig(Checked):
     learning_rate: float = key(1e-3, *LEARNING_RATE)
     """Peak rate of AdamW."""
     warmup_ratio: float = key(0.05, at_least(0), below(1, ", a share of the steps"))
-    """Share of the steps with rising rate."""
+    """Share of the steps in which the rate rises."""
     warmup_steps: int = key(0, at_least(0))
-    """So many steps with rising rate instead; 0 for warmup_ratio."""
+    """Number of steps in which the rate rises instead; 0 for warmup_ratio."""
     weight_decay: float = key(0.0, at_least(0))
     """Of AdamW."""
     per_device_train_batch_size: int = key(32, at_least(1))
@@ -87,21 +87,21 @@ class StageConfig(Checked):
     lr_scheduler_type: LRSchedule = "linear"
     """transformers' schedule of that name."""
     eval_steps: float = key(0, at_least(0), _STEPS)
-    """Optimiser steps between two losses on the held-out data, below 1 a share of all steps; 0 for one at the end
-    only."""
+    """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates
+    at the end only."""
     lora: AdapterConfig = key(AdapterConfig)
-    """Train low-rank adapters instead of every weight; they are merged into the model that is saved. A language model's
-    are saved beside it as well; a reward model's alone would lack its head."""
+    """Train low-rank adapters instead of every weight; they are merged into the saved model. A language model's
+    adapters are also saved beside it; a reward model's are not, as they would lack the head."""
     logging_steps: float = key(20, above(0), _STEPS, role="log")
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
     report_to: list[str] = key([], role="log")
     """transformers' integrations, e.g. ["wandb"]."""
     seed: int = key(0, *SEED)
-    """Decides order and initialisation."""
+    """Seed of order and initialisation."""
     trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with the model; false makes it an error that a model needs that."""
+    """Run Python code that comes with the model; with false, a model that needs this is an error."""
     overwrite: bool = key(False, role="place")
-    """Do the stage again where it is done already."""
+    """Repeat the stage if it is done already."""
 
     def check(self) -> None:
         require(self.eval_steps == 0 or self.eval is not None, "eval_steps", self.eval_steps, "must be 0 without eval")
@@ -116,7 +116,7 @@ class SFTConfig(StageConfig):
     model: str | None = None
     """The model to start from, a folder or a name on the hub; null makes a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
-    """Size of the new one."""
+    """Size of the new model."""
     completion_only: bool = True
     """Train on the response alone; false trains on prompts too."""
 
@@ -136,7 +136,7 @@ class PairsConfig(Checked):
     prompt_field: str = "query"
     """The column with the prompt, as text or as messages of a chat."""
     reward_model: str | None = None
-    """What judges: a reward model,"""
+    """The judge: a reward model, or else reward_funcs."""
     reward_funcs: list[str] = key([])
     """Or functions, as in ``train``."""
     samples_per_prompt: int = key(2, at_least(2))
@@ -144,17 +144,17 @@ class PairsConfig(Checked):
     pairs_per_prompt: int = 1
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
     temperature: float = key(0.7, *TEMPERATURE)
-    """Of sampling."""
+    """Temperature of sampling."""
     response_length: int = key(53, at_least(1))
-    """Most new tokens."""
+    """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1))
-    """Take only so many prompts; null for all."""
+    """Take only this many prompts; null for all."""
     max_prompt_length: int = key(512, at_least(1))
     """Prompts with more tokens are dropped, and counted."""
     batch_size: int = key(256, at_least(1))
     """Completions decoded together."""
     seed: int = key(0, *SEED)
-    """Of sampling."""
+    """Seed of sampling."""
     device: str | None = key(None, DEVICE, role="place")
     """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
@@ -181,12 +181,12 @@ class RewardConfig(StageConfig):
     model: str = key("", Rule(bool, "give the model to start from"))
     """The language model to start from, a folder or a name on the hub."""
     eval_fraction: float = key(0.1, Rule(lambda x: 0 < x < 1, "must be between 0 and 1"))
-    """Share of the training pairs held out for the reported accuracy where `eval` is null; pairs of one prompt stay
+    """Share of the training pairs held out for the reported accuracy if `eval` is null; pairs of one prompt stay
     together."""
     center: bool = True
-    """Move the score of the trained model by a constant, so that its mean over the reference data is 0. It is added to
-    the bias of the last normalisation, so that every program that loads the model has it; a model without one (Llama)
-    is left as it is, with a warning."""
+    """Shift the trained model's score by a constant so that its mean over the reference data is 0. The shift is stored
+    in the bias of the last normalisation, so every program that loads the model applies it; a model without that bias
+    (Llama) is left as it is, with a warning."""
     reference: str | None = None
     """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs."""
     reference_split: str = "train"
@@ -208,22 +208,22 @@ class RelabelConfig(Checked):
     data: str
     """A .jsonl, .json, .parquet or .csv file, a folder, or a name on the hub."""
     output_dir: str = key(REQUIRED, FOLDER, role="place")
-    """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name the folder."""
+    """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name this folder."""
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE)
-    """Of the data; a file has one, under the name given here."""
+    """Splits of the data; a file has one, under the name given here."""
     reward_model: str | None = None
-    """The gold reward: a reward model, a folder or a name on the hub,"""
+    """The gold reward: a reward model (folder or name on the hub), or else reward_funcs."""
     reward_funcs: list[str] = key([])
     """Or functions, as in ``train``."""
     reward_tokenizer: str | None = None
-    """Of the reward model; null takes the one beside it. Functions need one for chats alone, whose template makes text
-    of them."""
+    """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
+    its template turns into text."""
     keep_ties: bool = False
-    """Keep pairs of equal scores, as they were; false drops them. They are counted either way."""
+    """Keep pairs of equal scores unchanged; false drops them. They are counted either way."""
     batch_size: int = key(32, at_least(1))
     """Rows of one pass of the reward model."""
     dtype: Dtype = "float32"
-    """Of the reward model."""
+    """Type of the reward model's weights."""
     device: str | None = key(None, DEVICE, role="place")
     """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")

@@ -1,7 +1,7 @@
-"""The one reader of YAML: files of ours and of the original's, and values on the command line.
+"""The only YAML reader: for our own files, the original's files, and values on the command line.
 
-Numbers are what they look like: "1:30" is not 90, and "010" is neither 8 nor 10 but an error. What would cost time or
-memory without bound (deep nesting, aliases of aliases, integers of a million digits) is refused before it is built.
+Numbers mean what they look like: "1:30" is not 90, and "010" is neither 8 nor 10 but an error. Input that could cost
+unbounded time or memory (deep nesting, aliases of aliases, integers of a million digits) is refused before it is built.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jsonargparse import _loaders_dumpers
 from async_rlhf.config.base import ConfigError, problem_of_text
 
 MAX_CHARACTERS = 100_000
-"""Of a file: some twenty times the longest that a run writes, and read within a second."""
+"""Of a file: about twenty times the longest that a run writes, and read within a second."""
 MAX_DEPTH = 20
-"""Of mappings and lists within each other. Ours need four, options of vLLM and DeepSpeed some more."""
+"""Of nested mappings and lists. Ours need four, options of vLLM and DeepSpeed some more."""
 MAX_NODES = 20_000
-"""Keys and values after aliases are written out: ten aliases of ten of ten ... are a few lines and a billion values."""
+"""Keys and values after aliases are expanded: ten aliases of ten of ten ... are a few lines and a billion values."""
 MAX_INTEGER = 2**63 - 1
-"""What fits 64 bits, as every program below does."""
+"""The largest integer that fits 64 bits, as all programs below require."""
 _DOUBTFUL = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 
@@ -47,14 +47,14 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str, key: str) -> Any:
-    """What a YAML file holds.
+    """The content of a YAML file.
 
     Args:
         path: of the file.
-        key: what errors name beside the file: the option that names it.
+        key: the option that names the file, for errors.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML that a configuration can be; names file and line.
+        ConfigError: it cannot be read, or is not YAML that a configuration can be; names file and line.
     """
     place = f"{key}: {path!r}"
     try:
@@ -67,14 +67,14 @@ def read_yaml(path: str, key: str) -> Any:
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """What a text in YAML means.
+    """The value of a YAML text.
 
     Args:
         text: all of it.
         place: what errors begin with.
 
     Raises:
-        ConfigError: it is no YAML that a configuration can be; names the line.
+        ConfigError: it is not YAML that a configuration can be; names the line.
     """
     right = f"must be at most {MAX_CHARACTERS} characters"
     if len(text) > MAX_CHARACTERS:
@@ -96,7 +96,7 @@ def parse_yaml(text: str, place: str) -> Any:
         what = " ".join(filter(None, (error.context, error.problem)))
         raise ConfigError(f"{place}{line}: is no YAML: {what}") from error
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        told = " ".join(str(error).split())[:300]  # ValueError and its kin: a tag on what is nothing of the kind
+        told = " ".join(str(error).split())[:300]  # such as ValueError: a tag on a value of another type
         raise ConfigError(f"{place}: is no YAML: {told}") from error
     finally:
         if loader is not None:
@@ -104,7 +104,7 @@ def parse_yaml(text: str, place: str) -> Any:
 
 
 def _check_depth(text: str, place: str) -> None:
-    """By the events of the text: to build it takes as many calls within each other as it is deep."""
+    """Check the depth by parser events: building the values would recurse as deep as the text is nested."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -114,8 +114,8 @@ def _check_depth(text: str, place: str) -> None:
 
 
 def _check_nodes(root: yaml.Node, place: str) -> None:
-    """No alias of itself, not too many values, no key twice, nothing that reads as two things."""
-    sizes: dict[int, int | None] = {}  # None while it is under way
+    """Refuse aliases of themselves, too many values, duplicate keys, and ambiguous scalars."""
+    sizes: dict[int, int | None] = {}  # None while it is being computed
 
     def size(node: yaml.Node) -> int:
         known = sizes.get(id(node), 0)
@@ -178,13 +178,13 @@ def _check_scalar(node: yaml.ScalarNode, line: str) -> None:
 
 
 class _ValueLoader:
-    """What jsonargparse makes of a text on the command line or in the environment, by :func:`parse_yaml`."""
+    """Reads a text from the command line or the environment for jsonargparse, by :func:`parse_yaml`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def get_single_data(self) -> Any:
-        """Its meaning; where that is an error, jsonargparse goes on with the text as it is."""
+        """The value of the text; after an error, jsonargparse uses the text itself."""
         try:
             return parse_yaml(self._text, "the value")
         except ConfigError as error:
@@ -196,10 +196,10 @@ class _ValueLoader:
 
 @contextmanager
 def read_by_jsonargparse() -> Iterator[None]:
-    """Within, jsonargparse reads YAML by this module.
+    """Within, jsonargparse reads YAML with this module.
 
-    Its public way, a loader for a parser's mode, leaves out values of numbers and switches, which it reads by the
-    loader that it keeps here. Only within: other programs' parsers in this process keep theirs.
+    Its public way, a loader for a parser's mode, does not cover numbers and switches, which it reads with the loader
+    replaced here. Outside the context, other parsers in this process keep their own loader.
     """
     kept: Any = _loaders_dumpers
     before = kept.yaml_default_loader

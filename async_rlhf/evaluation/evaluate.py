@@ -55,7 +55,7 @@ HUMAN = "reference_response"
 
 @dataclass(slots=True)
 class _Answers:
-    """What one model, or the human, answered: one entry per prompt."""
+    """The answers of one model or of the human: one entry per prompt."""
 
     texts: list[str]
     ended: list[bool]
@@ -63,13 +63,13 @@ class _Answers:
     source: str | None = None
     """Folder or hub name of the model."""
     scores: list[float] | None = None
-    """By the gold reward, if there is one."""
+    """Gold rewards, if there is a gold reward."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each response, nats, of the temperature-scaled distribution."""
+    """Of each response, in nats, under the temperature-scaled distribution."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens, the stop token counted."""
+        """Tokens of each answer, including the stop token."""
         return [len(row.tokens) - row.start for row in self.rows]
 
 
@@ -82,7 +82,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
     Returns:
         {"reference": name, "prompts": n, "dropped": n, "reference_response": {"gold_mean"} or None,
-        "models": {name: {...}}}; docs/commands/evaluate.md says what is there of each model.
+        "models": {name: {...}}}; docs/commands/evaluate.md describes the values of each model.
 
     Raises:
         ConfigError: see the message.
@@ -94,7 +94,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         return done
     device = torch.device(config.device) if config.device else default_device()
     judge = None
-    if config.judge.url is None:  # what can be wrong with it shall be found before anything is sampled
+    if config.judge.url is None:  # load it first, so that errors show before anything is sampled
         size, tokenizer = config.batch_size, config.reward_tokenizer
         trust = config.trust_remote_code
         judge = RewardJudge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer, trust=trust)
@@ -133,13 +133,13 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _inputs(config: EvaluateConfig) -> dict[str, Source]:
-    """What is read, to be compared by content."""
+    """The inputs that are read, to be compared by content."""
     models = {} if config.generations is not None else models_of(config)
     inputs: dict[str, Source] = {"models": models, "data": config.data or None}
     keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
     inputs |= {key: getattr(config, key) for key in keys}
     inputs["judge.prompt_file"] = config.judge.prompt_file
-    if config.generations is not None:  # not what this command may write beside them
+    if config.generations is not None:  # not files that this command may write beside them
         inputs["generations"] = [str(path) for path in generation_files(Path(config.generations))]
     return inputs
 
@@ -147,7 +147,7 @@ def _inputs(config: EvaluateConfig) -> dict[str, Source]:
 def _answers(
     config: EvaluateConfig, folder: Path
 ) -> tuple[float, Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
-    """Temperature, prompts (as some model's lines), how many were dropped, the models' and the human answers."""
+    """Temperature, prompts (as one model's lines), how many were dropped, the models' and the human answers."""
     if config.generations is not None:
         temperature, found = read_generations(Path(config.generations))
         found = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in found.items()}
@@ -179,10 +179,10 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
 def _tokenizer(
     config: EvaluateConfig, answers: dict[str, _Answers], lines: Sequence[Generation]
 ) -> PreTrainedTokenizerBase | None:
-    """The models'; of generations whose models are gone, that of ref_model, else None.
+    """The models' tokenizer; for generations whose models are gone, that of ref_model, else None.
 
     Raises:
-        ConfigError: ref_model reads tokens otherwise than the models.
+        ConfigError: ref_model has a different tokenizer from the models.
     """
     trust = config.trust_remote_code
     if config.generations is None:
@@ -222,7 +222,7 @@ def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBa
 
 
 def _clusters(lines: Sequence[Generation]) -> list[str]:
-    """What makes answers depend on each other: the same prompt, where the data repeats one."""
+    """Clusters of dependent answers: those to the same prompt, if the data repeats one."""
     return [line.query for line in lines]
 
 
@@ -271,9 +271,9 @@ def _likelihoods(
     device: torch.device,
     clusters: Sequence[str],
 ) -> None:
-    """Add what needs models: the KL to the reference, perplexities, and lengths."""
+    """Add the results that need models: KL to the reference, perplexities, and lengths."""
     for name, one in answers.items():
-        if config.generations is None:  # by the models themselves, free of what the sampling engine rounds otherwise
+        if config.generations is None:  # by the models themselves, without the sampling engine's rounding
             assert one.source is not None
             model = load_policy(one.source, device, key=f"models.{name}", trust=config.trust_remote_code)
             one.logprobs = _logprobs(model, one, config, temperature, f"log-probabilities of {name}")

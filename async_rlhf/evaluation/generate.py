@@ -1,4 +1,4 @@
-"""Completions of held-out prompts by several models, in a file for each; what is there is not sampled again."""
+"""Samples completions of held-out prompts from several models, one file each; existing ones are not sampled again."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from async_rlhf.types import FinishReason, Prompt
 logger = logging.getLogger(__name__)
 
 _CHUNK = 8
-"""Batches between two times that what is sampled is written down."""
+"""Batches per chunk: samples are written to disk after each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One line of a file of ``generate``."""
+    """One line of a file that ``generate`` wrote."""
 
     query: str
     completion: str
     """Without the stop token."""
     finish_reason: FinishReason
     tokens: tuple[int, ...]
-    """The stop token among them."""
+    """Including the stop token."""
     logprobs: tuple[float, ...]
-    """Of each token, by the engine that sampled it, of the temperature-scaled distribution."""
+    """Of each token, by the engine that sampled it, under the temperature-scaled distribution."""
     prompt_tokens: tuple[int, ...]
     row: int
     """Index of the prompt in its data set."""
     columns: dict[str, Any]
-    """Of that row, but for the prompt."""
+    """The row's columns, except the prompt."""
 
     @classmethod
     def read(cls, line: str) -> Generation:
-        """A line as an object."""
+        """Parse a line."""
         values = json.loads(line)
         tuples = {name: tuple(values[name]) for name in ("tokens", "logprobs", "prompt_tokens")}
         return cls(**{**{item.name: values[item.name] for item in fields(cls)}, **tuples})
@@ -91,7 +91,7 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
 def generate(
     config: GenerateConfig | EvaluateConfig, folder: Path
 ) -> tuple[list[Prompt], int, dict[str, list[Generation]]]:
-    """The prompts, how many were dropped, and what every model answers, from the files in ``folder`` or sampled now."""
+    """The prompts, how many were dropped, and every model's answers, from the files in ``folder`` or sampled now."""
     models = models_of(config)
     rows = load_rows(config.data, config.split, columns=[config.prompt_field], key="data")
     tokenizer = shared_tokenizer(models, config.trust_remote_code)
@@ -100,7 +100,7 @@ def generate(
     if judged and len(prompts) < 2:
         raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
     own = {item.name: getattr(config, item.name) for item in fields(HeldOutConfig)}
-    if judged:  # what is to be judged anew need not be sampled anew, unless it would be other samples
+    if judged:  # judging again needs no new sampling, unless the samples would differ
         own["overwrite"] = False
     found = {}
     with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts))) as engines:
@@ -112,7 +112,7 @@ def generate(
 
 
 def models_of(config: HeldOutConfig) -> dict[str, str]:
-    """Name -> folder or hub name: those given, then the checkpoints of the run, oldest first, then its final model.
+    """Name -> folder or hub name: the given models, then the run's checkpoints, oldest first, then its final model.
 
     Raises:
         ConfigError: the run has no such checkpoint.
@@ -145,10 +145,10 @@ def shared_tokenizer(models: Mapping[str, str], trust: bool = False) -> PreTrain
 
 
 def read_generations(folder: Path) -> tuple[float, dict[str, tuple[str, list[Generation]]]]:
-    """Of every finished file of ``generate``: the model's folder or hub name, and the lines. In the models' order.
+    """Read every finished file of ``generate``, in the models' order.
 
     Returns:
-        The temperature that all were sampled at, and what each model has answered.
+        The temperature that all were sampled at, and by model its folder or hub name and its lines.
 
     Raises:
         ConfigError: there are none, or they do not answer the same prompts at the same temperature.
@@ -198,16 +198,16 @@ def _generated(
     folder: Path,
     anew: bool,
 ) -> list[Generation]:
-    """One model's answers, from its file, or from the part of it that an interrupted command has left, or new.
+    """One model's answers, from its file, from the part that an interrupted command left, or newly sampled.
 
     Args:
         name: the model's.
         config: of this model alone.
-        prompts: all of them.
+        prompts: all prompts.
         tokenizer: the models'.
-        engines: where to sample.
+        engines: sample from the models.
         folder: where the file is.
-        anew: replace a file of another configuration.
+        anew: replace a file that has another configuration.
     """
     output = folder / f"{name}.jsonl"
     inputs: dict[str, Source] = {"models": config.models, "data": config.data}
@@ -246,10 +246,10 @@ def _read(path: Path) -> list[Generation]:
 
 
 def _begun(partial: Path, identity: str, chunk: int, prompts: int) -> Iterator[str]:
-    """The whole chunks of an unfinished file, if it is of this very work; else it is begun anew.
+    """The complete chunks of an unfinished file, if it has the same identity; else the file is started afresh.
 
-    What is left of a chunk is sampled again with the rest of it, for the last digits of log-probabilities depend on
-    which completions share a batch.
+    An incomplete chunk is sampled again as a whole, because the last digits of log-probabilities depend on which
+    completions share a batch.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(partial)
@@ -270,7 +270,7 @@ def _sample(
     config: GenerateConfig,
     partial: Path,
 ) -> None:
-    """Sample chunk by chunk, and write each down."""
+    """Sample chunk by chunk, and write each to the file."""
     size = _CHUNK * config.batch_size
     with progress_bar(f"generate: {name}", len(prompts)) as progress, partial.open("a", encoding="utf-8") as file:
         for start in range(0, len(prompts), size):
@@ -297,7 +297,7 @@ def _sample(
 
 
 class _Engines:
-    """The engine of one model after another; vLLM's goes on for the next model if that is of the same shape.
+    """The engine of one model after another; vLLM's is reused for the next model if it has the same shape.
 
     Args:
         config: how to sample.
@@ -311,7 +311,7 @@ class _Engines:
         self._shape: dict[str, Any] = {}
 
     def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, SamplingParams]:
-        """An engine that samples from the model of that folder or hub name, and how it does."""
+        """An engine that samples from the model of that folder or hub name, and its sampling parameters."""
         on_vllm = self.config.engine == "vllm"
         trust, device = self.config.trust_remote_code, torch.device("cpu") if on_vllm else self.device
         model = load_policy(source, device, key=f"models.{name}", trust=trust)

@@ -1,4 +1,4 @@
-"""How likely responses are under a model: the base of evaluation loss, perplexity and KL.
+"""How likely responses are under a model: the basis of evaluation loss, perplexity and KL.
 
 B  rows of a pass   T  tokens of a row   N  response tokens of a pass
 """
@@ -24,7 +24,7 @@ class EncodedRow:
 
     tokens: tuple[int, ...]
     start: int
-    """Index of the first response token; 0 where everything counts. Token 0 itself is never predicted."""
+    """Index of the first response token; 0 if all tokens count. Token 0 itself is never predicted."""
 
     @property
     def targets(self) -> int:
@@ -85,7 +85,7 @@ def response_logprob_sums(
 def loss_and_perplexity(model: PreTrainedModel, rows: Sequence[EncodedRow], batch_size: int) -> tuple[float, float]:
     """Mean negative log-likelihood of a response token (nats, end of sequence counted), and e to that power.
 
-    Tokens of the prompt are neither in the sum nor in the count.
+    Prompt tokens are neither in the sum nor in the count.
     """
     sums_R = response_logprob_sums(model, rows, temperature=1.0, batch_size=batch_size)
     loss = -sums_R.sum().item() / sum(row.targets for row in rows)
@@ -95,7 +95,7 @@ def loss_and_perplexity(model: PreTrainedModel, rows: Sequence[EncodedRow], batc
 def original_perplexity(sums_R: Tensor, rows: Sequence[EncodedRow]) -> float:
     """The number that the code of "Asynchronous RLHF" (arXiv 2410.18252) calls perplexity, to compare with its logs.
 
-    It divides a response's negative log-likelihood by the predicted tokens of prompt and response together, and is the
+    It divides a response's negative log-likelihood by the predicted tokens of prompt and response together, and takes the
     mean over rows of e to that power: far below the perplexity, and lower the longer the prompts are.
 
     Args:

@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible URL that says which of two completions is the better one."""
+"""A language model behind an OpenAI-compatible URL that says which of two completions is better."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class JudgeError(OSError):
-    """The judge could not be asked. What was said before is kept."""
+    """A request to the judge failed. Earlier verdicts are kept."""
 
     def __init__(self, message: str) -> None:
         super().__init__(masked(message))
@@ -58,7 +58,7 @@ class PairwiseJudge:
 
     Args:
         config: with a URL.
-        memory: a .jsonl file to which every verdict is added at once; one that is there is not asked for again.
+        memory: a .jsonl file to which every verdict is added at once; verdicts in it are not requested again.
 
     Raises:
         ConfigError: the file with the question lacks a place for the prompt or an answer.
@@ -78,7 +78,7 @@ class PairwiseJudge:
             if place not in self._question:
                 raise ConfigError(f"judge.prompt_file: got {config.prompt_file!r}; must have {place} in it")
         self._answered = False
-        """Whether the judge has answered at all; what it then refuses is the fault of one text."""
+        """Whether the judge has answered at all; if so, a later refusal is the fault of one text."""
         self._known: dict[str, str] = {}
         if memory.is_file():
             lines = whole_lines(memory)
@@ -99,7 +99,7 @@ class PairwiseJudge:
         Raises:
             JudgeError: a request failed, after its retries.
         """
-        # [pair][order]: ours is shown first, then second. Equal answers need no judge.
+        # [pair][order]: ours is shown first, then second. Equal answers need no verdict.
         texts = [
             [self._text(pair.prompt, pair.ours, pair.theirs), self._text(pair.prompt, pair.theirs, pair.ours)]
             for pair in pairs
@@ -121,7 +121,7 @@ class PairwiseJudge:
 
     def _text(self, prompt: str, first: str, second: str) -> str:
         places = {"{prompt}": prompt, "{first}": first, "{second}": second}
-        # All at once: an answer may itself spell {second}.
+        # In one pass: an answer may itself contain {second}.
         return re.sub(r"\{(?:prompt|first|second)\}", lambda match: places[match.group()], self._question)
 
     def _key(self, text: str) -> str:
@@ -131,7 +131,7 @@ class PairwiseJudge:
         ).hexdigest()
 
     def _ask(self, texts: Sequence[str], label: str) -> None:
-        """Have a reply for every text, several requests at the same time."""
+        """Get a reply for every text, with several requests at the same time."""
         new = [text for text in texts if self._key(text) not in self._known]
         if not new:
             return
@@ -152,7 +152,7 @@ class PairwiseJudge:
                     if future.cancelled():
                         continue
                     if (error := future.exception()) is not None:
-                        failure = failure or error  # those under way are still written down
+                        failure = failure or error  # replies to requests under way are still recorded
                         stop.set()
                         for other in futures:
                             other.cancel()
@@ -191,7 +191,9 @@ class PairwiseJudge:
             if answer.status_code == 200:
                 self._answered = True
                 return _content(answer, url)
-            if answer.status_code == 400 and self._answered:  # of this text alone, such as a filter's: no verdict
+            if (
+                answer.status_code == 400 and self._answered
+            ):  # a refusal of this text only, such as a filter's: no verdict
                 logger.warning("judge.url: %s refused a pair: %s", masked(url), answer.text[:200])
                 return ""
             said = f"status {answer.status_code}: {answer.text[:200]}"
@@ -201,7 +203,7 @@ class PairwiseJudge:
 
 
 def _wait(stop: threading.Event, seconds: float) -> bool:
-    """Whether it was cut short."""
+    """Wait. Returns whether ``stop`` cut it short."""
     return stop.wait(seconds)
 
 

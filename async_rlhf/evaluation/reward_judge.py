@@ -1,4 +1,4 @@
-"""Scores for texts: a reward model with a tokenizer of its own, or reward functions."""
+"""Scores for texts, by a reward model with its own tokenizer or by reward functions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RewardJudge:
     Args:
         reward_model: a folder or hub name; None to use functions.
         reward_funcs: names of functions, see :func:`~async_rlhf.scoring.functions.load_reward_functions`; their
-            rewards are added, None left out.
+            rewards are added, ignoring None.
         batch_size: rows of one pass of the reward model.
         device: of the reward model.
         dtype: of the reward model.
-        tokenizer: of the reward model, a folder or hub name; None for the one beside it.
+        tokenizer: of the reward model, a folder or hub name; None for the one saved with it.
         trust: whether Python code that comes with these may be run.
     """
 
@@ -70,13 +70,13 @@ class RewardJudge:
 
         Args:
             prompts: the prompt of each completion.
-            rows: what else its row in the data set says, for functions.
+            rows: the other columns of its row in the data set, for functions.
             completions: texts without the end-of-sequence token.
             ended: whether each ended by itself; the reward model sees the end-of-sequence token if it did.
 
         Raises:
-            ConfigError: a row is longer than the reward model reads.
-            RewardError: a score is no finite number, or a reward function failed, or all returned None.
+            ConfigError: a row is longer than the reward model can read.
+            RewardError: a score is no finite number, a reward function failed, or all returned None.
         """
         scores: Sequence[float | None] = [None] * len(rows)
         if self.model is not None:

@@ -40,7 +40,7 @@ def sampling_params(
     samples_per_prompt: int,
     longest: int,
 ) -> SamplingParams:
-    """How to sample, once it is known that prompts of up to ``longest`` tokens leave room for a response.
+    """How to sample, after checking that prompts of up to ``longest`` tokens leave room for a response.
 
     Raises:
         ConfigError: they do not.
@@ -64,7 +64,7 @@ def sample(
     samples_per_prompt: int,
     label: str,
 ) -> Completions:
-    """Completions of each prompt, with a progress bar. The seed gives every model the same random numbers."""
+    """Completions of each prompt, with a progress bar. The seed is the same for all models, so they get the same random numbers."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     params = sampling_params(model, tokenizer, config, samples_per_prompt, longest)
     with progress_bar(label, len(prompts)) as progress:

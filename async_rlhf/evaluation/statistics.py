@@ -52,14 +52,14 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def clustered_mean_interval(values: Sequence[float], clusters: Sequence[Hashable]) -> Interval:
-    """The mean of values that are independent from cluster to cluster only, such as those of one prompt.
+    """The mean of values that are independent only between clusters; a cluster may be the values of one prompt.
 
     With G clusters of residual sums e_g, the variance of the mean is G / (G - 1) sum_g e_g^2 / n^2 (Liang and Zeger,
     1986), with Student's interval of G - 1 degrees of freedom. Clusters of one value each give :func:`mean_interval`.
 
     Args:
         values: n of them.
-        clusters: what each value belongs to.
+        clusters: the cluster of each value.
 
     Raises:
         ValueError: fewer than two clusters, or another number of values.
@@ -75,7 +75,7 @@ def clustered_mean_interval(values: Sequence[float], clusters: Sequence[Hashable
 
 
 def _squares(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
-    """Of the clusters' sums of residuals, summed."""
+    """Sum of the squares of the clusters' sums of residuals."""
     residuals: defaultdict[Hashable, list[float]] = defaultdict(list)
     mean = math.fsum(values) / len(values)
     for value, cluster in zip(values, clusters, strict=True):
@@ -84,7 +84,7 @@ def _squares(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable]) -> Interval:
-    """Mean of our score less theirs on the same prompts: what is hard in a prompt for both does not widen it.
+    """Mean of our score minus theirs on the same prompts: prompts that are hard for both do not widen the interval.
 
     Raises:
         ValueError: see :func:`clustered_mean_interval`.
@@ -93,7 +93,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], clusters: 
 
 
 def wilson(successes: float, n: float) -> Interval:
-    """A share, with Wilson's score interval (Wilson, 1927): honest near 0 and 1, and never of zero width.
+    """A share, with Wilson's score interval (Wilson, 1927): accurate near 0 and 1, and never of zero width.
 
     Args:
         successes: out of n; a tie may count as half.
@@ -107,7 +107,7 @@ def wilson(successes: float, n: float) -> Interval:
     share, z2 = successes / n, _Z**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    # At 0 and n the ends are exact; rounding must not put the estimate outside of them.
+    # At 0 and n the ends are exact; rounding must not push the estimate outside them.
     return Interval(share, max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share)))
 
 
@@ -131,11 +131,11 @@ def win_rate(outcomes: Sequence[float], clusters: Sequence[Hashable] | None = No
 
     The interval is Wilson's with the ties as half successes. Outcomes in {0, 1/2, 1} vary less than those of a coin
     with the same mean, so it covers at least 95%; a normal interval on them would have no width when one side wins all.
-    Outcomes that depend on each other within clusters count as fewer: as many independent ones as would vary as much.
+    Outcomes that depend on each other within clusters count as the number of independent ones that would vary as much.
 
     Args:
         outcomes: 1, 1/2 or 0.
-        clusters: what each belongs to; None where all are independent.
+        clusters: the cluster of each outcome; None if all are independent.
 
     Raises:
         ValueError: no outcomes.
@@ -154,7 +154,7 @@ def length_controlled_win_rate(outcomes: Sequence[float], longer: Sequence[float
 
     A logistic regression P(win) = sigmoid(a + b tanh(d / sd(d))), with d how much longer our answer is, and the
     win-rate sigmoid(a) at d = 0 (Dubois et al., "Length-Controlled AlpacaEval", arXiv 2404.04475, eq. 2 for one pair
-    of models). A normal prior of standard deviation 5 on a and b keeps them finite where one side wins all.
+    of models). A normal prior of standard deviation 5 on a and b keeps them finite if one side wins all.
 
     Args:
         outcomes: 1, 1/2 or 0 for each prompt.

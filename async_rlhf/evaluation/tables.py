@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def format_table(results: Mapping[str, Any]) -> str:
-    """Tables with one line per model, 95% intervals in brackets: all in one place, then against each opponent.
+    """Tables with one line per model, 95% intervals in brackets: first overall, then against each opponent.
 
     Args:
         results: what :func:`~async_rlhf.evaluation.evaluate.run_evaluate` returns.
@@ -75,7 +75,7 @@ def side_by_side(samples: Sequence[Mapping[str, Any]], n: int) -> str:
 
 
 def _score(value: float | None) -> str:
-    return f"{value:7.3f}" if value is not None else " " * 7  # a judge that compares gives none
+    return f"{value:7.3f}" if value is not None else " " * 7  # a pairwise judge gives none
 
 
 def _cell(key: str, value: Any) -> str:

@@ -1,9 +1,9 @@
-"""Whether an engine computes and draws as the learner would, for the same weights.
+"""Checks that an engine computes and draws as the learner would, for the same weights.
 
-Two implementations of one model round differently; in low precision that alone makes samples off-policy. It is
-measured on completions of every batch, with the snapshot that sampled them, and so apart from the policy's lag. With
-the learner's probabilities of these tokens at hand, two more things are asked: whether the tokens are those that the
-random numbers give, and whether they are distributed as the probabilities say.
+Two implementations of one model round differently; in low precision that alone makes samples off-policy. The
+difference is measured on completions of every batch with the snapshot that sampled them, so the policy's staleness
+does not count. The learner's probabilities of these tokens serve two more checks: whether the tokens are those that
+the random numbers give, and whether they are distributed as the probabilities say.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Of the mean absolute difference, in nats per token, whatever has been measured. Rounding alone stays an order of
-magnitude below."""
+"""Limit of the mean absolute difference, in nats per token, whatever noise was measured. Rounding alone stays an order
+of magnitude below."""
 _LEAST_NOISE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
-"""No less is taken for noise, however well the first batches agree."""
+"""Lower bound of the noise, however well the first batches agree."""
 _FAR = 20
-"""Times the noise: rounding moves few tokens so far."""
+"""A token is far off beyond this multiple of the noise: rounding moves few tokens that far."""
 _FAR_TOKENS, _FAR_SHARE = 4, 0.05
-"""So many tokens, and this share of those compared, must be far off to be more than outliers."""
+"""At least this many tokens, and this share of those compared, must be far off to count as more than outliers."""
 _MEMORY = 20
-"""Batches that the noise is a mean of, nearly."""
+"""The noise is roughly a mean over this many batches."""
 _MISDRAWN_SHARE = 1e-4
-"""A model that routes tokens may by rounding take another route, and draw another token, now and then."""
+"""Share of other tokens that is allowed: in a model that routes tokens, rounding may now and then change the route."""
 
 
 class Row(NamedTuple):
-    """A sample that is compared."""
+    """A sample to compare."""
 
     prompt: Prompt
     number: int
-    """Its number among the K of the prompt."""
+    """Its number among the prompt's K samples."""
     sample: Sample
 
 
 class Noise:
-    """How far right computations of the same log-probabilities are apart: measured, not assumed.
+    """How far two correct computations of the same log-probabilities differ: measured, not assumed.
 
-    The first measurement is of the weights that the run starts with, when nothing can be stale; it may be at most
-    ``most``. Later ones must be like it, and are averaged with it.
+    The first measurement uses the weights that the run starts with, when nothing can be stale; it may be at most
+    ``most``. Later ones must be similar and are averaged with it.
 
     Args:
-        least: nats per token; no less is taken for noise.
-        most: of the mean difference, whatever has been measured.
+        least: lower bound of the noise, in nats per token.
+        most: limit of the mean difference, whatever noise was measured.
     """
 
     def __init__(self, least: float, most: float) -> None:
@@ -71,11 +71,11 @@ class Noise:
 
     @property
     def far(self) -> float:
-        """Beyond this a difference is no rounding, but for outliers."""
+        """A larger difference is not rounding, unless it is an outlier."""
         return _FAR * max(self.level, self.least) if self._measured else math.inf
 
     def require(self, who: str, differences_N: Tensor, where: str) -> None:
-        """Take differences into account, or raise GeneratorError where they are more than rounding."""
+        """Add differences to the measured noise, or raise GeneratorError if they are more than rounding."""
         mean, far = differences_N.mean().item(), self.far
         far_off = int((differences_N > far).sum())
         if not mean <= self.most:
@@ -96,23 +96,23 @@ class Noise:
         )
 
     def state(self) -> list[float]:
-        """For JSON."""
+        """The state, for JSON."""
         return [self.level, self._measured]
 
     def restore(self, state: list[float]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         self.level, self._measured = state[0], int(state[1])
 
 
 class Agreement:
-    """Compares an engine with the learner, and stops the run where they are further apart than rounding and chance.
+    """Compares an engine with the learner, and stops the run if they differ by more than rounding and chance.
 
     Args:
-        config: of generation; ``mismatch_samples`` completions of each batch are looked at.
+        config: of generation; ``mismatch_samples`` completions of each batch are compared.
         params: how the engine samples.
         dtype: of the engine's weights.
         autocast: type that the learner computes in; None for that of its weights.
-        parallel: how the learner's weights are spread over ranks. All measure; rank 0 judges.
+        parallel: how the learner's weights are sharded over ranks. All ranks measure; rank 0 judges.
     """
 
     def __init__(
@@ -144,15 +144,15 @@ class Agreement:
         """Compare some completions of a batch with what the learner computes for them.
 
         Args:
-            batch: its number; which completions are compared depends on it, and all have their turn.
+            batch: its number, which selects the completions to compare; over time every position is selected.
             policy: computes, with the weights of the snapshots.
-            snapshots: the tensors of a version; none for the policy as it is.
-            groups: of the batch, whoever sampled them.
+            snapshots: gives the tensors of a version; empty for the policy's current weights.
+            groups: of the batch, from all workers.
 
         Returns:
             Mean and maximum of the absolute difference of log-probabilities, in nats per token, KL(engine, learner) per
-            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`. Nothing on other
-            ranks than the first.
+            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`. Empty on
+            ranks other than 0.
 
         Raises:
             GeneratorError: the difference is more than rounding, or the draws more than chance, can explain.
@@ -180,9 +180,9 @@ class Agreement:
         return metrics | {"engine/sampling_evidence": self._require_likely(tokens, groups)}
 
     def _require_redrawn(self, tokens: Comparison, far: float) -> float:
-        """Require the tokens that the random numbers give. Returns how many are others by no more than rounding."""
+        """Require the tokens that the random numbers give. Returns how many differ only by rounding."""
         other_N = tokens.misses_N > 0
-        # Where the log-probability is off by rounding of a rare size, so may be the place of the token.
+        # If rounding moves the log-probability unusually far, it may also move the token's place in the distribution.
         misdrawn_N = tokens.misses_N > (2 * tokens.log_ratios_N.abs()).clamp(min=far)
         self._redrawn += len(other_N)
         self._misdrawn += int(misdrawn_N.sum())
@@ -208,7 +208,7 @@ class Agreement:
         return evidence
 
     def state(self) -> dict[str, Any]:
-        """What another one needs to go on as this one, for JSON."""
+        """What a successor needs to continue from here, for JSON."""
         noise, probe_noise = self.noise.state(), self.probe_noise.state()
         drawn = [self._redrawn, self._misdrawn]
         return {
@@ -220,7 +220,7 @@ class Agreement:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave, unless that was measured on another engine or in another precision."""
+        """Restore what :meth:`state` returned, unless it was measured on another engine or in another precision."""
         if state["kind"] != self._kind:
             return
         self.noise.restore(state["noise"])
@@ -230,23 +230,23 @@ class Agreement:
 
 
 def rows_of_batch(batch: int, rows: int, samples: int) -> list[int]:
-    """The completions of a batch that are compared: evenly spread, other ones each time until all had their turn."""
+    """The completions of a batch to compare: evenly spread, and different each time until all have been selected."""
     if samples >= rows:
         return list(range(rows))
-    # Steps of the golden ratio leave no large gap; without a common divisor they come by every row.
+    # Steps of the golden ratio leave no large gap; without a common divisor they reach every row.
     step = next(step for step in range(round(0.618 * rows), rows + 1) if math.gcd(step, rows) == 1)
     return sorted((batch * samples + i) * step % rows for i in range(samples))
 
 
 class Comparison(NamedTuple):
-    """What is found of tokens, each (N,) on the CPU."""
+    """Results of the comparison of tokens, each (N,) on the CPU."""
 
     log_ratios_N: Tensor
     """log learner - log engine."""
     misses_N: Tensor
-    """How far the token's random number lies outside its part of the cumulative distribution; 0 within it."""
+    """How far the token's random number is outside its interval of the cumulative distribution; 0 within it."""
     by_rank_N: Tensor
-    """A random point of the token's part of the distribution, likelier tokens first: uniform on [0, 1)."""
+    """A random point of the token's interval of the distribution, likelier tokens first: uniform on [0, 1)."""
     by_id_N: Tensor
     """The same with the tokens in the order of their ids."""
 
@@ -261,16 +261,16 @@ def compare(
     autocast: torch.dtype | None,
     parallel: Parallel,
 ) -> Comparison:
-    """Look at every token that a version has drawn.
+    """Compare every token that one version drew.
 
     Args:
         policy: computes the learner's probabilities.
-        snapshot: that version's tensors; none for the policy as it is. Ranks but the first give None for each.
-        version: of the tokens.
+        snapshot: that version's tensors; empty for the policy's current weights. Ranks other than 0 pass None for each.
+        version: whose tokens to compare.
         rows: completions, perhaps of several versions.
         params: of sampling.
         autocast: type that the learner computes in; None for that of its weights.
-        parallel: how its weights are spread over ranks, which then must all compute.
+        parallel: how the policy's weights are sharded over ranks, which then must all compute.
     """
     rows = [row for row in rows if version in row.sample.versions]
     batch = sampled_rows([row.sample for row in rows])
@@ -307,7 +307,7 @@ def _is_merged(policy: PreTrainedModel, snapshot: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], parallel: Parallel) -> Iterator[None]:
-    """Within, a policy that is spread over ranks holds a snapshot, one parameter after the other exchanged."""
+    """Within, a policy that is sharded over ranks holds a snapshot; parameters are exchanged one by one."""
     names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}
     own = dict(policy.named_parameters())
     given = {names.get(name, name): tensor for name, tensor in snapshot.items()}
@@ -317,11 +317,11 @@ def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], par
     finally:
         for restore in undo:
             restore()
-        parallel.settle(policy)  # the pass may have left the snapshot whole
+        parallel.settle(policy)  # the forward pass may have left the snapshot unsharded
 
 
 class _WithWeights:
-    """The policy's computation with a snapshot in the place of its own weights, which stay where they are."""
+    """The policy's computation with a snapshot in place of its own weights, which stay untouched."""
 
     def __init__(self, policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None]) -> None:
         self.policy = policy

@@ -1,4 +1,4 @@
-"""Weights straight from the learner's memory to a server's, over the network: no folder that both must see.
+"""Sends weights from the learner's memory to a server's over the network, without a shared folder.
 
 Each transfer has a door of its own (:mod:`async_rlhf.system.doors`), on the address under which the server sees the
 learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
@@ -26,7 +26,7 @@ from async_rlhf.system.doors import Door, knock
 
 TIMEOUT = timedelta(seconds=120)
 _BLOCK = 1 << 24
-"""Bytes that have to get through within TIMEOUT."""
+"""Bytes that must be transferred within TIMEOUT."""
 _LONGEST_LINE = 1 << 16
 _TAKEN = b"\1"
 
@@ -35,8 +35,8 @@ class Sender:
     """The learner's end of one transfer.
 
     Args:
-        url: of the server; decides under which address the learner is seen from there.
-        receivers: processes of the server.
+        url: of the server; decides which of the learner's addresses it can reach.
+        receivers: number of the server's processes.
         device: of the learner; on a GPU the transfer goes by NCCL.
     """
 
@@ -47,7 +47,7 @@ class Sender:
         self._door = Door(self._host)
 
     def invitation(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What :func:`receive` needs to know, for JSON."""
+        """The arguments of :func:`receive`, for JSON."""
         return {
             "host": self._host,
             "port": self._door.port,
@@ -58,10 +58,10 @@ class Sender:
         }
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send them in order. Blocks until every receiver has them all.
+        """Send them in order. Blocks until every receiver has all of them.
 
         Raises:
-            ConnectionError: a receiver did not come, or went away.
+            ConnectionError: a receiver did not connect, or disconnected.
         """
         try:
             with ExitStack() as stack:
@@ -94,13 +94,13 @@ def receive(
     device: torch.device,
     tensors: Sequence[Sequence[Any]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """A server process's end: names and tensors, one after the other as they come.
+    """A server process's end: yields names and tensors as they arrive.
 
     Args:
         host: of the learner.
         port: see host.
-        secret: of the learner's door, in hexadecimal digits.
-        world: learner and receivers.
+        secret: of the learner's port, in hexadecimal digits.
+        world: number of processes, learner and receivers.
         rank: from 1.
         device: where the tensors are needed; on a GPU they come by NCCL.
         tensors: name, shape and dtype of each.
@@ -144,7 +144,7 @@ def _receive_into(channel: socket.socket, data: memoryview) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Of a tensor in the host's memory; those of the tensor itself where it is contiguous."""
+    """The bytes of a tensor in host memory, without a copy if it is contiguous."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
@@ -158,13 +158,13 @@ def _nccl_group(store: dist.Store, rank: int, world: int) -> Any:
 
 def _broadcast(group: Any, tensor: Tensor) -> None:
     if tensor.numel():
-        # As bytes: not every backend knows every type.
+        # As bytes: not every backend supports every type.
         group.broadcast([tensor.contiguous().view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
 
 
 @contextmanager
 def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
-    """Within, every receiver is told what NCCL notes here, such as the number of its group, without a port for that."""
+    """Within, forward what NCCL writes to this store, such as its group's id, to every receiver: no other port."""
     over = threading.Event()
 
     def tell() -> None:
@@ -174,7 +174,7 @@ def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[No
                 line = json.dumps([key, store.get(key).hex()]).encode() + b"\n"
                 told.add(key)
                 for channel in channels:
-                    with suppress(OSError):  # it is gone: NCCL's own timeout says so
+                    with suppress(OSError):  # the receiver is gone: NCCL's own timeout reports it
                         channel.sendall(line)
 
     thread = threading.Thread(target=tell, daemon=True)
@@ -188,7 +188,7 @@ def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[No
 
 @contextmanager
 def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
-    """Within, what the learner tells is noted here."""
+    """Within, write to this store what the learner forwards."""
 
     def hear() -> None:
         try:
@@ -196,7 +196,7 @@ def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
                 while line := lines.readline(_LONGEST_LINE):
                     key, value = json.loads(line)
                     store.set(key, bytes.fromhex(value))  # type: ignore[arg-type]  # it takes both
-        except (OSError, ValueError):  # the learner is gone: NCCL's own timeout says so
+        except (OSError, ValueError):  # the learner is gone: NCCL's own timeout reports it
             return
 
     thread = threading.Thread(target=hear, daemon=True)
@@ -209,7 +209,7 @@ def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
 
 
 def own_address(url: str) -> str:
-    """The address of this host on the way to a server."""
+    """The address that this host uses to reach a server."""
     place = urlsplit(url)
     family, kind, _, _, address = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,7 +1,7 @@
 """The keys and values of the rows being decoded, with room for the next tokens.
 
-transformers' own ``DynamicCache`` copies all it holds at every step, and again whenever rows leave the batch. Here a
-step writes its own keys and values only, and a row that leaves is overwritten by one from the end of the batch.
+transformers' own ``DynamicCache`` copies its whole content at every step, and again whenever rows leave the batch. Here
+a step writes only its own keys and values, and a row that leaves is overwritten by one from the end of the batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 ROOM = 8
-"""Tokens between two copies. Much more room would be read slower: the heads would lie far apart in memory."""
+"""Tokens between two copies. With much more room reads would be slower: the heads would be far apart in memory."""
 
 
 class RoomyLayer(DynamicLayer):
     """One layer with room for further tokens.
 
     Args:
-        parts: layers that hold the keys and values of the prompts, some prompts each, each part padded on the left.
+        parts: layers with the keys and values of some prompts each, each part padded on the left.
         repeats: rows for each prompt.
     """
 
@@ -49,7 +49,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: int, gaps: Tensor, movers: Tensor) -> None:
-        """Put the rows ``movers`` where ``gaps`` are, and keep the first ``rows``."""
+        """Move the rows ``movers`` into the places ``gaps``, and keep the first ``rows``."""
         for states in (self.keys, self.values):
             states[gaps] = states[movers]
         self._rows = rows
@@ -61,7 +61,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def _with_room(parts: Sequence[Tensor], repeats: int, filled: int) -> Tensor:
-    """The states of each prompt, ``repeats`` times, up to token ``filled`` and zeros elsewhere."""
+    """The states of each prompt, repeated ``repeats`` times, up to token ``filled``, with zeros after it."""
     _, heads, _, size = parts[0].shape
     room = parts[0].new_zeros(sum(map(len, parts)), repeats, heads, filled + ROOM, size)
     for rows, states in zip(room.split([len(part) for part in parts]), parts, strict=True):
@@ -70,15 +70,15 @@ def _with_room(parts: Sequence[Tensor], repeats: int, filled: int) -> Tensor:
 
 
 def only_grows(cache: DynamicCache) -> bool:
-    """Whether a token is added at the end of every layer and nothing else: no sliding window, no recurrent state."""
+    """Whether a step only appends a token to every layer: no sliding window, no recurrent state."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def join(caches: Sequence[DynamicCache], prompts: int, repeats: int) -> DynamicCache:
-    """One cache of all prompts from those of some prompts each.
+    """Join caches of some prompts each into one cache of all prompts.
 
     Args:
-        caches: a single one where not all layers only grow; such layers stay transformers' own.
+        caches: a single one if not all layers only grow; such layers stay transformers' own.
         prompts: how many there are in all.
         repeats: rows for each prompt.
     """
@@ -95,7 +95,7 @@ def keep_rows(cache: DynamicCache, stays_B: Tensor) -> Tensor:
     """Drop the rows that do not stay; the last ones move into their places.
 
     Returns:
-        For each row that is left, where it was before: (rows,).
+        For each remaining row, its index before: (rows,).
     """
     rows = int(stays_B.sum())
     gaps, movers = (~stays_B[:rows]).nonzero().squeeze(-1), stays_B[rows:].nonzero().squeeze(-1) + rows

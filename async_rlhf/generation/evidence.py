@@ -1,12 +1,12 @@
-"""Evidence that tokens were not drawn as they should have been: tests that may be looked at after every batch.
+"""Evidence that tokens were not drawn as they should have been: sequential tests, valid after every batch.
 
-Each test is a bet against the sampler. What a bettor owns starts at 1. If the sampler is right, it is never expected to
-grow, however the bets are chosen; so the chance that it ever reaches 1 / a is at most a (Ville's inequality; Shafer,
-"Testing by betting", 2021). Its logarithm to base 10 is the evidence, which may stop a run at any moment.
+Each test is a bet against the sampler. The bettor's wealth starts at 1. If the sampler is right, the wealth is never
+expected to grow, however the bets are chosen; so the chance that it ever reaches 1 / a is at most a (Ville's
+inequality; Shafer, "Testing by betting", 2021). Its logarithm to base 10 is the evidence, and may stop a run any time.
 
-Two things are bet on. The tokens' ranks: a drawn token's place in the cumulative distribution, a random point of the
-token's own probability, is uniform on [0, 1) (Rosenblatt, 1952), whatever the model and the prompt. And copies: of two
-completions of one prompt the second equals the first with the first one's probability.
+There are bets on two things. Ranks: a drawn token's place in the cumulative distribution, taken as a random point of
+its interval, is uniform on [0, 1) (Rosenblatt, 1952), whatever the model and the prompt. Copies: of two completions of
+one prompt, the second equals the first with the first one's probability.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ import numpy as np
 from async_rlhf.types import Group
 
 FALSE_ALARMS = 6e-5
-"""Most of the runs with a right sampler that this evidence ever stops; each of three tests has a third of them."""
+"""Largest share of runs with a right sampler that this evidence ever stops; each of three tests has a third of it."""
 WINDOW = 32
-"""Batches after which a bettor forgets what it has seen: a fault that comes late is not outvoted by a good past."""
+"""Batches after which a bettor starts anew, so that a good past does not outweigh a late fault."""
 BINS = 32
 _PARTITIONS = (2, 4, 8, 16, 32)
 _STAKE = 0.05
-"""Share of its fortune that the bettor on copies stakes on each batch."""
+"""Share of its wealth that the bettor on copies stakes on each batch."""
 
 LIMIT = -math.log10(FALSE_ALARMS / 3)
 """The evidence that stops a run."""
 
 
 class Evidence:
-    """What the batches so far say against the sampler. Kept over a resume by :meth:`state`."""
+    """The evidence of the batches so far against the sampler. :meth:`state` keeps it across a resume."""
 
     def __init__(self) -> None:
         self._all: list[list[int]] = []
-        """For each kind of rank, how many fell into each of the bins of [0, 1)."""
+        """For each kind of rank, the count in each bin of [0, 1)."""
         self._recent: list[list[int]] = []
         """The same for the batches of this window."""
         self._copies = 0.0
-        """log10 of what the bettor on copies owns in this window."""
+        """log10 of the wealth of the bettor on copies in this window."""
         self._batches = 0
 
     def add(self, ranks: Sequence[Sequence[float]], groups: Sequence[Group]) -> float:
-        """Take a batch into account.
+        """Add a batch.
 
         Args:
             ranks: of the compared tokens, in [0, 1): a sequence for each way of ordering the vocabulary.
@@ -66,22 +66,22 @@ class Evidence:
         self._copies += _bet_on_copies(groups)
         window = self._batches // WINDOW + 1
         self._batches += 1
-        # Over all windows together the chance of a false alarm is that of one: the sum of 1 / w^2 is pi^2 / 6.
+        # All windows together have the false-alarm chance of one: the sum of 1 / w^2 is pi^2 / 6.
         handicap = math.log10(window**2 * math.pi**2 / 6)
         return max(_not_uniform(self._all), _not_uniform(self._recent) - handicap, self._copies - handicap)
 
     def state(self) -> dict[str, Any]:
-        """For JSON."""
+        """The state, for JSON."""
         return {"all": self._all, "recent": self._recent, "copies": self._copies, "batches": self._batches}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         self._all, self._recent = state["all"], state["recent"]
         self._copies, self._batches = state["copies"], state["batches"]
 
 
 def _not_uniform(counts: Sequence[Sequence[int]]) -> float:
-    """log10 of what is owned by bettors that learn, for each partition of [0, 1), where the ranks fall; on average."""
+    """log10 of the mean wealth of bettors, one per partition of [0, 1), that learn where the ranks fall."""
     logs = [_log_gain(_merged(one, bins)) for one in counts for bins in _PARTITIONS]
     return (_log_sum(logs) - math.log(len(logs))) / math.log(10) if logs else 0.0
 
@@ -102,10 +102,10 @@ def _log_gain(counts: Sequence[int]) -> float:
 
 
 def _bet_on_copies(groups: Sequence[Group]) -> float:
-    """log10 of what the bettor's fortune is multiplied by.
+    """log10 of the factor on the bettor's wealth.
 
-    The second of two completions, drawn by the same weights, equals the first with its probability p: 1 / p where it
-    does and 0 where it does not is 1 on average, and so is the mean over pairs.
+    The second of two completions, drawn by the same weights, equals the first with the first one's probability p. So a
+    bet that pays 1 / p if it does, and else 0, pays 1 on average, and so does the mean over pairs.
     """
     pairs, copies = 0, []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Sampling in the learner's process, in turn with training."""
+"""Sampling in the learner's process, alternating with training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class InlineGenerator:
-    """Staleness 0 without a copy of the weights: the engine samples from the very model that is trained.
+    """Staleness 0 without a copy of the weights: the engine samples from the model being trained.
 
     Args:
-        engine: on the learner's policy.
-        trace: where generation is recorded.
+        engine: samples from the learner's policy.
+        trace: records generation.
         agreement: compares some completions with what the learner computes for them.
     """
 
@@ -38,7 +38,7 @@ class InlineGenerator:
         self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Only the number changes hands."""
+        """Note the version; the weights are already in place."""
         assert isinstance(self.engine, SharedEngine)
         if policy is not self.engine.model:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
@@ -67,7 +67,7 @@ class InlineGenerator:
         return Batch(index, version, groups, ended - started, (version,), self._measure(index, groups))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
         self._requests.clear()
 
     def _generate(self, prompts: Sequence[Prompt]) -> Completions:
@@ -80,14 +80,14 @@ class InlineGenerator:
 
 
 class InlineVLLMGenerator(InlineGenerator):
-    """vLLM in the learner's process, with a copy of the weights; on a GPU the two take turns with the memory.
+    """vLLM in the learner's process, with a copy of the weights; on a GPU the two take turns using the memory.
 
     Args:
         engine: vLLM's.
-        trace: where generation is recorded.
+        trace: records generation.
         agreement: see InlineGenerator.
         sleep: let vLLM sleep while the learner trains.
-        adapters_only: hand over the adapters of the policy alone.
+        adapters_only: hand over only the policy's adapters.
     """
 
     engine: VLLMEngine
@@ -102,11 +102,11 @@ class InlineVLLMGenerator(InlineGenerator):
         self._running = True
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Note the weights, which stay as they are until the batch is collected."""
+        """Note the policy; its weights do not change until the batch is collected."""
         self._policy, self._version = policy, version
 
     def _generate(self, prompts: Sequence[Prompt]) -> Completions:
-        """Wake, take the weights as they are now, sample, and sleep again."""
+        """Wake, load the current weights, sample, and sleep again."""
         assert self._policy is not None
         if self._asleep:
             self.engine.wake()

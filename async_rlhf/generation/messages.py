@@ -1,4 +1,4 @@
-"""What the learner and the processes that sample for it say to each other."""
+"""Messages between the learner and the processes that sample for it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ModelSpec:
     vllm: VLLMConfig | None = None
     """None for the engine on transformers."""
     base: str | None = None
-    """Folder of the weights below the adapters, where only those are published."""
+    """Folder of the weights below the adapters, if only the adapters are published."""
     adapter: Any = None
     """peft's configuration of those adapters."""
     sleeps: bool = False
-    """Whether vLLM shall be able to give its memory back."""
+    """Whether vLLM must be able to free its memory."""
     max_length: int | None = None
-    """Most tokens of prompt and response together; None for what the model can take. vLLM reserves memory by it."""
+    """Most tokens of prompt and response together; None for the model's own limit. vLLM reserves memory for these."""
 
     @property
     def brings_code(self) -> bool:
@@ -48,22 +48,22 @@ class Request:
 
     batch: int
     version: int | None
-    """None for the newest that there is when the worker starts."""
+    """None for the newest when the worker starts."""
     prompts: tuple[Prompt, ...]
     probe: bool = False
     in_flight: bool = False
-    """Go on with newer weights as soon as there are any."""
+    """Switch to newer weights as soon as there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The completions of a request, and proof of the weights they come from."""
+    """The completions of a request, and proof of the weights that they come from."""
 
     batch: int
     version: int
-    """Of the weights that the first tokens come from."""
+    """Version of the weights that drew the first tokens."""
     digests: dict[int, dict[str, str]]
-    """By version: of each tensor, as read back from the engine after it loaded them."""
+    """By version: the digest of each tensor, as read back from the engine after it loaded them."""
     asked: str
     """Fingerprint of the prompts that were sampled for; see :func:`~async_rlhf.generation.replies.fingerprint`."""
     completions: Completions
@@ -72,7 +72,7 @@ class Reply:
     ended: float
     load_seconds: float
     probe: tuple[int, list[float]] | None = None
-    """Version, and log-probabilities of the probe's sequences by it, where the request asked for them."""
+    """Version, and its log-probabilities of the probe's sequences, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,6 @@ class Failure:
     message: str
     traceback: str
     is_config: bool = False
-    """It is a ConfigError: the message says all."""
+    """It is a ConfigError, whose message is enough."""
     out_of_memory: bool = False
-    """A new process, with its memory whole, may succeed where this one did not."""
+    """A new process, with all of its memory free, may succeed."""

@@ -26,10 +26,10 @@ from async_rlhf.system import random_state
 
 @contextmanager
 def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> Iterator[int | None]:
-    """Within, the learner has its share of the CPU's cores. Yields the threads for each generator process.
+    """Within, the learner uses its share of the CPU's cores. Yields the threads for each generator process.
 
-    What the configuration says holds; else the cores are split evenly between the learner's ranks on this host and the
-    workers. The learner on a GPU, or with nobody beside it, keeps torch's own choice.
+    The configuration decides; by default the cores are split evenly between the learner's ranks on this host and the
+    workers. A learner on a GPU, or without workers beside it, keeps torch's own choice.
     """
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -47,7 +47,7 @@ def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> 
 
 
 def check_engine(config: GenerationConfig) -> None:
-    """Require what the engine needs to be installed.
+    """Require that what the engine needs is installed.
 
     Raises:
         ConfigError: it is not.
@@ -72,7 +72,7 @@ def inline_vllm(
     dtype, device = getattr(torch, config.dtype), policy.device
     require(not device.index, "device", str(device), "must be the first GPU with vLLM inline")
     spec = ModelSpec(type(policy), policy.config, dtype, device.type, vllm=config.vllm, max_length=max_length)
-    # Asleep, vLLM forgets its weights, and the ones below an adapter would not come back.
+    # vLLM drops its weights when it sleeps, and nothing would load those below an adapter again.
     sleep = config.vllm.sleep and device.type == "cuda" and not adapters_only
     spec = replace(spec, sleeps=sleep)
     with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A probe of the weights: fixed sequences whose log-probabilities by generator and learner must agree.
+"""A probe of the weights: fixed sequences whose log-probabilities in generator and learner must agree.
 
 Checksums prove that the right numbers arrived; the probe proves that the engine computes with them.
 """
@@ -24,12 +24,12 @@ def probe_tokens(vocabulary: int) -> Tensor:
 def probe_logprobs(
     model: PreTrainedModel, autocast: torch.dtype | None = None, parallel: Parallel = ALONE
 ) -> list[float]:
-    """Log-probability of each token of :func:`probe_tokens` but the first of each.
+    """Log-probability of each token of :func:`probe_tokens` except the first of each sequence.
 
     Args:
         model: the policy, wherever it runs.
         autocast: compute in this type.
-        parallel: how its weights are spread over ranks; every rank must compute.
+        parallel: how its weights are sharded over ranks; every rank must compute.
     """
     parallel.meet("probing", model)
     device = parallel.device_of(model)

@@ -1,7 +1,7 @@
-"""Sampling in processes of their own: the learner's side.
+"""Sampling in separate processes: the learner's side.
 
-Each worker has one pipe, and two threads here that keep it moving. A worker that dies or hangs is started again and
-gets its open requests again, whose weights are still in the ring.
+Each worker has one pipe, which two threads here serve. A worker that dies or hangs is restarted and gets its open
+requests again; their weights are still in the ring.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ProcessGenerator(RestartingGenerator):
         params: how to sample.
         config: how many processes, and where.
         staleness: S; S + 1 snapshots are kept.
-        trace: where generation is recorded.
+        trace: records generation.
         autocast: see TransformersEngine.
         max_length: most tokens of prompt and response together.
-        adapters_only: publish the adapters of the policy, not its weights with the adapters merged.
-        parallel: how the policy's weights are spread over ranks.
+        adapters_only: publish the policy's adapters, not its weights with the adapters merged.
+        parallel: how the policy's weights are sharded over ranks.
     """
 
     kind = "generator process"
@@ -97,7 +97,7 @@ class ProcessGenerator(RestartingGenerator):
             for number in range(config.workers)
         ]
         super().__init__(arrived, policy, params, workers, self.ring, config, trace, autocast, parallel)
-        # Before multiprocessing's own exit, which would wait for ever for processes that do not heed SIGTERM.
+        # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -109,12 +109,12 @@ class ProcessGenerator(RestartingGenerator):
 
 
 class _Worker:
-    """One generator process and what it still has to answer, in order.
+    """One generator process and its open requests, in order.
 
-    Two threads keep its pipe moving, so that a process that is stopped in the middle of a message blocks nobody.
+    Two threads serve its pipe, so that a process that is stopped in the middle of a message blocks nothing here.
 
     Args:
-        arrived: takes (worker, number of its start, answer), with None for an answer when the process has died.
+        arrived: takes (worker, number of its start, answer); the answer is None when the process has died.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class _Worker:
         self._method = "forkserver"
         self._environment: dict[str, str | None] = dict(NO_RANK)
         if spec.vllm is not None:
-            # An interpreter of its own: vLLM takes as long to import anyway, and libraries can be preloaded.
+            # A fresh interpreter: importing vLLM takes long anyway, and libraries can be preloaded.
             self._method = "spawn"
             self._environment |= gpu_environment(spec.device) if "cuda" in spec.device else cpu_environment()
         self._arrived = arrived
@@ -148,7 +148,7 @@ class _Worker:
         )
         start_process(process, self.label, self._method, self._environment)
         self.process, self._pipe = process, pipe
-        theirs.close()  # only the worker holds it now, so that its death ends our reading
+        theirs.close()  # only the worker holds it now, so its death ends our read
         self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(pipe, self.starts), daemon=True).start()
         threading.Thread(target=_write, args=(pipe, self._outbox), daemon=True).start()
@@ -172,13 +172,13 @@ class _Worker:
         self.process.kill()
 
     def end(self) -> str:
-        """Wait for its end, and say how it ended."""
-        hang_up(self._pipe)  # where the fork server is dead, nothing else tells whether it has ended
+        """Wait for it to end, and describe how it ended."""
+        hang_up(self._pipe)  # if the fork server is dead, nothing else shows whether it has ended
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
 
     def answered(self) -> Request:
-        """The request that an answer has come to; the next one's time begins."""
+        """Remove and return the request that was just answered; the next one's time begins."""
         self.since = time.monotonic()
         return self.open.pop(0)
 
@@ -194,7 +194,7 @@ class _Worker:
 
     def close(self) -> None:
         self._outbox.put(None)
-        if self.open:  # nobody waits for these any more
+        if self.open:  # nothing waits for these requests any more
             self.process.kill()
         self.process.join(timeout=5)
         hang_up(self._pipe)
@@ -204,7 +204,7 @@ class _Worker:
 
 
 def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:
-    """Send requests until one is None, which ends the process, or the process is gone."""
+    """Send requests until a None, which ends the process, or until the process is gone."""
     with suppress(OSError):
         while True:
             request = outbox.get()
@@ -214,8 +214,8 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:
 
 
 def worker_device(device: str | None, number: int, learner: torch.device) -> str:
-    """The device of a worker. By default the GPUs that the learner does not use, the last first; a CPU learner's
-    workers run on the CPU, and a single GPU is shared.
+    """The device of a worker. By default workers use the GPUs that the learner does not use, the last first; a CPU
+    learner's workers run on the CPU, and a single GPU is shared.
     """
     if device is not None and device != "cuda":
         return device

@@ -1,4 +1,4 @@
-"""What an engine and a generator are. The loop knows these, never a concrete one."""
+"""The protocols of engines and generators. The loop uses only these, never a concrete class."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class SamplingParams:
 
 
 Version = int | tuple[int, ...] | None
-"""A version of the weights, or one for each worker, or the newest that there is when a worker starts."""
+"""A version of the weights, or one for each worker, or None: the newest when a worker starts."""
 
 
 class GeneratorError(RuntimeError):
-    """A generator failed. The message holds its own error."""
+    """A generator failed. The message contains its own error."""
 
 
 class Sampler(Protocol):
-    """Samples with the weights as they are."""
+    """Samples with the current weights."""
 
     def generate(self, prompts: Sequence[Prompt]) -> Completions:
         """K completions for each prompt. Equal (seed, draw, sample, position) give equal random numbers."""
@@ -46,9 +46,9 @@ class Engine(Sampler, Protocol):
     """Samples with one set of weights at a time."""
 
     version: int
-    """Of the weights that it holds."""
+    """Version of the weights that it holds."""
     refresh: Callable[[], None] | None
-    """Called between two tokens; may load newer weights, which the tokens after it come from."""
+    """Called between two tokens; may load newer weights, which draw the tokens that follow."""
 
     def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
         """Call ``heartbeat`` often while generating: a sign of life."""
@@ -57,27 +57,27 @@ class Engine(Sampler, Protocol):
         """Take new weights, and return the digest of each tensor it now holds, read back from the model."""
 
     def probe(self) -> list[float]:
-        """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by the weights it holds."""
+        """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by its weights."""
 
 
 class Resumable(Protocol):
-    """What has gathered something over the batches that a resumed run must not lose."""
+    """Has gathered state over the batches that a resumed run must not lose."""
 
     def state(self) -> dict[str, Any]:
-        """What another one needs to go on as this one, for JSON."""
+        """What a successor needs to continue from here, for JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
 
 
 class Generator(Protocol):
-    """Engines and their weights, wherever they run. Every rank of the learner has one, and makes the same calls of it;
-    those of the others only take part where rank 0's needs all ranks.
+    """Engines and their weights, wherever they run. Every rank of the learner has one and makes the same calls;
+    on other ranks than 0 it only takes part in what needs all ranks.
     """
 
     @property
     def agreement(self) -> Resumable:
-        """What the comparisons of the batches so far have found."""
+        """Results of comparing engine and learner on the batches so far."""
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make the policy's weights available under a number. They may change again as soon as this returns."""
@@ -86,7 +86,7 @@ class Generator(Protocol):
         """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
 
     def collect(self, index: int) -> Batch:
-        """The completions of batch ``index``, on every rank. Blocks until they are there; raises what went wrong."""
+        """The completions of batch ``index``, on every rank. Blocks until they are there; raises any failure."""
 
     def close(self) -> None:
         """End every process and free what is held. Safe to call twice."""

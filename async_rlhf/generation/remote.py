@@ -1,4 +1,4 @@
-"""What every generator outside the learner's process shares: numbered snapshots, shares of a batch, proof of both."""
+"""What all generators outside the learner's process share: numbered snapshots, shares of a batch, proof of both."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LOOK_SECONDS = 5.0
 
 
 class Worker(Protocol):
-    """One process or server, and what it still has to answer, in order."""
+    """One process or server and its open requests, in order."""
 
     number: int
     label: str
     open: list[Request]
 
     def submit(self, request: Request) -> None:
-        """Ask. Returns at once."""
+        """Send a request. Returns at once."""
 
     def answered(self) -> Request:
-        """The request that an answer has come to."""
+        """Remove and return the request that was just answered."""
 
     def close(self) -> None:
         """End it."""
@@ -48,7 +48,7 @@ class Worker(Protocol):
 class RemoteGenerator:
     """Workers that share the prompts of every batch; subclasses wait for them.
 
-    Rank 0 has the workers. This class itself, without any, is what the other ranks have.
+    Only rank 0 has workers. The other ranks use this class itself, without workers.
 
     Args:
         policy: what they sample from.
@@ -56,9 +56,9 @@ class RemoteGenerator:
         workers: at least one on rank 0.
         snapshots: where the workers find the weights.
         config: of generation.
-        trace: where generation is recorded.
+        trace: records generation.
         autocast: type that the learner computes in; None for that of its weights.
-        parallel: how the policy's weights are spread over ranks.
+        parallel: how the policy's weights are sharded over ranks.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RemoteGenerator:
         return Batch(index, min(shares), groups, seconds, shares, self._measure(index, replies, groups))
 
     def _await(self, index: int) -> list[Reply]:
-        """Every worker's share, in their order."""
+        """Every worker's share, in the workers' order."""
         replies = self._replies[index]
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < len(self.workers):
@@ -138,7 +138,7 @@ class RemoteGenerator:
         self.snapshots.close()
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for an answer, for at most so long. True where one has come."""
+        """Wait this long for an answer. Returns whether one came."""
         raise NotImplementedError
 
     def _accept(self, worker: Worker, reply: Reply) -> None:
@@ -150,7 +150,7 @@ class RemoteGenerator:
         self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
 
     def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
-        """Require the weights that the request names, whole, and completions that can have been drawn."""
+        """Require the complete weights that the request names, and completions that are possible."""
         if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
             raise GeneratorError(
                 f"{worker.label} answered batch {reply.batch} with weights of version {reply.version}; batch "
@@ -170,7 +170,7 @@ class RemoteGenerator:
                 )
 
     def _measure(self, index: int, replies: Sequence[Reply], groups: tuple[Group, ...]) -> dict[str, float]:
-        """Require an engine that computes and draws what the learner would, and say how far they are apart."""
+        """Require that the engine computes and draws what the learner would, and return how far they differ."""
         assert self._policy is not None
         probed = []
         for worker, reply in zip(self.workers, replies, strict=True):
@@ -186,10 +186,10 @@ class RemoteGenerator:
 
 
 class MortalWorker(Worker, Protocol):
-    """A worker that can be started again where it was lost, and be asked again."""
+    """A worker that can be restarted when it was lost, and gets its requests again."""
 
     starts: int
-    """How often it was started; what comes from an earlier start is not for us."""
+    """How often it was started; answers from an earlier start are ignored."""
     since: float
     """When its silence may have begun."""
 
@@ -197,10 +197,10 @@ class MortalWorker(Worker, Protocol):
     """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
 
     def silent_for(self) -> float:
-        """Seconds since its last sign of life, or its start, while it had something to do; 0 where it is not known."""
+        """Seconds since its last sign of life, or its start, while it had something to do; 0 if unknown."""
 
     def end(self) -> str:
-        """Make sure that it has ended, and say how it did."""
+        """Make sure that it has ended, and describe how it ended."""
 
     def kill(self) -> None:
         """End it, whatever it is doing."""
@@ -209,13 +209,13 @@ class MortalWorker(Worker, Protocol):
         """Start it, the first time or again."""
 
     def send(self, request: Request) -> None:
-        """Ask, without noting that it was asked."""
+        """Send a request without recording it as open."""
 
 
 class RestartingGenerator(RemoteGenerator):
-    """Workers that may die or hang: they are started again and get their open requests again, whose weights are still
-    there. Subclasses make them; they put (worker, number of its start, answer) into ``_arrived``, with None for an
-    answer where the worker has died.
+    """Workers that may die or hang: they are restarted and get their open requests again; the weights are still there.
+    Subclasses make the workers, which put (worker, number of its start, answer) into ``_arrived``; the answer is None
+    when the worker has died.
     """
 
     kind: str
@@ -229,13 +229,13 @@ class RestartingGenerator(RemoteGenerator):
         self._restarts = 0
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for an answer, but wake up in between to see who hangs. True where one has come."""
+        """Wait for an answer, but wake up in between to see which workers hang. Returns whether one came."""
         quarter = min(self.config.heartbeat_timeout, self.config.start_timeout) / 4
         pause, asked = min(max(seconds, 0.0), quarter, _LOOK_SECONDS), time.monotonic()
         try:
             worker, start, answer = self._arrived.get(timeout=pause)
         except queue.Empty:
-            if time.monotonic() - asked > pause + quarter:  # this process was stopped
+            if time.monotonic() - asked > pause + quarter:  # this process itself was stopped for a while
                 for worker in self.workers:
                     worker.since = time.monotonic()
                 return True
@@ -292,7 +292,7 @@ class RestartingGenerator(RemoteGenerator):
 
 
 def _answer(replies: Sequence[Reply]) -> tuple[Completions, float, tuple[int, ...]]:
-    """Completions, the seconds that they took, and of each worker's share the oldest version."""
+    """Completions, the seconds that they took, and the oldest version in each worker's share."""
     completions = [group for reply in replies for group in reply.completions]
     seconds = max(reply.ended for reply in replies) - min(reply.started for reply in replies)
     return completions, seconds, tuple(_oldest(reply) for reply in replies)

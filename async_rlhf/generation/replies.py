@@ -1,4 +1,4 @@
-"""Whether an answer is one: as many completions as were asked for, each whole, and none that cannot be drawn."""
+"""Checks an answer: as many completions as were requested, each complete, and none that cannot have been drawn."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from async_rlhf.generation.protocol import Completions, GeneratorError, Sampling
 from async_rlhf.types import Prompt, Sample
 
 _ROUNDING = 1e-3
-"""How far a log-probability may lie above 0."""
+"""How far a log-probability may be above 0."""
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Of the prompts that an engine was given, for whoever has asked it."""
+    """Fingerprint of the prompts that an engine was given, for the sender of the request."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         digest.update(np.array([prompt.draw, len(prompt.tokens), *prompt.tokens], dtype=np.int64).tobytes())
@@ -25,11 +25,11 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 def check_completions(
     who: str, prompts: Sequence[Prompt], completions: Completions, params: SamplingParams, vocabulary: int
 ) -> None:
-    """Require an answer to be what was asked for.
+    """Require that an answer fits its request.
 
     Args:
-        who: the beginning of the error message: who has answered what.
-        prompts: as asked.
+        who: the beginning of the error message: who answered what.
+        prompts: of the request.
         completions: the answer.
         params: how to sample.
         vocabulary: token ids are below it.
@@ -54,7 +54,7 @@ def check_completions(
 
 
 def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
-    """What is wrong with the arrays of a sample, or with its prompt; nothing where they are right."""
+    """What is wrong with a sample's arrays or prompt; "" if nothing is."""
     sizes = [len(array) for array in (sample.tokens, sample.sampled, sample.logprobs, sample.versions)]
     if len(set(sizes)) > 1:
         after = [max(0, size - len(asked)) for size in sizes]
@@ -70,14 +70,14 @@ def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
 
 
 def _wrong_tokens(sample: Sample, longest: int, stops: Sequence[int], vocabulary: int) -> str:
-    """What is wrong with what was drawn; nothing where it is right."""
+    """What is wrong with the drawn tokens; "" if nothing is."""
     tokens, logprobs = sample.drawn, sample.logprobs[sample.sampled]
     if not 1 <= len(tokens) <= longest:
         return f"the number of tokens is {len(tokens)}; it must be from 1 to response_length, {longest}"
     outside = (tokens < 0) | (tokens >= vocabulary)
     if outside.any():
         return f"a token is {tokens[outside][0]}; it must be from 0 to {vocabulary - 1}"
-    possible = logprobs <= _ROUNDING  # not of NaN
+    possible = logprobs <= _ROUNDING  # False for NaN
     if not (possible & np.isfinite(logprobs)).all():
         bad = logprobs[~(possible & np.isfinite(logprobs))][0]
         return f"a log-probability is {bad}; it must be finite, and at most 0"

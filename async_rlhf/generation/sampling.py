@@ -1,7 +1,7 @@
 """Counter-based random numbers, and drawing tokens with them.
 
-The number for a row is a function of (seed, draw, sample, position) alone: not of batch composition, worker count
-or timing. That is what makes an asynchronous run repeatable.
+The number for a row depends only on (seed, draw, sample, position), not on batch composition, worker count or timing.
+This makes an asynchronous run repeatable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 CPU_BLOCK = 2**18
-"""Probabilities that a CPU handles at a time: so few that they stay in its caches from one pass to the next."""
+"""Probabilities that a CPU handles at a time: few enough to stay in its caches from one pass to the next."""
 
 
 def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
@@ -60,7 +60,7 @@ def sample_uniforms(seed: int, draw: int, sample: int, positions: np.ndarray) ->
 
 
 def auditing_uniforms(seed: int, draw: int, sample: int, positions: np.ndarray) -> np.ndarray:
-    """Numbers like them that no sample is drawn with, for tests of those that are."""
+    """Similar numbers that draw no sample, for tests of the samples."""
     return sample_uniforms(seed, draw, sample | 1 << 31, positions)
 
 
@@ -71,7 +71,7 @@ def _uniforms(seed: int, draws: np.ndarray, samples: np.ndarray, positions: np.n
 
 
 def request_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
-    """A 62-bit seed for each prompt, for engines with random numbers of their own; it depends on (seed, draw) alone."""
+    """A 62-bit seed for each prompt, for engines with random numbers of their own; it depends only on (seed, draw)."""
     draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)
     zero = np.uint64(0)
     # A sample number that row_uniforms never reaches.
@@ -81,7 +81,7 @@ def request_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
 
 
 def draw_tokens(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the cumulative distribution at the given number.
+    """Draw one token per row by inverting the cumulative distribution at the given number.
 
     Args:
         logits_BV: raw logits.
@@ -102,7 +102,7 @@ def draw_tokens(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tu
 
 def _draw_block(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
-    # Float64, and scaled by its own last entry: the sum of 100k rounded probabilities is not exactly 1.
+    # Float64, and scaled by its last entry: the sum of 100k rounded probabilities is not exactly 1.
     cumulative_BV = logprobs_BV.exp().double().cumsum(dim=-1)
     threshold_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
@@ -110,15 +110,15 @@ def _draw_block(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tu
 
 
 class Places(NamedTuple):
-    """Where drawn tokens lie in the distributions that they were drawn from; each (N,) float32."""
+    """Places of drawn tokens in the distributions that they were drawn from; each (N,) float32."""
 
     logprobs_N: Tensor
     below_N: Tensor
-    """Probability of the tokens with smaller ids: a draw by inversion is this token from here on."""
+    """Probability of the tokens with smaller ids: the token's interval in a draw by inversion begins here."""
     likelier_N: Tensor
     """Probability of the tokens that are likelier."""
     as_likely_N: Tensor
-    """Probability of the tokens that are as likely, itself among them."""
+    """Probability of the tokens that are equally likely, including itself."""
 
 
 def places(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Places:

@@ -1,4 +1,4 @@
-"""What is said to a vLLM server over HTTP: tokens in, tokens out, and the weights they are drawn with."""
+"""The HTTP client of a vLLM server: tokens in, tokens out, and the weights that draw them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_rlhf.generation.vllm_requests import OtherWeightsError, request_field
 from async_rlhf.types import Sample
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
-"""Sampling takes as long as it takes; the generator has a limit of its own."""
+"""No limit for sampling: the generator has its own."""
 _ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -41,7 +41,7 @@ _ARCHITECTURE = (
 
 
 class ServerGoneError(RuntimeError):
-    """The server does not answer, or has forgotten the weights: it was ended or restarted. Worth another try."""
+    """The server does not answer, or has lost the weights: it was stopped or restarted. Retrying may help."""
 
 
 class ServerClient:
@@ -49,13 +49,13 @@ class ServerClient:
 
     Args:
         url: such as "http://localhost:8000".
-        key: that it was started with; None for none.
+        key: the key that it was started with; None for none.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = masked(url.rstrip("/"))
         """For messages."""
-        # More prompts than this wait here: each connection takes a file descriptor.
+        # Further prompts wait here: each connection takes a file descriptor.
         limits = httpx.Limits(max_connections=256)
         self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, **_access(url, key))
 
@@ -70,7 +70,7 @@ class ServerClient:
     async def generate(
         self, tokens: Sequence[int], params: SamplingParams, seed: int, prefix: str
     ) -> tuple[Sample, ...]:
-        """K completions of a prompt. The labels of their weights are ``prefix`` and the version.
+        """K completions of a prompt. The label of their weights must be ``prefix`` followed by the version.
 
         Raises:
             ServerGoneError: some tokens come from weights with another label.
@@ -80,7 +80,7 @@ class ServerClient:
         return tuple(_sample(tokens, choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Log-probability of each token of some rows but the first of each."""
+        """Log-probability of each token of the rows except each row's first."""
         found = []
         for row in rows:
             fields = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
@@ -96,12 +96,12 @@ class ServerClient:
         return (await self._request("GET", "/weight_info"))["weight_version"]
 
     async def load(self, file: Path) -> list[dict[str, str]]:
-        """Have a file loaded that the server sees under the same name; the digests of each of its workers."""
+        """Have the server load a file that it sees under the same path. Returns the digests of each of its workers."""
         answer = await self._post("/collective_rpc", json={"method": "load_snapshot", "args": [str(file)]})
         return answer["results"]
 
     async def receive(self, invitation: dict[str, Any]) -> list[dict[str, str]]:
-        """The same with weights that the learner sends meanwhile."""
+        """The same with weights that the learner sends at the same time."""
         args = [json.dumps(invitation)]
         answer = await self._post("/collective_rpc", json={"method": "receive_snapshot", "args": args})
         return answer["results"]
@@ -117,11 +117,11 @@ class ServerClient:
         await self._post("/update_weight_version", json={"new_version": label})
 
     async def pause(self) -> None:
-        """Hold requests where they are; returns once nothing is being computed."""
+        """Pause all requests; returns once nothing is being computed."""
         await self._post("/pause", params={"mode": "keep"})
 
     async def resume(self) -> None:
-        """Go on with them."""
+        """Resume the paused requests."""
         await self._post("/resume")
 
     async def _post(self, path: str, **options: Any) -> Any:
@@ -142,12 +142,12 @@ class ServerClient:
 
 
 def key_of(config: GenerationConfig) -> str | None:
-    """The key of the servers: as configured, else of the environment."""
+    """The key of the servers: as configured, else from the environment."""
     return config.api_key or os.environ.get(API_KEY_VARIABLE) or None
 
 
 def _access(url: str, key: str | None) -> dict[str, Any]:
-    """Arguments of a client of httpx."""
+    """Arguments of an httpx client."""
     plain, login = apart(url.rstrip("/"))
     options: dict[str, Any] = {"base_url": plain, "trust_env": False}
     if login is not None:
@@ -156,16 +156,16 @@ def _access(url: str, key: str | None) -> dict[str, Any]:
 
 
 def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, max_length: int) -> list[dict[str, Any]]:
-    """Require a server that can be used, with the policy's architecture.
+    """Require that a server can be used and has the policy's architecture.
 
     Args:
         url: the server's.
         policy: its configuration.
-        config: of generation; a server that is still starting is waited for, for ``heartbeat_timeout`` seconds.
+        config: of generation; ``heartbeat_timeout`` is how many seconds to wait for a server that is still starting.
         max_length: most tokens of prompt and response together.
 
     Returns:
-        What each of its processes says of itself.
+        The description that each of its processes gives of itself.
 
     Raises:
         ConfigError: says what is wrong with it.

@@ -1,8 +1,8 @@
 """Sampling in vLLM servers reached by URL: the learner's side. ``async-rlhf serve`` starts them.
 
-Each server has one thread here, which hands it one batch's share after the other, each with the weights that the
-schedule names. A server labels every token with the weights that drew it, so one that was restarted, or was given
-other weights by somebody else, cannot go unnoticed: its share is sampled again, with the right weights loaded.
+Each server has one thread here, which gives it one batch's share after the other, each with the weights that the
+schedule names. A server labels every token with the weights that drew it. So the learner notices if a server was
+restarted or given other weights by somebody else; it loads the right weights and samples the share again.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class ServerGenerator(RemoteGenerator):
     """Servers that share the prompts of every batch.
 
     Args:
-        policy: what they must serve; its weights are loaded before anything is sampled.
+        policy: the model they must serve; its weights are loaded before anything is sampled.
         params: how to sample.
         config: where the servers are.
         staleness: S; S + 1 snapshots are kept.
-        trace: where generation is recorded.
-        folder: learner and servers find the weights there; of this run's own, deleted at the beginning and the end.
+        trace: records generation.
+        folder: where learner and servers find the weights; it belongs to this run, which deletes it at start and end.
         max_length: most tokens of prompt and response together.
         autocast: type that the learner computes in; None for that of its weights.
-        parallel: how the policy's weights are spread over ranks.
+        parallel: how the policy's weights are sharded over ranks.
 
     Raises:
-        ConfigError: a server is none that can be used, or serves another model.
+        ConfigError: a server cannot be used, or serves another model.
     """
 
     workers: list[_Server]
@@ -120,7 +120,7 @@ class _Transport(Protocol):
     """How weights reach a server."""
 
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
-        """Have the server load a version; the digests of each of its processes."""
+        """Have the server load a version. Returns the digests of each of its processes."""
 
 
 class _FolderTransport:
@@ -157,7 +157,7 @@ class _NetworkTransport:
 
 
 def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Where the learner's end of a transfer is: both on a GPU, or both in the hosts' memory."""
+    """The device of the learner's end of a transfer: a GPU if both ends are on GPUs, else the CPU."""
     both = learner.type == "cuda" and all(process["device"] == "cuda" for process in processes)
     return learner if both else torch.device("cpu")
 
@@ -166,10 +166,10 @@ class _Server:
     """One server, and the thread that talks to it.
 
     Args:
-        number: of the share.
-        url: where it is.
-        key: that it was started with; None for none.
-        run: distinguishes this run's weights from those of others.
+        number: of its share.
+        url: its address.
+        key: the key that it was started with; None for none.
+        run: distinguishes this run's weights from those of other runs.
         params: how to sample.
         snapshots: the weights.
         transport: how they get there.
@@ -205,20 +205,20 @@ class _Server:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Ask. Returns at once."""
+        """Send a request. Returns at once."""
         self.open.append(request)
         self._requests.put(request)
 
     def answered(self) -> Request:
-        """The request that an answer has come to."""
+        """The request that was just answered."""
         return self.open.pop(0)
 
     def close(self) -> None:
-        """Stop talking to the server, which goes on running; it drops what is under way."""
+        """Disconnect from the server, which keeps running and drops what is under way."""
         self._requests.put(None)
         task = self._task
         if task is not None:
-            with suppress(RuntimeError):  # the loop has ended meanwhile
+            with suppress(RuntimeError):  # the loop has already ended
                 task.get_loop().call_soon_threadsafe(task.cancel)
         self._thread.join(timeout=10)
 
@@ -234,7 +234,7 @@ class _Server:
                     return
 
     async def _persist(self, request: Request) -> Reply:
-        """Answer a request, however often the server goes away meanwhile."""
+        """Answer a request, even if the server goes away in between, any number of times."""
         self._task = current_task()
         async with ServerClient(self.url, self._key) as client:
             while True:
@@ -268,12 +268,12 @@ class _Server:
         return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe)
 
     async def _load(self, client: ServerClient, version: int) -> dict[str, str]:
-        """Have the server hold a version. Returns the digests of what it took."""
+        """Make sure that the server holds a version. Returns the digests of what it loaded."""
         expected = self.snapshots.published[version]
         if await client.weight_version() == f"{self._prefix}{version}":
-            await client.resume()  # the answer of the last time may have been lost
-            return expected  # proven when they were loaded; the server forgets the label when it ends
-        # What another run may have under way shall not be taken for tokens of its own weights.
+            await client.resume()  # the answer to an earlier resume may have been lost
+            return expected  # verified when they were loaded; the server forgets the label when it ends
+        # Another run's unfinished tokens must not get the label of these weights.
         await client.pause()
         await client.set_weight_version(f"{self._prefix}loading")
         for found in await self._transport.load(client, version):  # one answer for each of the server's processes
@@ -295,7 +295,7 @@ class _Server:
     async def _generate_in_flight(
         self, client: ServerClient, prompts: Sequence[Prompt], held: dict[int, dict[str, str]]
     ) -> list[tuple[Sample, ...]]:
-        """The same, with every newer version loaded as soon as there is one."""
+        """The same, but load every newer version as soon as there is one."""
         ended = Event()
 
         async def sample() -> list[tuple[Sample, ...]]:
@@ -316,7 +316,7 @@ class _Server:
 
 
 async def _together(coroutines: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Their results; the first error ends them all, and is raised as itself."""
+    """Run them together and return their results; the first error cancels all and is raised unchanged."""
     try:
         async with TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

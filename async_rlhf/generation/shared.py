@@ -15,14 +15,14 @@ from async_rlhf.types import Prompt
 
 
 class SharedEngine:
-    """Each rank samples for its share of the prompts; who samples what makes no difference to the completions.
+    """Each rank samples for its share of the prompts; the completions do not depend on which rank samples them.
 
-    Where the weights are spread over the ranks, each forward pass needs all of them, and they all sample everything, in
+    If the weights are sharded over the ranks, each forward pass needs all ranks, so all of them sample everything, in
     step.
 
     Args:
-        engine: on this rank's policy.
-        parallel: who samples, and how they hold the weights.
+        engine: samples from this rank's policy.
+        parallel: the ranks, and how they hold the weights.
     """
 
     def __init__(self, engine: TransformersEngine, parallel: Parallel) -> None:
@@ -35,12 +35,12 @@ class SharedEngine:
 
     @property
     def params(self) -> SamplingParams:
-        """How it samples."""
+        """How the policy is sampled."""
         return self.engine.params
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Version of the weights."""
         return self.engine.version
 
     @version.setter
@@ -48,7 +48,7 @@ class SharedEngine:
         self.engine.version = version
 
     def generate(self, prompts: Sequence[Prompt]) -> Completions:
-        """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must ask, for the same prompts."""
+        """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it with the same prompts."""
         ranks = self.parallel.ranks
         ranks.meet("sampling")
         if self.parallel.spreads_weights:
@@ -61,6 +61,6 @@ class SharedEngine:
 def shared_engine(
     config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
 ) -> SharedEngine:
-    """The engine on the learner's own policy, on every rank of it."""
+    """The engine on the learner's own policy, on every rank of the learner."""
     autocast = torch.bfloat16 if config.bf16 else None
     return SharedEngine(TransformersEngine(policy, params, autocast=autocast, device=parallel.device), parallel)

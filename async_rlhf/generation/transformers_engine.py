@@ -21,19 +21,19 @@ from async_rlhf.models.snapshots import digests, named_weights
 from async_rlhf.types import Prompt, Sample
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Prompt tokens in one forward pass, padding included: so few that a CPU's caches hold their activations, so many that
-a GPU is busy. Prompts of like length are padded less, too."""
+"""Prompt tokens in one forward pass, padding included: few enough for the activations to fit a CPU's caches, enough to
+keep a GPU busy. Small groups of prompts of similar length also need less padding."""
 
 
 class TransformersEngine:
     """Samples from any causal language model of transformers, in this process.
 
     Args:
-        model: used in place, so that training it changes what is sampled.
+        model: used in place, so training it changes what is sampled.
         params: how to sample.
         version: number of the weights that the model holds now.
-        autocast: compute in this type where the weights are float32; None computes in the weights' own.
-        device: where it computes, if that is not where the weights wait.
+        autocast: compute in this type if the weights are float32; None computes in the weights' type.
+        device: where it computes, if that is not where the weights are kept.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TransformersEngine:
         self.version = version
         self.autocast = autocast
         self.refresh: Callable[[], None] | None = None
-        """Called between two steps of decoding. It may load other weights; what is sampled so far is kept."""
+        """Called between two steps of decoding. It may load other weights; what was sampled so far is kept."""
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._cache_only_grows = only_grows(DynamicCache(config=model.config))
@@ -58,7 +58,7 @@ class TransformersEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self.model.device if self._device is None else self._device
 
     def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
@@ -69,8 +69,8 @@ class TransformersEngine:
                     layer.register_forward_pre_hook(lambda *_: heartbeat())
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
-        """Copy new weights into the model. The digests are of what the model holds afterwards, in the precision that it
-        was given: a parameter that the model keeps in a wider type holds the same numbers.
+        """Copy new weights into the model. The digests are of what the model holds afterwards, in the precision of
+        ``tensors``: a parameter that the model keeps in a wider type holds the same numbers.
         """
         held = named_weights(self.model)
         if held.keys() != tensors.keys():
@@ -91,7 +91,7 @@ class TransformersEngine:
         """K completions for each prompt, in the order of the prompts.
 
         Args:
-            prompts: any number; they are decoded ``batch_size`` completions at a time, those of like length together.
+            prompts: any number; decoded ``batch_size`` completions at a time, prompts of similar length together.
             progress: called with the number of prompts done so far.
         """
         training = self.model.training
@@ -140,7 +140,7 @@ class TransformersEngine:
                 break
             if self.refresh is not None:
                 self.refresh()
-            if self.version != versions[-1]:  # what is cached comes from other weights
+            if self.version != versions[-1]:  # the cache was computed with other weights
                 drawn_BT = tokens_TR[: step + 1, live_B].T.tolist()
                 of_B = (live_B // params.samples_per_prompt).tolist()
                 so_far = [(*prompts[p].tokens, *drawn) for p, drawn in zip(of_B, drawn_BT, strict=True)]
@@ -183,7 +183,7 @@ class TransformersEngine:
     def _forward(
         self, tokens_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: DynamicCache, **options: int
     ) -> Tensor:
-        """Logits (B, V) after the last of the given tokens; the cache grows by them."""
+        """Logits (B, V) after the last of the given tokens, which are added to the cache."""
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT

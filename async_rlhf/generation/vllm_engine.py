@@ -1,4 +1,4 @@
-"""The engine on vLLM, in this process: its steps are ours to interrupt, and weights are handed over as tensors."""
+"""The engine on vLLM, in this process: we can interrupt between its steps and pass weights as tensors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from async_rlhf.types import Prompt, Sample
 
 CPU_KV_CACHE_GB = 1.0
 CPU_OPTIONS = {
-    # A prompt split over two steps would turn back the request's random numbers, which CPU generators cannot.
+    # A prompt split over two steps would rewind the request's random numbers, which CPU generators cannot do.
     "enable_chunked_prefill": False,
-    "block_size": 32,  # vLLM's own choice, 128, samples a tenth slower, and short prompts would share nothing
+    "block_size": 32,  # vLLM's default, 128, samples a tenth slower, and short prompts would share no block
 }
 
 
 def gpu_environment(device: str) -> dict[str, str]:
-    """Environment of a process in which vLLM runs on one GPU: it takes the first that it sees."""
+    """Environment of a process in which vLLM runs on one GPU: vLLM takes the first that it sees."""
     index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
     require(
@@ -49,7 +49,7 @@ def gpu_environment(device: str) -> dict[str, str]:
 
 
 def cpu_environment() -> dict[str, str]:
-    """Environment of a process in which vLLM runs on a CPU: Intel's OpenMP, where vLLM has brought it, is faster."""
+    """Environment of a process in which vLLM runs on a CPU: Intel's OpenMP, if vLLM installed it, is faster."""
     try:
         files = importlib.metadata.files("intel-openmp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -59,15 +59,15 @@ def cpu_environment() -> dict[str, str]:
         return {}
     preloaded = os.environ.get("LD_PRELOAD", "")
     if re.search(r"lib(i|g|)omp", preloaded):
-        return {}  # one of them is enough, and it was chosen by hand
-    # Threads that wait shall sleep at once: the learner may need their core.
+        return {}  # one such library is enough, and the user chose it
+    # Waiting threads must sleep at once: the learner may need their core.
     return {"LD_PRELOAD": f"{library}:{preloaded}" if preloaded else library, "KMP_BLOCKTIME": "1"}
 
 
 class VLLMEngine:
     """Samples with vLLM.
 
-    The random numbers of a completion depend on (seed, draw, sample) alone, as vLLM draws them.
+    vLLM draws the random numbers; those of a completion depend only on (seed, draw, sample).
 
     Args:
         spec: the model and vLLM's options.
@@ -90,7 +90,7 @@ class VLLMEngine:
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """See :func:`~async_rlhf.generation.vllm_weights.load_weights`.
 
-        What was cached with the old weights is dropped; requests under way compute it again with the new ones.
+        The cache from the old weights is dropped; requests under way compute it again with the new ones.
         """
         if self._spec.adapter is None:
             from async_rlhf.generation.vllm_weights import load_weights
@@ -105,7 +105,7 @@ class VLLMEngine:
         return found
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Put an adapter in the place of the one before, also for requests under way."""
+        """Replace the adapter, also for requests under way."""
         from vllm.lora.request import LoRARequest
 
         with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ class VLLMEngine:
             self._adapter = LoRARequest("policy", 1, folder, load_inplace=True)
             if not self._llm.llm_engine.add_lora(self._adapter):
                 raise RuntimeError("vLLM did not take the adapter")
-        # With every request vLLM asks for the adapter by number, and would read the folder again.
+        # vLLM asks for the adapter by number with every request, and would read the folder each time.
         self._adapter = LoRARequest("policy", 1, folder)
         return digests(tensors)
 
@@ -144,16 +144,16 @@ class VLLMEngine:
         ]
 
     def sleep(self) -> None:
-        """Give the GPU's memory back, weights and all: the next thing must be :meth:`load`."""
+        """Free the GPU's memory, including the weights: the next call must be :meth:`load`."""
         self._llm.sleep(level=2)
 
     def wake(self) -> None:
-        """Take the GPU's memory again."""
+        """Allocate the GPU's memory again."""
         self._llm.wake_up()
 
     def close(self) -> None:
-        """End vLLM, and give its memory back. Left to itself it would end whenever it is collected as garbage, and take
-        what it shares with a later one in this process along.
+        """End vLLM and free its memory. Otherwise it would end whenever it is garbage-collected, and destroy what a
+        later vLLM in this process shares with it.
         """
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
@@ -188,10 +188,10 @@ def _sample(prompt: Sequence[int], answer: Any) -> Sample:
 
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:
-    """vLLM in this process, with weights still to be loaded."""
+    """Start vLLM in this process; its weights must still be loaded."""
     assert spec.vllm is not None
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings speak to whoever started it by hand
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are for people who start it by hand
     on_cpu = not spec.device.startswith("cuda")
     size = _head_size(spec.config)
     right = 'must be a multiple of 32 for vLLM on a CPU; use engine "transformers"'
@@ -233,13 +233,13 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 raise ConfigError(
                     f"generation.vllm: vLLM cannot start (gpu_memory_utilization {share:g}): {error}"
                 ) from error
-            gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # two digits of it, rounded down, are still enough
+            gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # still enough after rounding down to two digits
             right = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
             raise ConfigError(f"generation.vllm.kv_cache_gb: got {kv_cache_gb}; {right}") from error
 
 
 def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:
-    """Keys and values of the longest sequence, in whole blocks, and the one block that vLLM leaves empty."""
+    """GiB for keys and values of the longest sequence, in whole blocks, plus the one block that vLLM leaves empty."""
     assert spec.vllm is not None
     config = spec.config.get_text_config()
     block = spec.vllm.block_size or (CPU_OPTIONS["block_size"] if on_cpu else 16)
@@ -254,7 +254,7 @@ def _head_size(config: PretrainedConfig) -> int:
 
 
 def _max_rank(rank: int) -> int:
-    """The smallest that vLLM has kernels for."""
+    """The smallest sufficient rank that vLLM has kernels for."""
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
@@ -277,8 +277,8 @@ def _options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
 
 @contextmanager
 def _process_left_alone() -> Iterator[None]:
-    """vLLM on a CPU replaces torch.set_num_threads by a warning, and has every later child preload its OpenMP; the
-    learner may be in the same process.
+    """Undo side effects: on a CPU, vLLM replaces torch.set_num_threads by a warning and makes every later child preload
+    its OpenMP, but the learner may be in the same process.
     """
     before, preloaded = torch.set_num_threads, os.environ.get("LD_PRELOAD")
     try:
@@ -292,10 +292,10 @@ def _process_left_alone() -> Iterator[None]:
 
 @contextmanager
 def _class_left_alone(model_class: type[nn.Module]) -> Iterator[None]:
-    """Let models of transformers be built and called as ever where vLLM runs one of the same class.
+    """Keep transformers models usable as usual while vLLM runs one of the same class.
 
-    vLLM's backend for them rewrites construction and call of the class itself, for its own instances; the learner,
-    a reference model or an evaluation in the same process has others.
+    vLLM's backend rewrites construction and call of the class itself for its own instances, but the learner, a
+    reference model or an evaluation in the same process may have other instances.
     """
     defined = vars(sys.modules[model_class.__module__]).values()
     classes = [kind for kind in defined if isinstance(kind, type) and issubclass(kind, nn.Module)]
@@ -309,7 +309,7 @@ def _class_left_alone(model_class: type[nn.Module]) -> Iterator[None]:
 
 
 def _divide(kind: type[nn.Module], build: Callable[..., None], call: Callable[..., Any]) -> None:
-    """Give a class its own methods back, but for vLLM's instances."""
+    """Restore a class's own methods, except for vLLM's instances."""
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_build, vllm_call = kind.__init__, kind.__call__

@@ -1,7 +1,7 @@
-"""What stands in front of a vLLM server: every request needs the key, but one that only asks whether it is up.
+"""Middleware of a vLLM server: every request needs the key, except one that only asks whether the server is up.
 
-vLLM's own check guards the paths below /v1, /v2, /inference and /cohere. What this package uses beside them (weights
-in, pause, resume, reset, calls of methods by name) would be open to whoever reaches the port.
+vLLM's own check guards the paths below /v1, /v2, /inference and /cohere. The other paths that this package uses
+(loading weights, pause, resume, reset, calling methods by name) would be open to anyone who reaches the port.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _REFUSED = b'{"error": {"message": "the key of this server is needed", "type": "
 
 
 class OnlyWithKey:
-    """An ASGI middleware (``--middleware``). The key is in the environment, where no list of processes shows it.
+    """An ASGI middleware (``--middleware``). The key is in the environment, so process lists do not show it.
 
     Args:
-        app: what is behind it.
+        app: the application behind it.
 
     Raises:
-        KeyError: there is no key: then the server shall not start.
+        KeyError: there is no key, so the server must not start.
     """
 
     def __init__(self, app: Application) -> None:
@@ -57,5 +57,5 @@ def _asks_health(scope: Message) -> bool:
 
 
 def _digest(key: bytes) -> bytes:
-    """So that a comparison takes equally long whatever the length."""
+    """A digest, so that comparing takes the same time for every length."""
     return hashlib.sha256(key).digest()

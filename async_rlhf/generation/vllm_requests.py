@@ -1,4 +1,4 @@
-"""What is asked of vLLM and what its answers mean, whether it runs in this process or behind a URL."""
+"""Requests to vLLM and the meaning of its answers, whether it runs in this process or behind a URL."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from async_rlhf.types import Sample
 
 
 class OtherWeightsError(RuntimeError):
-    """Tokens were drawn by weights with a label that is not of this run."""
+    """Tokens were drawn by weights whose label is not from this run."""
 
 
 def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Fields of vLLM's sampling parameters; every default of its that would change the distribution is off."""
+    """Fields of vLLM's sampling parameters; all defaults that would change the distribution are off."""
     return {
         "n": params.samples_per_prompt,
         "temperature": params.temperature,
@@ -42,15 +42,15 @@ def to_sample(
     """A prompt with one answer.
 
     Args:
-        prompt: as it was asked.
+        prompt: its tokens, as requested.
         tokens: as drawn.
-        logprobs: of each.
+        logprobs: of each token.
         spans: labels of weights, with the first token that each drew and the one after the last.
         finish_reason: vLLM's.
-        prefix: what a label begins with; the version follows.
+        prefix: start of a label, before the version.
 
     Raises:
-        OtherWeightsError: a token has no label, or one of another kind.
+        OtherWeightsError: a token has no label, or one of another form.
         FloatingPointError: a log-probability is not finite.
     """
     versions = [-1] * len(tokens)

@@ -1,4 +1,4 @@
-"""Start a vLLM server that a run can give weights to."""
+"""Start a vLLM server that can receive weights from a run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
-    """Become the server: signals and exit code are its own."""
+    """Replace this process by the server, so that signals and exit code are the server's."""
     if find_spec("vllm") is None:
         raise ConfigError("serve: needs vLLM; pip install 'async-rlhf[vllm]', or on a CPU: make setup-vllm")
     environment = {
         **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give a server weights
+        "VLLM_SERVER_DEV_MODE": "1",  # needed to load weights into a server
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
-    if config.api_key is not None:  # not among the words of the command, which every user of the host can read
+    if config.api_key is not None:  # not on the command line, which every user of the host can read
         environment |= {API_KEY_VARIABLE: config.api_key, "VLLM_API_KEY": config.api_key}
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
@@ -46,7 +46,7 @@ def run_serve(config: ServeConfig) -> NoReturn:
 
 
 def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
-    """Of vLLM's own server."""
+    """Arguments of vLLM's own server."""
     kv_cache_gb = config.kv_cache_gb
     if kv_cache_gb is None and not has_gpu:
         kv_cache_gb = CPU_KV_CACHE_GB

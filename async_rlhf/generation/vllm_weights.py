@@ -1,10 +1,10 @@
-"""Loading a snapshot into vLLM's own model, within the process that holds it, and proving that it took.
+"""Loads a snapshot into vLLM's own model, in the process that holds the model, and verifies that it was loaded.
 
-vLLM keeps weights in another shape than a checkpoint does: fused, padded, and on a CPU packed for its kernels, so they
-cannot be read back and compared. What is proven instead: every tensor came with the right bytes under the right name
-(the digests are of what vLLM's loader was handed), every parameter was written (all hold NaN before), and
-every packed copy was made anew. That vLLM computes with them what the learner does, the probe and the comparison of
-log-probabilities show.
+vLLM keeps weights in a different form from a checkpoint: fused, padded, and on a CPU packed for its kernels, so they
+cannot be read back and compared. Instead, the code verifies that every tensor arrived with the right bytes under the
+right name (the digests are of what vLLM's loader was given), that every parameter was written (all hold NaN before),
+and that every packed copy was made anew. The probe and the comparison of log-probabilities then show that vLLM computes
+the same with them as the learner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from async_rlhf.models.snapshots import digests
 
 
 class SnapshotLoader:
-    """What ``async-rlhf serve`` adds to the workers of a vLLM server (``--worker-extension-cls``)."""
+    """Methods that ``async-rlhf serve`` adds to the workers of a vLLM server (``--worker-extension-cls``)."""
 
     def load_snapshot(self, path: str) -> dict[str, str]:
         """Load a file that the learner has published. Returns the digest of each tensor."""
@@ -46,7 +46,7 @@ class SnapshotLoader:
     def describe_model(self) -> dict[str, Any]:
         """The architecture, and how it is computed."""
         model = self.vllm_config.model_config  # type: ignore[attr-defined]  # of vLLM's worker
-        # Only plain types: vLLM's reply would hang on any other.
+        # Only plain types: vLLM's reply would hang on others.
         found = {
             "config": model.hf_config.to_dict(),
             "max_model_len": model.max_model_len,
@@ -58,7 +58,7 @@ class SnapshotLoader:
 
 
 def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Load a snapshot in the place of the weights that the model holds.
+    """Load a snapshot in place of the model's weights.
 
     Args:
         worker: of vLLM.
@@ -101,7 +101,7 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
 
 @contextmanager
 def _new_memory_is_nan() -> Iterator[None]:
-    """vLLM loads into new memory, a layer at a time; what nothing is written to there must show."""
+    """vLLM loads into new memory, one layer at a time; fill it with NaN to reveal what was not written."""
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     options: Any = torch.utils.deterministic
     filled = options.fill_uninitialized_memory
@@ -115,18 +115,18 @@ def _new_memory_is_nan() -> Iterator[None]:
 
 
 def _holds_nan(layer: Any, dtype: torch.dtype) -> bool:
-    """Whether a packed weight does, which cannot be looked at: it shows in the product with zeros."""
+    """Whether a packed weight holds NaN. It cannot be read, but its product with zeros shows NaN."""
     size = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size_per_partition
     return bool(layer.cpu_linear(torch.zeros(1, size, dtype=dtype), layer.weight, None).isnan().any())
 
 
 def _packed(model: nn.Module) -> dict[str, Any]:
-    """On a CPU, the matrix product of each layer, which has its own packed copy of the weight."""
+    """On a CPU, the matrix product of each layer, which holds its own packed copy of the weight."""
     return {name: module.cpu_linear for name, module in model.named_modules() if hasattr(module, "cpu_linear")}
 
 
 def _pack_tied(model: nn.Module, before: Mapping[str, Any]) -> None:
-    """Pack tied weights again: loading reaches the embedding alone, and the head has a copy of its own."""
+    """Pack tied weights again: loading reaches only the embedding, but the head has its own copy."""
     for name, module in model.named_modules():
         if name in before and module.cpu_linear is before[name] and module.weight.numel() > 0:
             module.quant_method.process_weights_after_loading(module)

@@ -1,7 +1,7 @@
-"""What runs where a generator is: take a request, load the weights it names, sample, answer. And a process of that.
+"""The generator's side: take a request, load the weights it names, sample, answer. Also a worker process's main loop.
 
-In a process two threads keep the pipe moving, so that neither side ever waits for the other's main thread: one reads
-requests (and ends the process when the learner is gone), one sends answers.
+In a process two threads serve the pipe, so that neither side ever waits for the other's main thread: one reads requests
+(and ends the process when the learner is gone), one sends answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from async_rlhf.models.snapshots import SnapshotRing
 
 
 def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
-    """The engine that the spec asks for, its weights still to be loaded."""
+    """The engine that the spec asks for; its weights must still be loaded."""
     if spec.vllm is not None:
         from async_rlhf.generation.vllm_engine import VLLMEngine
 
@@ -51,7 +51,7 @@ class Weights(Protocol):
 
 
 class RequestHandler:
-    """An engine that answers requests, each by the weights that it names.
+    """Answers requests with an engine, each with the weights that the request names.
 
     Args:
         spec: the model.
@@ -71,7 +71,7 @@ class RequestHandler:
         self._held: dict[int, dict[str, str]] = {}
 
     def answer(self, request: Request) -> Reply:
-        """Load and sample."""
+        """Load the weights and sample."""
         engine, started = self.engine, time.monotonic()
         version = self.weights.newest if request.version is None else request.version
         self._load(version)
@@ -90,7 +90,7 @@ class RequestHandler:
 
 
 def to_failure(error: Exception) -> Failure:
-    """What the learner is told of an error."""
+    """The message that tells the learner about an error."""
     is_config = isinstance(error, ConfigError)
     text = str(error) if is_config else f"{type(error).__name__}: {error}"
     return Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error))

@@ -1,4 +1,4 @@
-"""The learner: policy, reference, value model and optimiser. Annotates what was sampled, and updates on it."""
+"""The learner: policy, reference, value model and optimiser. Annotates the samples and trains on them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Learner:
     """Trains one policy with one algorithm.
 
     Args:
-        policy: trained in place, with float32 weights; of a policy with adapters only those are trained.
-        reference: stays as it is; None takes the policy as it is now: a copy, or its weights without adapters.
+        policy: trained in place, with float32 weights; if it has adapters, only those are trained.
+        reference: stays fixed; None takes the current policy: a copy, or its weights without adapters.
         algorithm: the objective.
-        config: of that algorithm.
+        config: the algorithm's configuration.
         value: a value model, or a value head on the policy's states, where the algorithm needs values.
         parallel: how work and weights are divided among ranks; None for a single one.
-        load: puts the weights of a checkpoint into what is trained, before anything is spread.
+        load: loads a checkpoint's weights into the trained models, before they are sharded.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Learner:
         self.value = None if value is None else disable_dropout(value)
         self.model = PolicyAndValueWrapper(policy, self.value)
         self.fingerprint = self._fingerprint(own_reference)
-        """A checksum of what stays as it is: the reference policy, and the weights below adapters."""
+        """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
             load(self.model)
         for model in (policy, value):
             if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
                 model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
-        # Where weights are spread, nothing from here on may count on having them.
+        # From here on the weights may be sharded, so no code may rely on having all of them.
         self.reference = None if own_reference is None else self.parallel.frozen(own_reference)
         parts = [self.policy] if self.value is None else [self.policy, self.value]
         self.optimizer = self.parallel.prepare(self.model, parts, self._optimizer)
@@ -89,11 +89,11 @@ class Learner:
         )
         self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
         self._batch_config = config
-        """With the KL coefficient of the batch at hand."""
+        """The configuration with the KL coefficient of the current batch."""
         self.model.train()
 
     def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
-        """A model of its own, or None where there is no need of one: no KL, or adapters that can be switched off."""
+        """A separate model, or None if none is needed: there is no KL, or adapters can be switched off."""
         if not self.needs.reference or (reference is None and has_adapters(self.policy)):
             return None
         own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
@@ -118,13 +118,13 @@ class Learner:
         )
 
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
-        """Add what reference, policy and value model say before the update, then let the algorithm assign credit.
+        """Add log-probabilities and values from before the update, then let the algorithm assign credit.
 
-        Every rank must call it, with the same batch, and ends up with all of it. A prompt with a completion that has no
-        reward is left out.
+        Every rank must call it with the same batch, and gets the whole result. A prompt is left out if any of its
+        completions has no reward.
 
         Returns:
-            What to train on, and metrics over all samples of the batch, trained on or not.
+            The rows to train on, and metrics over all samples of the batch, trained on or not.
         """
         rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
         groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
@@ -134,7 +134,7 @@ class Learner:
         return self._annotate(experience) if len(experience) else (experience, {})
 
     def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
-        """The same from rows that say nothing but what was sampled."""
+        """The same, from rows without annotations."""
         if self.needs.reference:
             experience = self._add(experience, self._by_reference)
         if self.needs.old_logprobs or self.needs.values:
@@ -155,14 +155,14 @@ class Learner:
         return credited, metrics
 
     def _adapted_config(self) -> OnlineConfig:
-        """The configuration with the KL coefficient as it is now."""
+        """The configuration with the current KL coefficient."""
         penalty = self.config.kl_penalty
         if penalty is None or penalty.target is None:
             return self.config
         return self.config.with_kl_penalty(replace(penalty, coef=self.kl_coef))
 
     def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
-        """The rows with more fields, computed without gradient in batches of like length, by all ranks."""
+        """The rows with more fields, computed without gradient by all ranks, in batches of similar length."""
         self.ranks.meet("annotating")
         device, found = self.parallel.device_of(self.policy), []
         batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
@@ -190,7 +190,7 @@ class Learner:
         return {"reference_logprobs_BT": output.logprobs_BT}
 
     def _before_update(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
-        """Log-probabilities where the objective needs them from before the update, and values."""
+        """Log-probabilities and values before the update, each only if the objective needs them."""
         found = {}
         with self._autocast():
             if self.needs.old_logprobs or self.model.head is not None:
@@ -205,7 +205,7 @@ class Learner:
         return found
 
     def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
-        """Values of whole texts, the end of which is the last response token."""
+        """Values of whole texts, up to and including the last response token."""
         assert self.value is not None
         positions_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
         lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
@@ -224,7 +224,7 @@ class Learner:
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
             weight = mini_batch.weight
-            if weight > 0:  # a mini-batch of ties only would move the weights by the optimiser's momentum alone
+            if weight > 0:  # else the optimiser's momentum would move the weights for a mini-batch of ties
                 self._backward(mini_batch, weight, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
                 norms = [total + norm for total, norm in zip(norms, self.parallel.step(limit), strict=False)]
@@ -242,16 +242,16 @@ class Learner:
         return metrics
 
     def _mini_batches(self, units: int, batch: int) -> Iterator[Tensor]:
-        """Units of each mini-batch, in an order that depends on seed, batch and epoch alone."""
+        """Units of each mini-batch, in an order that depends only on seed, batch and epoch."""
         for epoch in range(self.config.num_epochs):
             key = [self.config.seed, batch << 16 | epoch]
             order_U = np.random.Generator(np.random.Philox(key=key)).permutation(units)
             yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
 
     def _backward(self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], seen: RatioMonitor) -> None:
-        """Accumulate the gradient of (sum of losses) / weight over micro-batches of like length, and the metrics.
+        """Accumulate the gradient of (sum of losses) / weight over micro-batches of similar length, and the metrics.
 
-        The weight is that of the whole mini-batch, of which each rank has some micro-batches.
+        ``weight`` is that of the whole mini-batch; each rank computes some of its micro-batches.
         """
         config, device = self._batch_config, self.parallel.device_of(self.policy)
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
@@ -281,7 +281,7 @@ class Learner:
 
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
-    """Over all samples, by the log-probabilities of the weights that sampled them: unbiased for those weights."""
+    """Metrics over all samples, by log-probabilities of the weights that sampled them: unbiased for those weights."""
     mask_BT = experience.sampled_BT
     behaviour_BT = experience.behaviour_logprobs_BT
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}

@@ -2,7 +2,7 @@
 
 S + 1 snapshots suffice for staleness S, and none is ever overwritten or deleted while it can be read: version v is
 needed by batches up to v + 1 + S; version v + S + 1 takes its place only after batch v + S + 1 has been trained on,
-so after it has been sampled. They lie in memory that the processes of one host share, or in a folder that several
+so after it has been sampled. Snapshots are in memory that the processes of one host share, or in a folder that several
 hosts share.
 """
 
@@ -34,9 +34,9 @@ _ALIGNMENT = 64
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What decides a model's output: parameters, tied ones once, and the buffers that are saved with it.
+    """The tensors that decide a model's output: parameters, tied ones once, and the buffers that are saved with it.
 
-    Adapters are merged: the names are those of the model without them.
+    Adapters are merged; the names are those of the model without adapters.
     """
     return dict(iterate_weights(model))
 
@@ -44,13 +44,13 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 def iterate_weights(
     model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same one after the other, so that merged weights need not all be in memory together.
+    """The same, one tensor at a time, so that merged weights need not all be in memory together.
 
     Args:
         model: a policy.
         adapters_only: give the adapters' own parameters instead.
-        parallel: how its weights are spread over ranks; they are put together one by one, and every rank must iterate
-            to the end.
+        parallel: how its weights are sharded over ranks; they are gathered one by one, and every rank must iterate to
+            the end.
     """
     parallel.meet("reading weights", model)
     for name, parameters, compute in _parameters(model, adapters_only):
@@ -61,7 +61,7 @@ def iterate_weights(
 
 
 def collected_weights(model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE) -> dict[str, Tensor]:
-    """The same, whole, in the memory of rank 0's host. Every rank must ask; the others get nothing."""
+    """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing."""
     found = {}
     if parallel.takes_part:
         for name, tensor in iterate_weights(model, adapters_only, parallel):
@@ -102,7 +102,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """The tensors whose digests are not the same, in words; "" where all are."""
+    """A text naming the tensors whose digests differ; "" if none do."""
     names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} of {len(expected)} tensors: {', '.join(names[:5])}{more}" if names else ""
@@ -116,25 +116,25 @@ class Snapshots(Protocol):
     """Where workers find numbered weights."""
 
     published: dict[int, dict[str, str]]
-    """The versions there are, with the digest of each tensor."""
+    """The available versions, with the digest of each tensor."""
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
-        """Copy the weights, and return their digests. Every rank must, see :func:`iterate_weights`."""
+        """Copy the weights and return their digests. Every rank must call it, see :func:`iterate_weights`."""
 
     def views(self, version: int) -> Mapping[str, Tensor | None]:
-        """The tensors of a version; on ranks but the first None in the place of each."""
+        """The tensors of a version; on ranks other than 0, None in place of each."""
 
     @property
     def newest(self) -> int:
         """The version published last."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Free what is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies within a slot."""
+    """The place of one tensor within a slot."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,14 +143,14 @@ class TensorSpec:
 
 
 class SnapshotRing:
-    """S + 1 snapshots in memory that processes share, reached by a file descriptor without a name.
+    """S + 1 snapshots in memory that processes share through a file descriptor, without a name.
 
     Nameless memory cannot leak: the kernel frees it with the last process that holds it, however that one ends.
 
     Args:
         specs: the tensors of one snapshot.
-        slots: S + 1. Before the first lies the number of the newest version.
-        fd: the memory, when it was made by another process.
+        slots: S + 1. The number of the newest version is stored before the first slot.
+        fd: the memory, if another process made it.
         adapters_only: see iterate_weights.
     """
 
@@ -166,14 +166,14 @@ class SnapshotRing:
         size = _ALIGNMENT + slot_bytes * slots
         self.fd = _nameless_file(size) if fd is None else fd
         self._memory = mmap.mmap(self.fd, size)
-        # Every page is touched now: the first publications would otherwise wait for the kernel to find them.
+        # Touch every page now, or the first publications would wait for the kernel to allocate them.
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         if fd is None:
             self._bytes.zero_()
         self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Sent to a child process, the ring arrives as the same memory, not as a copy."""
+        """A child process gets the same memory, not a copy."""
         return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd))
 
     @classmethod
@@ -206,11 +206,11 @@ class SnapshotRing:
                 views[name].copy_(tensor)
         self.published.pop(version - self.slots, None)
         self.published[version] = digests(views)
-        self._bytes[:8].view(torch.int64)[0] = version  # last: whoever reads it finds all of the version there
+        self._bytes[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
         return self.published[version]
 
     def close(self) -> None:
-        """Give the memory back. Views taken before keep it alive until they are gone."""
+        """Free the memory. Views taken before keep it alive until they are gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -218,12 +218,12 @@ class SnapshotRing:
 
 
 class DeviceRing(SnapshotRing):
-    """The same in memory of the learner's own device, by CUDA IPC on a GPU: for workers on that device, to whom nothing
-    has to cross the bus.
+    """The same in memory of the learner's device, shared by CUDA IPC on a GPU: for workers on that device, so nothing
+    crosses the bus.
 
     Args:
         specs: the tensors of one snapshot.
-        memory: where they lie.
+        memory: the memory of all slots.
     """
 
     def __init__(
@@ -258,10 +258,10 @@ class DeviceRing(SnapshotRing):
 
 
 class SnapshotFolder:
-    """S + 1 snapshots as safetensors files in a folder that several hosts see; each appears whole or not at all.
+    """S + 1 snapshots as safetensors files in a folder that several hosts share; each appears whole or not at all.
 
     Args:
-        folder: of this run alone; made, and removed by :meth:`close`.
+        folder: belongs to this run only; made here and removed by :meth:`close`.
         dtype: parameters are rounded to it.
         slots: S + 1.
     """
@@ -309,7 +309,7 @@ class SnapshotFolder:
 
 
 class NoSnapshots:
-    """The snapshots as the other ranks have them: their shares of the weights go to rank 0, and only names are kept.
+    """Snapshots on ranks other than 0: they send their shares of the weights to rank 0 and keep only the names.
 
     Args:
         adapters_only: see iterate_weights.
@@ -321,32 +321,32 @@ class NoSnapshots:
         self._names: list[str] = []
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
-        """Take part where rank 0 puts the weights together. There are no digests here."""
+        """Take part while rank 0 gathers the weights. There are no digests here."""
         if parallel.takes_part:
             self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel)]
         self.newest = version
         return {}
 
     def views(self, version: int) -> Mapping[str, None]:
-        """Of a version the names."""
+        """The names of a version's tensors."""
         return dict.fromkeys(self._names)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
-    """Parameters are rounded, buffers are not: the frequencies of rotary positions would suffer."""
+    """Parameters are rounded, buffers are not: rounding would harm the frequencies of rotary positions."""
     return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
 
 
 def layout(
     model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel = ALONE
 ) -> tuple[tuple[TensorSpec, ...], int]:
-    """Where the tensors of a snapshot lie within a slot, and the bytes of a slot. No rank but this one is needed."""
+    """The places of a snapshot's tensors within a slot, and the bytes of a slot. Needs no other rank."""
     specs, offset = [], 0
     buffers = dict(model.named_buffers())
-    # Merged adapters do not change the shape of the weight below them, which comes first.
+    # Merging an adapter keeps the shape of the weight below it, which comes first.
     sizes: list[tuple[str, Tensor, torch.Size]] = []
     sizes += [(name, own[0], parallel.shape_of(own[0])) for name, own, _ in _parameters(model, adapters_only)]
     sizes += [(name, buffer, buffer.shape) for name, buffer in _saved_buffers(model) if not adapters_only]
@@ -363,7 +363,7 @@ def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]
 
     Args:
         memory: the slot, as uint8.
-        specs: where they lie.
+        specs: their places.
     """
     views = {}
     for spec in specs:
@@ -380,7 +380,7 @@ def _attach_device(
     specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, rebuild: Any, arguments: tuple[Any, ...]
 ) -> DeviceRing:
     if rebuild is rebuild_cuda_tensor and arguments[_DEVICE] >= torch.cuda.device_count():
-        # This process sees its own GPU alone, as the first.
+        # This process sees only its own GPU, as the first.
         arguments = (*arguments[:_DEVICE], 0, *arguments[_DEVICE + 1 :])
     return DeviceRing(specs, slot_bytes, slots, rebuild(*arguments))
 

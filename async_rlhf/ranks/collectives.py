@@ -1,7 +1,7 @@
-"""The ranks of a learner: processes that run the same program, each on a device of its own.
+"""The ranks of a learner: processes that run the same program, each on its own device.
 
-All run the same lines. What rank 0 alone knows it tells the others, at places that have a name; what each has found of
-its share they put together. Where one comes to another place than the others, that is an error at once: nothing hangs.
+All ranks execute the same collectives, each with a name, its place: rank 0 broadcasts what only it knows, and all
+gather the results of their shares. A rank that reaches a different place raises an error at once, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 _LETTERS = 64
-"""Of a place's name, as many as ranks compare."""
+"""How many letters of a place's name the ranks compare."""
 
 
 class OutOfStepError(RuntimeError):
@@ -22,16 +22,16 @@ class OutOfStepError(RuntimeError):
 
 
 class Ranks:
-    """Who is there, and what they say to each other. Alone, as made without arguments, there is nobody to tell.
+    """This process among the learner's ranks, and their collectives. Made without arguments, it is the only rank.
 
-    Every rank must make every call, in the same order: they are collectives. A place's name says where one stands.
+    Every rank must make every call in the same order: they are collectives. ``place`` names the point in the program.
 
     Args:
         rank: of this process, from 0.
         count: R, processes in all.
         local_rank: its number on this host.
         local_count: processes on this host.
-        group: carries what is said, between CPUs; none where there is one rank.
+        group: the process group of the collectives, between CPUs; None for one rank.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, who alone has generators, reward functions, callbacks and logs."""
+        """Whether this is rank 0, which alone has generators, reward functions, callbacks and logs."""
         return self.rank == 0
 
     def meet(self, place: str) -> None:
-        """Wait for every rank to come to this place, before something in which all take part.
+        """Wait for every rank to reach this place, before something in which all take part.
 
         Raises:
-            OutOfStepError: another one is at another place: it has left out a collective, or made one too many.
+            OutOfStepError: another rank is at another place: it has left out a collective or made one too many.
         """
         if self.count == 1:
             return
@@ -70,7 +70,7 @@ class Ranks:
                 )
 
     def from_lead(self, place: str, compute: Callable[[], T]) -> T:
-        """What rank 0 computes, on every rank. The others compute nothing."""
+        """Broadcast what rank 0 computes. The others compute nothing."""
         if self.count == 1:
             return compute()
         box: list[Any] = [compute() if self.leads else None]

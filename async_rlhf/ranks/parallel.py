@@ -1,4 +1,4 @@
-"""How the learner's work, and perhaps its weights, are divided among ranks. Here: one process, and what all share.
+"""How the learner's work, and possibly its weights, are divided among ranks. Here: one process, and the base class.
 
 DDP, FSDP and DeepSpeed are in ``learner/strategies``.
 """
@@ -18,14 +18,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Parallel:
-    """One process with all of the weights. Subclasses spread the work, or the weights as well.
+    """One process with all weights. Subclasses divide the work, or shard the weights as well.
 
     Args:
-        ranks: who shares the work.
+        ranks: the ranks that share the work.
     """
 
     spreads_weights = False
-    """Whether every rank has a share of the weights, of which none can compute alone."""
+    """Whether the weights are sharded, so that no rank can compute alone."""
     device: torch.device | None = None
     """Where the ranks compute, if that is not where the weights are."""
 
@@ -38,12 +38,12 @@ class Parallel:
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """Get a model ready to be trained.
+        """Prepare a model for training.
 
         Args:
             model: everything that is trained, with one forward pass.
             parts: the models in it.
-            make: builds the optimiser, of the weights as they are then.
+            make: builds the optimiser, called after any sharding.
         """
         self._model, self._parts = model, parts
         self.optimizer = make()
@@ -51,11 +51,11 @@ class Parallel:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """What is trained, in an order that neither ranks nor the optimiser's groups change: its number is its name."""
+        """The trained parameters, in an order independent of ranks and optimiser groups: the index names each."""
         return trainable(self._model)
 
     def frozen(self, model: Model) -> Model:
-        """Get a model ready that is only asked: reference or reward model."""
+        """Prepare a model that is not trained: reference or reward model."""
         return model
 
     def forward(self, *args: Any) -> Any:
@@ -63,19 +63,19 @@ class Parallel:
         return self._model(*args)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward pass of a micro-batch. Gradients need only meet after the last."""
+        """Context of a micro-batch's forward and backward pass. Gradients need reducing only after the last."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the sum over ranks of their losses."""
-        # Everything here takes the mean over ranks.
+        """Accumulate the gradient of the losses' sum over ranks."""
+        # All strategies average gradients over ranks.
         (loss * self.ranks.count).backward()
 
     def step(self, limit: float) -> list[float]:
-        """Clip the gradients to a norm, make a step, and forget them.
+        """Clip the gradients to a norm, take an optimiser step, and reset them.
 
         Returns:
-            The norm of each part's gradient, which were clipped apart.
+            The norm of each part's gradient; the parts are clipped separately.
 
         Raises:
             FloatingPointError: a norm is not finite; the weights are as they were.
@@ -90,9 +90,9 @@ class Parallel:
         return torch.nn.utils.clip_grad_norm_(parameters, limit).item()
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimiser's state under ``number of the parameter.name``, whole, in the memory of rank 0's host.
+        """The optimiser's state under ``number of the parameter.name``, unsharded, in the memory of rank 0's host.
 
-        Every rank must ask; the others get nothing.
+        Every rank must call it; the others get nothing.
         """
         found = {}
         for i, parameter in enumerate(self.trained):
@@ -103,7 +103,7 @@ class Parallel:
         return found
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Take back what :meth:`moments` gave; the groups' rates stay as they are."""
+        """Restore what :meth:`moments` returned; the groups' learning rates stay as they are."""
         groups = self.optimizer.param_groups
         place = {id(parameter): i for i, parameter in enumerate(p for group in groups for p in group["params"])}
         places = [place[id(parameter)] for parameter in self.trained]
@@ -115,54 +115,54 @@ class Parallel:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank has to join in when rank 0 reads the weights, or computes with them for itself."""
+        """Whether this rank must join in when rank 0 reads the weights or computes with them."""
         return self.ranks.leads or self.spreads_weights
 
     def device_of(self, model: Any) -> torch.device:
-        """Where a model of transformers computes; weights that are spread may wait elsewhere."""
+        """Where a transformers model computes; sharded weights may be kept elsewhere."""
         return model.device if self.device is None else self.device
 
     def architecture_of(self, model: nn.Module) -> type[Any]:
-        """The model's own class, which spreading may have replaced."""
+        """The model's own class, which sharding may have replaced."""
         return type(model)
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
-        """Of all of a parameter."""
+        """The unsharded shape of a parameter."""
         return parameter.shape
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor of which this rank has a share. Every rank must ask."""
+        """The whole of a sharded tensor. Every rank must call it."""
         return tensor
 
     def share(self, number: int, tensor: Tensor) -> Tensor:
-        """This rank's share of something that belongs to the trained parameter of that number."""
+        """This rank's share of a tensor that belongs to the trained parameter of that number."""
         return tensor
 
     def meet(self, place: str, model: nn.Module) -> None:
-        """Before something that needs every rank's share of a model's weights: wait until all have come."""
+        """Wait for all ranks before something that needs every rank's share of a model's weights."""
         if self.spreads_weights:
             self.ranks.meet(place)
             self.settle(model)
 
     def settle(self, model: nn.Module) -> None:
-        """Give back what forward passes have left whole."""
+        """Free weights that forward passes have left unsharded."""
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within, the parameters can be computed with. Every rank must ask."""
+        """Within, the parameters are whole and usable. Every rank must call it."""
         yield
 
     def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
-        """Put another tensor, whole on rank 0, in the place of a spread parameter. Every rank must, and undo it too.
+        """Replace a sharded parameter by another tensor, whole on rank 0. Every rank must call it, and undo it too.
 
         Returns:
-            What undoes it.
+            A function that undoes it.
         """
         raise NotImplementedError(f"{type(self).__name__} spreads no weights")
 
 
 ALONE = Parallel()
-"""One process with all of the weights, for what only asks where they are."""
+"""A single process with all weights."""
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -180,7 +180,7 @@ def decayed_groups(parameters: list[nn.Parameter], rate: float, weight_decay: fl
         {"params": decayed, "lr": rate},
         {"params": spared, "lr": rate, "weight_decay": 0},
     ]
-    return [group for group in groups if group["params"]]  # of adapters none is spared
+    return [group for group in groups if group["params"]]  # adapters have no parameters without decay
 
 
 def require_finite(norms: Sequence[float]) -> None:

@@ -1,8 +1,8 @@
-"""When one rank fails, all end within seconds, and all say why.
+"""When one rank fails, all ranks end within seconds and report why.
 
-Every rank has a connection to rank 0 on which nothing is said but what went wrong. One that closes without a farewell
-means that the process is gone, whatever its main thread was waiting for, and however it went. Only ranks are let in:
-rank 0 has told them a secret through their process group.
+Every rank has a connection to rank 0, which carries only failures. A connection that closes without a farewell means
+that the process is gone, whatever its main thread was waiting for, and however it ended. Only ranks can connect: rank 0
+sends them a secret through their process group.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from async_rlhf.system.signals import RankError
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds that a rank has to unwind once another has failed."""
+"""Seconds that a rank has to clean up once another has failed."""
 _PATIENCE = 1.0
-"""Seconds for the news of another rank's end, which may come after its consequences."""
+"""Seconds to wait for the report of another rank's end, which may arrive after errors that it causes."""
 _SIGNAL = signal.SIGUSR2
 _WELL = "well"
 _ARRIVAL = 60.0
-"""Seconds within which every rank has to come."""
+"""Seconds within which every rank must connect."""
 _LONGEST = 1 << 20
-"""Bytes of a message."""
+"""Most bytes of a message."""
 _LOOPBACK = "127.0.0.1"
 
 
 class Watch:
-    """Connections between ranks that tell of failures.
+    """Connections between ranks that report failures.
 
     Args:
-        ranks: who is there; with one there is nothing to watch.
+        ranks: the ranks; with one there is nothing to watch.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        # Not the ranks themselves: their process group must not be left to a thread that outlives the main one.
+        # Do not keep the Ranks object: a thread that outlives the main one must not hold its process group.
         self._rank = ranks.rank
         self.failure: str | None = None
         self._watching = False
@@ -58,7 +58,7 @@ class Watch:
             self._connect(ranks)
 
     def _connect(self, ranks: Ranks) -> None:
-        """Rank 0 listens; the others come and prove who they are."""
+        """Rank 0 listens; the others connect and prove who they are."""
         master = os.environ.get("MASTER_ADDR", "localhost")
         host = _LOOPBACK if ranks.local_count == ranks.count else master
         if ranks.leads:
@@ -109,7 +109,7 @@ class Watch:
         if not self._connections:
             yield
             return
-        if self.failure is not None:  # between two times of watching
+        if self.failure is not None:  # the failure came between two uses of watching()
             raise RankError(self.failure)
         before: Any = None
         if threading.current_thread() is threading.main_thread():
@@ -123,11 +123,11 @@ class Watch:
                 signal.signal(_SIGNAL, before)
         except BaseException as error:
             if before is not None:
-                signal.signal(_SIGNAL, signal.SIG_IGN)  # the others' answer may come at any moment
+                signal.signal(_SIGNAL, signal.SIG_IGN)  # another rank's report may arrive at any moment
             if isinstance(error, SystemExit) and not error.code:
                 self.close()
                 raise
-            if isinstance(error, RuntimeError):  # perhaps of a collective, because another rank has just gone
+            if isinstance(error, RuntimeError):  # perhaps from a collective, because another rank has just died
                 self._failed.wait(_PATIENCE)
             if self.failure is not None:
                 raise RankError(self.failure) from error
@@ -137,13 +137,13 @@ class Watch:
             raise
 
     def _raise(self, number: int, frame: object) -> None:
-        if self.failure is None:  # a watch around this one means it
+        if self.failure is None:  # the signal is for an enclosing watch
             self._outer(number, frame)
         signal.signal(_SIGNAL, signal.SIG_IGN)
         raise RankError(self.failure)
 
     def close(self) -> None:
-        """Say farewell."""
+        """Send the farewell."""
         with self._lock:
             self._told = True
         self._tell(_WELL)
@@ -153,10 +153,10 @@ class Watch:
 
 
 def open_door(host: str) -> Door:
-    """A door on the address of this host that the other ranks use.
+    """Open a port on the address of this host that the other ranks use.
 
-    Where that is none of this host's own interfaces (a service in front of it, or a name that this host alone takes for
-    its loopback address), it is on all of them.
+    If none of this host's interfaces has that address (a service in front of it, or a name that only this host resolves
+    to its loopback address), listen on all interfaces.
     """
     with suppress(OSError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -167,14 +167,14 @@ def open_door(host: str) -> Door:
 
 
 def _described(error: BaseException) -> str:
-    """The error with the place that it comes from."""
+    """The error and the place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[: _LONGEST // 8]}{place}"
 
 
 def _notice_lost_hosts(connection: socket.socket) -> None:
-    """Within some 6 seconds, where the system can; else only processes that end are noticed at once."""
+    """Notice a lost host within about 6 seconds, if the system can; else only ended processes are noticed at once."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 6000)):
         if hasattr(socket, name):
@@ -186,7 +186,7 @@ def _write_line(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message; None where the other side is gone, or speaks another language."""
+    """The next message; None if the other side is gone or sends something else."""
     data = b""
     with suppress(OSError, ValueError):
         while not data.endswith(b"\n"):

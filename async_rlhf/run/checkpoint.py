@@ -1,11 +1,11 @@
-"""Checkpoints: the policy in the standard format, and beside it everything else that decides the future of the run.
+"""Checkpoints: the policy in the standard format, and everything else that a run needs to resume.
 
     checkpoint-12/
       model.safetensors, config.json, tokenizer.json ...   the policy, as ``from_pretrained`` loads it
-      adapter/, value_model/                                where there are such
+      adapter/, value_model/                                if there are any
       trainer_state.json                                    transformers' state
       resume/state.json, tensors.safetensors                optimiser, schedules, random generators, log positions
-      resume/rollouts.jsonl                                 what older weights have sampled for the next S batches
+      resume/rollouts.jsonl                                 rollouts of older weights for the next S batches
       manifest.json                                         size and checksum of every file, written last
 
 Nothing here is ever unpickled: safetensors and JSON only.
@@ -42,7 +42,7 @@ from async_rlhf.types import Batch, Group, Prompt, Sample
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Of what is written for resuming. It changes with every change that an older or newer version could not read."""
+"""Version of the resume format. Raise it with every change that an older or newer version could not read."""
 _SAMPLE_TYPES = {
     "tokens": "int64",
     "sampled": "bool",
@@ -54,21 +54,21 @@ _SAMPLE_TYPES = {
 
 @dataclass
 class ResumeState:
-    """What a run needs to go on as if it had never stopped, beside the models themselves."""
+    """What a run needs, besides the models, to resume as if it had never stopped."""
 
     batch: int
     """Batches trained on."""
     config: dict[str, Any]
     """The configuration, keys with dots."""
     inputs: dict[str, str]
-    """Fingerprints of what came from outside: prompts, reference policy, reward model."""
+    """Fingerprints of the inputs: prompts, reference policy, reward model."""
     values: dict[str, Any]
-    """Of the learner, the random generators and the reward functions: all that is no tensor."""
+    """State of the learner, the random generators and the reward functions, except tensors."""
     logs: dict[str, int]
     """Bytes of each log file."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ahead: list[Batch] = field(default_factory=list)
-    """Batches that are sampled but not trained on."""
+    """Batches that are sampled but not yet trained on."""
 
     def write(self, folder: Path) -> None:
         """Write everything into ``folder/resume``."""
@@ -82,12 +82,12 @@ class ResumeState:
         text = json.dumps({"format": FORMAT, **{name: getattr(self, name) for name in names}}, indent=1)
         path = folder / "state.json"
         with naming(path):
-            path.touch(mode=0o600)  # options of vLLM may be secrets that we do not know
+            path.touch(mode=0o600)  # vLLM options may contain secrets that we cannot recognise
             path.write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> ResumeState:
-        """What :meth:`write` wrote, but for the batches that are sampled already: see :meth:`read_ahead`.
+        """Read what :meth:`write` wrote, except the batches sampled ahead: see :meth:`read_ahead`.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -109,7 +109,7 @@ class ResumeState:
         )
 
     def read_ahead(self, folder: Path, stream: SharedPrompts) -> None:
-        """Read the batches that are sampled already; the stream gives their prompts. Every rank must."""
+        """Read the batches sampled ahead; the stream gives their prompts. Every rank must call it."""
         lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         draws = [group["draw"] for row in rows for group in row["groups"]]
@@ -117,11 +117,11 @@ class ResumeState:
         self.ahead = [_rollout_batch(row, prompts) for row in rows]
 
     def forget_weights(self) -> None:
-        """Let go of what the learner has taken; the random generators are still to be restored."""
+        """Free the tensors that the learner has loaded; those of the random generators are still needed."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith("random.")}
 
     def check(self, config: OnlineConfig, algorithm: str) -> None:
-        """Require the configuration to be the same, but for keys that may change.
+        """Require the same configuration, except for keys that may change.
 
         Raises:
             ConfigError: names every key that differs, unless ``resume_anyway``.
@@ -141,7 +141,7 @@ class ResumeState:
 
 
 def as_saved(config: OnlineConfig, algorithm: str) -> dict[str, Any]:
-    """A configuration as JSON gives it back, keys with dots, with what follows from it and may not change."""
+    """A configuration as read back from JSON, with dotted keys, plus derived values that may not change."""
     derived = {
         "algorithm": algorithm,
         "number of generation.urls": len(config.generation.urls),
@@ -212,7 +212,7 @@ def save_learner(learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[str, Tensor], trust: bool) -> None:
-    """Those of everything that is trained, before it is spread.
+    """Load the weights of everything that is trained, before it is sharded.
 
     Args:
         model: policy and values.
@@ -238,9 +238,9 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
 
 
 def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What goes on beside the files of :func:`save_learner`: tensors, and values for JSON.
+    """The learner's state besides the files of :func:`save_learner`: tensors, and values for JSON.
 
-    They do not depend on the number of ranks. Every rank must ask, and rank 0 gets them.
+    It does not depend on the number of ranks. Every rank must call it, and rank 0 gets the state.
     """
     learner.ranks.meet("state of the learner")
     parallel = learner.parallel
@@ -253,9 +253,9 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Go back to where :func:`learner_state` was called, once :func:`load_weights` has been. Every rank must."""
+    """Restore what :func:`learner_state` returned, after :func:`load_weights`. Every rank must call it."""
     learner.scheduler.last_epoch = values["scheduler_steps"]
-    # Computed anew: the length of the run may have changed, and with it the rate.
+    # Recomputed: the length of the run may have changed, and with it the learning rate.
     for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
         group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
     prefix = "optimizer."

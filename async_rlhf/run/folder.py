@@ -1,7 +1,7 @@
-"""The output folder of a run: what in it is the run's, what it goes on from, and what it may delete.
+"""The output folder of a run: which files belong to the run, what it resumes from, and what it may delete.
 
-A run deletes only what a run has written. Checkpoints and the final policy are known by their exact names and their
-manifests; the log files are listed in ``run_files.json`` before they are made. Links are not followed.
+A run deletes only what a run has written. Checkpoints and the final policy are recognised by their exact names and
+their manifests; the log files are listed in ``run_files.json`` before they are made. Links are not followed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old)")
 
 
 def hold_folder(folder: Path) -> Hold:
-    """Make the folder of a run, and be the only process that writes there. One that is still empty in the end is
-    deleted again.
+    """Make the folder of a run and lock it against other writers. A folder that is still empty at the end is deleted.
 
     Raises:
         ConfigError: it cannot be made or written to, or another process writes there.
@@ -47,7 +46,7 @@ def hold_folder(folder: Path) -> Hold:
 
 
 def refuse_second(folder: Path) -> None:
-    """Require that no living process of this host writes the folder; nothing is written.
+    """Require that no living process of this host writes to the folder. Writes nothing.
 
     Raises:
         InUseError: one does.
@@ -61,7 +60,7 @@ def log_names(config: OnlineConfig) -> list[str]:
 
 
 def batch_of(name: str) -> int | None:
-    """The number of a checkpoint by its name; None of other names."""
+    """The batch number in a checkpoint's name; None for other names."""
     found = _CHECKPOINT.fullmatch(name)
     return None if found is None else int(found[1])
 
@@ -77,16 +76,16 @@ class Checkpoints:
     folder: Path
 
     def path(self, batch: int) -> Path:
-        """Where the checkpoint after so many batches lies."""
+        """The path of the checkpoint after that many batches."""
         return self.folder / f"checkpoint-{batch}"
 
     def all(self) -> list[Path]:
-        """The oldest first."""
+        """All checkpoints, the oldest first."""
         found = {batch: path for path in _listed(self.folder) if (batch := batch_of(path.name)) and path.is_dir()}
         return [path for _, path in sorted(found.items())]
 
     def newest_whole(self) -> Path | None:
-        """The newest that is undamaged; what is wrong with newer ones is said as a warning."""
+        """The newest undamaged checkpoint; logs a warning about each newer, damaged one."""
         for path in reversed(self.all()):
             try:
                 verify(path)
@@ -97,7 +96,7 @@ class Checkpoints:
         return None
 
     def delete_old(self, limit: int | None, best: str | None) -> None:
-        """Keep the newest ``limit``, of which the best is one, however old it is, and what no run has written."""
+        """Keep ``limit`` checkpoints, the newest and the best however old it is, and what no run has written."""
         if limit is None:
             return
         paths = self.all()
@@ -113,12 +112,12 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run that is about to begin finds in its folder.
+    """What a starting run finds in its folder.
 
     Args:
         config: of the run.
-        checkpoint: what it goes on from, if anything.
-        batch: batches that the checkpoint has seen, else 0.
+        checkpoint: what it resumes from, if anything.
+        batch: batches that the checkpoint was trained on, else 0.
     """
 
     config: OnlineConfig
@@ -132,7 +131,7 @@ class RunFolder:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the checkpoint is this folder's own: its logs are added to. Else the run begins anew here."""
+        """Whether the checkpoint is in this folder, so its logs are continued. Else the run starts afresh here."""
         own = Checkpoints(self.path).path(self.batch)
         return self.checkpoint is not None and own.exists() and own.samefile(self.checkpoint)
 
@@ -142,11 +141,11 @@ class RunFolder:
         return "trace.json" if self.checkpoint is None else f"trace-from-{self.batch}.json"
 
     def check(self) -> None:
-        """Refuse a folder that holds an earlier run, unless that may be overwritten, and one where something else
-        would have to be deleted or overwritten.
+        """Refuse a folder that holds an earlier run, unless it may be overwritten, or where something else would have
+        to be deleted or overwritten.
 
         Raises:
-            ConfigError: names it.
+            ConfigError: names what is in the way.
         """
         afresh = self.config.overwrite_output_dir or (self.config.resume and self.checkpoint is None)
         earlier = self._earlier()
@@ -163,14 +162,14 @@ class RunFolder:
                 )
 
     def clear(self, best: str | None) -> None:
-        """Delete what an earlier run has left and this one does not go on from.
+        """Delete what an earlier run left and this one does not resume from.
 
         Args:
             best: the checkpoint to keep, however old.
         """
         going_on = self.goes_on
         self.check()  # some time has passed since the run was made
-        # Checkpoints first: were deleting interrupted, one without its logs could be resumed from.
+        # Checkpoints first: else, after an interrupted deletion, a run could resume from one that has lost its logs.
         for path in self._superseded() if going_on else self._earlier():
             if going_on and path.name == FINAL:
                 continue  # the new one will take its place
@@ -180,18 +179,18 @@ class RunFolder:
         for path in _listed(self.path):
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
-        if going_on:  # a kill may have come between the last checkpoint and the deletion of old ones
+        if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config.save_total_limit, best)
         with whole_file(self.path / _WRITTEN) as file:
             json.dump(sorted({*(self._written() or ()), *log_names(self.config), self.trace}), file)
 
     def _superseded(self) -> list[Path]:
-        """What going on from the checkpoint replaces: the future that was, checkpoints first."""
+        """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""
         newer = [path for path in self._earlier() if (batch_of(path.name) or 0) > self.batch]
         return [*newer, *(path for path in (self.path / FINAL, self.path / self.trace) if os.path.lexists(path))]
 
     def _earlier(self) -> list[Path]:
-        """What has a name that a run gives, checkpoints first."""
+        """Everything whose name a run would give, checkpoints first."""
         found = list(_listed(self.path))
         checkpoints = [path for path in found if batch_of(path.name) is not None]
         final = [path for path in found if path.name == FINAL]
@@ -201,7 +200,7 @@ class RunFolder:
         if not _LOG.fullmatch(path.name):
             return stranger_in(path)
         written = self._written()
-        if written is None:  # an older version's run, which made no list; its checkpoints say whose the folder is
+        if written is None:  # a run by an older version, which wrote no list; checkpoints show whose folder it is
             places = [*Checkpoints(self.path).all(), self.path / FINAL]
             ours = any(place.is_dir() and stranger_in(place) is None for place in places)
         else:
@@ -220,12 +219,12 @@ def _listed(folder: Path) -> Iterator[Path]:
 
 
 def checkpoint_to_resume(config: OnlineConfig) -> Path | None:
-    """The checkpoint that a run goes on from; None where it starts at the beginning.
+    """The checkpoint that a run resumes from; None if it starts at the beginning.
 
-    With ``resume`` and ``resume_from`` a run that was started from elsewhere goes on from its own newest checkpoint.
+    With both ``resume`` and ``resume_from``, a run that started from elsewhere resumes from its own newest checkpoint.
 
     Raises:
-        ConfigError: there is something to go on from, but no whole checkpoint.
+        ConfigError: there is something to resume from, but no whole checkpoint.
     """
     if not config.resuming:
         return None

@@ -1,4 +1,4 @@
-"""The only training loop, and what happens around it after each batch: log, evaluate, save."""
+"""The only training loop: train on each batch, then log, evaluate and save."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from async_rlhf.system import random_state
 from async_rlhf.types import Batch, Group, ScoredBatch
 
 PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
-"""Spans of the learner whose seconds are logged."""
+"""Spans of the learner whose durations are logged."""
 
 
 @dataclass(frozen=True)
 class TrainingLoop:
-    """Batches in, a better policy out. Every rank of the learner runs it.
+    """Trains the policy on one batch after another. Every rank of the learner runs it.
 
-    Rank 0 alone has callbacks and logs, and writes; what they decide it tells the others, who then do the same.
+    Only rank 0 has callbacks and logs and writes files. It broadcasts the callbacks' decisions, which all ranks follow.
 
     Args:
-        run: of which this rank has its part.
+        run: this rank's part of the run.
         rollouts: the batches, in order.
-        trace: where the spans go.
+        trace: records the spans.
         logs: open files by name, on rank 0.
-        stop_asked: True once this rank has been told that the run shall save and end.
+        stop_asked: returns True once this rank has been told to save and end.
     """
 
     run: Run
@@ -48,10 +48,10 @@ class TrainingLoop:
     stop_asked: Callable[[], bool]
 
     def train(self) -> OnlineTrainerState:
-        """Train on every batch that is left and save the final policy."""
+        """Train on all remaining batches and save the final policy."""
         run, rollouts, trace = self.run, self.rollouts, self.trace
         run.callbacks.begin()
-        # Only now: a callback may have drawn from the generators as the run began.
+        # Only now: a callback may have drawn random numbers in begin().
         if run.resumed is not None and run.ranks.leads:
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
         rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
@@ -74,7 +74,7 @@ class TrainingLoop:
         return run.ranks.from_lead("final state", lambda: run.callbacks.state)
 
     def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
-        """Write the policy, and what else there is, as one folder. All put the weights together; rank 0 writes."""
+        """Write policy, callbacks' state and any ``resume`` as one folder. All ranks gather weights; rank 0 writes."""
         run = self.run
         run.require_folder()
         policy = partial(save_learner, run.learner, run.tokenizer)
@@ -84,7 +84,7 @@ class TrainingLoop:
             policy(folder)
 
     def save(self) -> None:
-        """Write a checkpoint that the run can go on from, bit for bit, and delete old ones."""
+        """Write a checkpoint from which the run can resume bit for bit, and delete old ones."""
         run, state = self.run, self.run.callbacks.state
         checkpoints = Checkpoints(run.folder.path)
         path = checkpoints.path(state.global_step)
@@ -98,9 +98,9 @@ class TrainingLoop:
         run.callbacks.saved()
 
     def _resume_state(self, batch: int) -> ResumeState | None:
-        """What a run needs to go on after a batch, on rank 0. All must ask, for the learner and the batches ahead."""
+        """On rank 0, the state to resume from after a batch. All ranks must call it: learner and rollouts need them."""
         tensors, values = learner_state(self.run.learner)
-        ahead = self.rollouts.ahead(batch)  # first: it adds to what the agreement has found
+        ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
         if not self.run.ranks.leads:
             return None
         random_tensors, random_values = random_state.capture()
@@ -120,7 +120,7 @@ class TrainingLoop:
         )
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
-        """Log, evaluate and save as the callbacks say. True where the run shall stop."""
+        """Log, evaluate and save as the callbacks say. Returns whether the run must stop."""
         run, groups, state = self.run, scored.batch.groups, self.run.callbacks.state
         control = run.callbacks.step_end(len(groups), sum(len(group.samples) for group in groups))
         run.require_folder()
@@ -141,7 +141,7 @@ class TrainingLoop:
         return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
 
     def _log(self, scored: ScoredBatch, metrics: Mapping[str, float], everything: bool) -> None:
-        """The schedule of every batch; metrics and samples where that is due."""
+        """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         if SCHEDULE in self.logs:
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
         if everything:
@@ -157,7 +157,7 @@ class TrainingLoop:
         return logs
 
     def evaluate(self) -> dict[str, float]:
-        """Scores of the policy as it is now on the held-out prompts, one completion each."""
+        """Score the current policy on the held-out prompts, one completion each."""
         run = self.run
         assert run.eval_prompts is not None
         prompts = run.eval_prompts.all()

@@ -1,10 +1,10 @@
 """The schedule: which weights sample which batch, and in which order.
 
 Version v is the weights after training on v batches. With staleness S, batch b (from 1) is sampled by version
-max(0, b - 1 - S). Publishing version v therefore allows exactly the batches that it has to sample: batches 1 to
-S + 1 for version 0, batch v + 1 + S for every later one. So at most S + 1 batches are under way at any time,
-and a batch that is too stale cannot exist. A bounded schedule hands out the same batches at the same time, but a
-worker takes the newest version there is when it starts; these are the schedule's or newer.
+max(0, b - 1 - S). Publishing version v therefore releases exactly the batches that v must sample: batches 1 to S + 1
+for version 0, batch v + 1 + S for every later one. So at most S + 1 batches are under way at any time,
+and no batch can be too stale. A bounded schedule hands out the same batches at the same time, but a
+worker samples with the newest version that exists when it starts: the schedule's version or a newer one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from async_rlhf.types import Batch, drawn_versions
 
 
 class StaleWeightsError(RuntimeError):
-    """Completions were sampled by other weights than the schedule says."""
+    """Completions were sampled by weights other than those that the schedule requires."""
 
 
 def version_for(batch: int, staleness: int) -> int:
-    """The weights that sample a batch."""
+    """The version of the weights that samples a batch."""
     return max(0, batch - 1 - staleness)
 
 
 def batches_for(version: int, staleness: int, num_batches: int, start: int = 0) -> range:
-    """The batches that these weights sample: the inverse of :func:`version_for`.
+    """The batches that a version samples: the inverse of :func:`version_for`.
 
     The weights that a run starts from, version ``start``, fill the pipeline: batches start + 1 to start + 1 + S.
     """
@@ -44,16 +44,16 @@ class Rollouts:
     """Batches of completions in order. Iterate, and publish the weights after each batch. Every rank does both.
 
     Args:
-        generator: who samples.
-        prompts: from where.
+        generator: samples the completions.
+        prompts: the prompts to sample for.
         batch_size: prompts of a batch.
         num_batches: batches in all.
         staleness: S.
-        trace: where waiting is recorded.
+        trace: records the waiting.
         bounded: sample with the newest weights there are, at most S batches older than the schedule's newest.
-        recorded: for each batch the versions of its shares, to be used again.
-        start: batches trained on before, by a run that is resumed here.
-        ahead: what that run had sampled for the batches after them.
+        recorded: versions of each batch's shares, to be repeated.
+        start: batches that a resumed run has already trained on.
+        ahead: batches after those that it had already sampled.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Rollouts:
             yield self._ahead.pop(index)
 
     def ahead(self, trained: int) -> list[Batch]:
-        """The batches that older weights than version ``trained`` sample, for a checkpoint after that batch.
+        """The batches under way that weights older than version ``trained`` sample, for a checkpoint after that batch.
 
-        Waits for them. Those weights are gone when the run is resumed; version ``trained`` itself is in the checkpoint,
-        and the last batch under way, which it samples, can be sampled again.
+        Waits for them: those weights are gone when the run is resumed. Version ``trained`` itself is in the checkpoint,
+        so the last batch under way, which it samples, can be sampled again.
         """
         older = sorted(index for index in self._asked if index <= trained + self.staleness)
         for index in older:
@@ -107,9 +107,9 @@ class Rollouts:
             self._ahead[index] = batch
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Hand out numbered weights, and have them sample what they have to. Without a batch to sample, nothing."""
+        """Publish a version of the weights and submit the batches that it samples; do nothing if no batch needs it."""
         batches = self._due(version)
-        # Any version but the last may be the newest when a worker starts, or be asked for by the record.
+        # Any version but the last may be the newest when a worker starts, or be required by the recorded schedule.
         wanted = version < self.num_batches and (self.bounded or self.recorded is not None)
         if not batches and not wanted:
             return
@@ -120,7 +120,7 @@ class Rollouts:
             self.generator.submit(index, self._asked[index], self.prompts.batch(index, self.batch_size))
 
     def _due(self, version: int) -> list[int]:
-        """The batches that can be asked for once a version is there."""
+        """The batches that can be submitted once a version is published."""
         due: Iterable[int] = batches_for(version, self.staleness, self.num_batches, self.start)
         if self.recorded is not None:
             due = (index for index, shares in self.recorded.items() if max(shares) == version and index > self.start)
@@ -148,10 +148,10 @@ class Rollouts:
 
 
 def read_schedule(path: Path, workers: int, batches: int) -> dict[int, tuple[int, ...]]:
-    """The versions of each batch's shares, as a bounded run has recorded them.
+    """The versions of each batch's shares, as recorded by a bounded run.
 
     Raises:
-        ConfigError: it is no such file, or of a run with other workers or fewer batches.
+        ConfigError: the file is not such a record, or its run had other workers or fewer batches.
     """
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""The trainers: what a user constructs; and what has to be open while one trains."""
+"""The trainers that a user constructs; they open and close everything that training needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from async_rlhf.system.signals import ending_on_signals
 
 
 class OnlineTrainer:
-    """Online training of a causal language model, by the algorithm that the configuration is of.
+    """Online training of a causal language model; the type of the configuration selects the algorithm.
 
     Args:
         model: the policy, trained in place; a model, a folder or a hub name.
@@ -48,14 +48,14 @@ class OnlineTrainer:
         eval_dataset: held-out rows.
         callbacks: transformers' callbacks.
         prompt_field: the column with the prompt's text.
-        algorithm: an algorithm of your own, whose configuration ``args`` is.
+        algorithm: an algorithm of your own; ``args`` must be its configuration.
 
     Raises:
-        ConfigError: something does not fit; raised before anything is trained or written.
+        ConfigError: the arguments do not fit together; raised before anything is trained or written.
     """
 
     algorithm: ClassVar[Algorithm | None] = None
-    """The only one, of subclasses."""
+    """Set by subclasses, which accept no other."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class OnlineTrainer:
 
     @property
     def learner(self) -> Learner:
-        """Who trains it."""
+        """The learner, which trains the policy."""
         return self.run.learner
 
     @property
@@ -115,10 +115,10 @@ class OnlineTrainer:
         return self.run.tokenizer
 
     def train(self) -> OnlineTrainerState:
-        """Run the whole training, or what is left of it, once. The policy then lies in ``<output_dir>/final``.
+        """Run the whole training, or what is left of it, once. The policy is then in ``<output_dir>/final``.
 
-        On SIGTERM or SIGHUP it writes a checkpoint after the batch at hand and exits with code 0, to be resumed. Of
-        several ranks all must call it.
+        On SIGTERM or SIGHUP it writes a checkpoint after the current batch and exits with code 0; the run can then be
+        resumed. With several ranks, all must call it.
 
         Returns:
             The final state.
@@ -156,7 +156,7 @@ def train(run: Run) -> OnlineTrainerState:
 
 
 def _log(run: Run, name: str) -> JsonLines:
-    """A log file; where the run goes on in its own folder, behind what was logged up to the checkpoint."""
+    """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint."""
     keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
     return JsonLines(run.folder.path / name, keep)
 

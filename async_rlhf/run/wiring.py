@@ -1,4 +1,4 @@
-"""How a run is put together: from a configuration and what a user hands over to all that the loop needs."""
+"""Builds everything that the training loop needs from a configuration and the user's inputs."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run is made of, on one of its ranks, before it begins. What it resumes from is restored."""
+    """All parts of a run on one rank, before it begins. A resumed run's state is already restored."""
 
     config: OnlineConfig
     algorithm: Algorithm
     ranks: Ranks
     watch: Watch
     hold: Hold | None
-    """Rank 0's, on the folder; released when the run has ended."""
+    """On rank 0, the hold on the folder; released when the run has ended."""
     folder: RunFolder
     resumed: ResumeState | None
     tokenizer: PreTrainedTokenizerBase
@@ -99,29 +99,29 @@ class Run:
     learner: Learner
     scorer: Scorer
     engine: SharedEngine
-    """On the learner's policy; samples batches where that is done inline."""
+    """Samples from the learner's policy, for inline generation."""
     eval_prompts: SharedPrompts | None
     eval_engine: SharedEngine
-    """The same, with one completion for each prompt."""
+    """The same, with one completion per prompt."""
     callbacks: Callbacks
     fingerprints: Mapping[str, str]
-    """Of what came from outside and decides the run; rank 0 knows."""
+    """Fingerprints of the inputs that decide the result; on rank 0."""
 
     def require_folder(self) -> None:
-        """Require the folder to be there, and this run's.
+        """Require that the folder exists and belongs to this run.
 
         Raises:
-            OSError: it is not.
+            OSError: it does not.
         """
         if self.hold is not None:
             self.hold.require()
 
 
 def build(config: OnlineConfig, inputs: Inputs) -> Run:
-    """Make everything that a run needs, but its generators. Of several ranks all must call it.
+    """Make everything that a run needs except its generators. With several ranks, all must call it.
 
     Raises:
-        ConfigError: something does not fit; raised before anything is trained or written.
+        ConfigError: the inputs do not fit together; raised before anything is trained or written.
     """
     algorithm = _algorithm(config, inputs.algorithm)
     check_integrations(config.report_to)
@@ -133,12 +133,12 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
         run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:
             _restore(run, run.resumed)
-        stack.pop_all()  # from here on the folder is the run's to release
+        stack.pop_all()  # from here on the run releases the folder
     return run
 
 
 def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
-    """Who the configuration is for."""
+    """The algorithm that the configuration is for."""
     if given is None:
         return of_config(config)
     right = f"must be of type {given.config.__name__}"
@@ -151,7 +151,7 @@ def _build(
 ) -> Run:
     folder, resumed = _find_checkpoint(config, algorithm, ranks)
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
-    # Data before models: its mistakes are found within seconds.
+    # Data before models: mistakes in it show within seconds.
     recorded = ranks.from_lead("recorded schedule", lambda: _read_record(config))
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
@@ -188,7 +188,7 @@ def _build(
 
 
 def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
-    """What the run goes on from, if anything; requires that nothing else is in the way."""
+    """The run's folder and the state to resume from, if any. Requires that nothing else is in the way."""
     checkpoint = ranks.from_lead("checkpoint", lambda: checkpoint_to_resume(config))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     if resumed is not None:
@@ -208,7 +208,7 @@ def _read_record(config: OnlineConfig) -> dict[int, tuple[int, ...]] | None:
 def _read_prompts(
     config: OnlineConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> tuple[SharedPrompts, SharedPrompts | None]:
-    """Those to train on, and held-out ones. Rank 0 reads them."""
+    """The training prompts and the held-out ones, if any. Rank 0 reads them."""
 
     def stream(key: str, rows: Rows) -> PromptStream:
         return PromptStream(
@@ -234,11 +234,11 @@ def _read_prompts(
 
 @dataclass(frozen=True)
 class _Models:
-    """All on the learner's device; reference, reward and value model where the run has such."""
+    """The models, all on the learner's device; reference, reward and value model only if the run has them."""
 
     policy: PreTrainedModel
     params: SamplingParams
-    """How the policy samples."""
+    """How completions are sampled from the policy."""
     reference: PreTrainedModel | None
     reward: PreTrainedModel | None
     value: PreTrainedModel | nn.Linear | None
@@ -254,12 +254,12 @@ def _load_models(
 ) -> _Models:
     trust, model, ref_model = config.trust_remote_code, inputs.model, inputs.ref_model
     if parallel.spreads_weights:
-        device = torch.device("cpu")  # what is spread comes to the device piece by piece
+        device = torch.device("cpu")  # a sharded model reaches the device piece by piece
     named = isinstance(model, str)
     policy = load_policy(model, device, trust=trust) if named else in_float32(unwrap(model).to(device))
     check_positions(policy, config.max_prompt_length, config.generation.response_length)
     params = _sampling(config, policy, tokenizer)
-    # The saved policy then stops where this one did.
+    # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward = None
     if inputs.reward_model is not None:
@@ -286,7 +286,7 @@ def _value(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> PreTrainedModel | nn.Linear | None:
-    """The value model: as given, else a copy of the reward model, else on the policy's body. Or a value head."""
+    """The value model: as given, else a copy of the reward model, else built on the policy's body; or a value head."""
     needs = algorithm.needs(config)
     if not needs.values:
         require(given is None, "value_model", given, f"must be None: {algorithm.name} has no value model")
@@ -330,7 +330,7 @@ def _make_learner(
 
 
 def _restore(run: Run, resumed: ResumeState) -> None:
-    """Put everything but random generators and what was found of the engine where the checkpoint was written."""
+    """Restore everything from the checkpoint except random generators and the engine's agreement statistics."""
     checkpoint = run.folder.checkpoint
     assert checkpoint is not None
     if run.ranks.leads:

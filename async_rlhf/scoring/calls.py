@@ -1,4 +1,4 @@
-"""Calling functions at the same time, plain and async ones, within one time limit."""
+"""Calls plain and async functions concurrently, within one time limit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class TooLateError(Exception):
 
 
 class RemoteError(Exception):
-    """What a function raised in its process.
+    """An exception that a function raised in its process.
 
     Args:
         kind: the exception's type.
-        text: what it says.
+        text: its message.
         trace: its traceback.
     """
 
@@ -43,12 +43,12 @@ class ProcessDiedError(Exception):
 def call_together(
     calls: Sequence[Callable[[], Any]], timeout: float | None = None
 ) -> Iterator[tuple[int, list[Any] | BaseException]]:
-    """Call every function in a thread of its own, and say what came of each as soon as it is known.
+    """Call every function in a separate thread, and yield each outcome as soon as it is known.
 
-    A function that returns an awaitable has it run in an event loop of that thread, so it does not matter whether the
-    caller has a running loop. At the time limit an async function is cancelled; a plain one cannot be, it is abandoned:
-    its thread goes on until it returns, and what it returns is dropped. The threads are daemons, so the process can
-    end meanwhile. Threads that a function starts itself, as asyncio.to_thread does, are its own business.
+    If a function returns an awaitable, it runs in an event loop of that thread, so the caller may or may not have a
+    running loop. At the time limit an async function is cancelled. A plain one cannot be; it is abandoned: its thread
+    continues until it returns, and the result is dropped. The threads are daemons, so the process can end meanwhile.
+    Threads that a function starts itself, as asyncio.to_thread does, are not managed here.
 
     Args:
         calls: called without arguments; each returns an iterable, or an awaitable of one.
@@ -59,12 +59,12 @@ def call_together(
         or :class:`TooLateError`.
 
     Raises:
-        BaseException: what a call raised that is no failure of the call, such as KeyboardInterrupt or SystemExit.
+        BaseException: raised by a call but not a failure of it, such as KeyboardInterrupt or SystemExit.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]] = queue.SimpleQueue()
     for number, call in enumerate(calls):
-        # No ThreadPoolExecutor: the interpreter waits for its threads before it ends.
+        # No ThreadPoolExecutor: the interpreter would wait for its threads before it ends.
         arguments = (number, call, deadline, outcomes)
         threading.Thread(target=_deliver, args=arguments, name=_THREADS, daemon=True).start()
     pending = set(range(len(calls)))
@@ -75,7 +75,7 @@ def call_together(
             for number in sorted(pending):
                 yield number, TooLateError()
             return
-        # A cancelled task is a failure of its function although its exception is no Exception.
+        # A cancelled task is a failure of its function although CancelledError is not an Exception.
         if isinstance(outcome, BaseException) and not isinstance(outcome, (Exception, asyncio.CancelledError)):
             raise outcome
         pending.remove(number)
@@ -92,7 +92,7 @@ def _deliver(
 
 
 def outcome_of(call: Callable[[], Any], deadline: float | None) -> list[Any] | BaseException:
-    """What comes of a call, here and now: a list of what it returned, or the exception that it raised.
+    """Make a call in this thread and return a list of what it returned, or the exception that it raised.
 
     Args:
         call: returns an iterable, or an awaitable of one.
@@ -103,7 +103,7 @@ def outcome_of(call: Callable[[], Any], deadline: float | None) -> list[Any] | B
         if inspect.isawaitable(returned):
             returned = asyncio.run(_until(deadline, returned))
         return list(returned)
-    except BaseException as error:  # of every kind: the caller would wait in vain for a thread that just ended
+    except BaseException as error:  # of any kind: else the thread would just end and the caller would wait in vain
         return error
 
 
@@ -114,18 +114,18 @@ async def _until(deadline: float | None, awaitable: Awaitable[Any]) -> Any:
     except TimeoutError:
         if limit.expired():
             raise TooLateError from None
-        raise  # the function's own, such as that of a request
+        raise  # the function's own timeout, such as a request's
 
 
 @atexit.register
 def _interrupt_abandoned() -> None:
-    """Before Python 3.14 a daemon thread that is within C++ code, such as torch's, when the interpreter ends aborts the
-    process: the status of a finished run would be that of a crash. An exception gets most threads out of there.
+    """Before Python 3.14, a daemon thread that runs C++ code, such as torch's, when the interpreter ends aborts the
+    process, so a finished run would look like a crash. Raising an exception in the thread gets most threads out.
     """
     abandoned = [thread for thread in threading.enumerate() if thread.name == _THREADS and thread.daemon]
     for thread in abandoned:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-    deadline = time.monotonic() + 1.0  # one that sleeps does not notice, and does no harm
+    deadline = time.monotonic() + 1.0  # a sleeping thread does not notice, but does no harm
     for thread in abandoned:
         thread.join(_seconds_until(deadline))
 

@@ -21,9 +21,9 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 
 None instead of a number says that the function does not apply to that completion, and leaves its reward to the others.
 
-Every call is made in a new thread, and an async function gets a new event loop with it: what belongs to one thread or
-one loop (a database connection, an HTTP session) has to be opened within the call. Functions of one batch run at the
-same time, so one that draws random numbers needs a generator of its own if the run is to be repeatable.
+Every call is made in a new thread, with a new event loop for an async function, so anything that belongs to one thread
+or loop (a database connection, an HTTP session) must be opened within the call. Functions of one batch run at the same
+time, so a function that draws random numbers needs its own generator if the run is to be repeatable.
 """
 
 
@@ -34,7 +34,7 @@ class RewardError(RuntimeError):
 def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
     """Functions by name: "package.module:function" or "path/to/file.py:function".
 
-    With arguments, "package.module:factory(limit=3)", it is what the factory returns, called with them.
+    With arguments, "package.module:factory(limit=3)", the factory is called with them and returns the function.
 
     Raises:
         ConfigError: there is no such module, file or function, or its factory refuses the arguments.
@@ -48,12 +48,12 @@ _NAMES: dict[int, tuple[RewardFunction, str]] = {}
 
 
 def name_loaded_by(function: RewardFunction) -> str | None:
-    """What :func:`load_reward_functions` made the function from; None where it is from elsewhere."""
+    """The name that :func:`load_reward_functions` made the function from; None if it did not make it."""
     return _NAMES.get(id(function), (None, None))[1]
 
 
 def load_object(name: str, key: str) -> Any:
-    """Something callable by name, for the given configuration key."""
+    """Load a callable by name, for the given configuration key."""
     wanted = FunctionName.parse(name, key)
     function = load_attribute(wanted.place, wanted.attribute, key, "function")
     if not callable(function):
@@ -62,7 +62,7 @@ def load_object(name: str, key: str) -> Any:
 
 
 def _made_by(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str, key: str) -> Any:
-    """What a factory returns for the arguments of a configuration."""
+    """Call a factory with the arguments from a configuration."""
     try:
         made = factory(**arguments)
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
@@ -73,7 +73,7 @@ def _made_by(factory: Callable[..., Any], arguments: Mapping[str, Any], name: st
 
 
 def function_name(function: RewardFunction) -> str:
-    """What messages and metrics call it."""
+    """Its name in messages and metrics."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -91,7 +91,7 @@ def call_reward_function(
 
 
 def numbers(rewards: Sequence[float | None], prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """The rewards, once it is sure that every completion has one.
+    """The rewards, after checking that every completion has one.
 
     Raises:
         RewardError: one is None.
@@ -113,14 +113,14 @@ def call_reward_functions(
     timeout: float | None = None,
     skip: bool = False,
 ) -> dict[str, list[float | None]]:
-    """The rewards of every function; all functions run at the same time, each in a thread of its own.
+    """The rewards of every function; all functions run at the same time, each in a separate thread.
 
     At the time limit an async function is cancelled. A plain one cannot be stopped (unless it is a
-    :class:`~async_rlhf.scoring.stoppable.StoppableFunction`): it is abandoned and goes on in its thread, perhaps beside
+    :class:`~async_rlhf.scoring.stoppable.StoppableFunction`): it is abandoned and continues in its thread, perhaps during
     its own next call, but does not keep the process from ending.
 
     Args:
-        functions: by the name that messages use; see :data:`RewardFunction`.
+        functions: by their names in messages; see :data:`RewardFunction`.
         prompts: the prompt of each completion.
         completions: texts without the stop token.
         columns: the data set's columns, one value for each completion.
@@ -132,8 +132,8 @@ def call_reward_functions(
         apply.
 
     Raises:
-        RewardError: not with ``skip``: a function raised, was too slow, or returned another count, or something that
-            is no finite number. The other functions are then not waited for.
+        RewardError: without ``skip``: a function raised, was too slow, or returned a wrong count or something that is
+            no finite number. The other functions are then not waited for.
     """
     rewards = {}
     for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout):
@@ -149,10 +149,10 @@ def judge(
     columns: Mapping[str, Sequence[Any]],
     timeout: float | None = None,
 ) -> Iterator[tuple[str, list[float | None], RewardError | None]]:
-    """What :func:`call_reward_functions` goes by: each function as soon as it is done.
+    """The basis of :func:`call_reward_functions`: yields each function's rewards as soon as it is done.
 
     Yields:
-        The function's name; its rewards, None where it does not apply and NaN where it failed; and what is wrong.
+        The function's name; its rewards, None where it does not apply and NaN where it failed; and its error, if any.
     """
     names = list(functions)
     calls = [partial(_call, function, prompts, completions, columns) for function in functions.values()]
@@ -177,7 +177,7 @@ def has_failed(reward: float | None) -> bool:
 
 
 def raise_or_warn(error: RewardError, missing: int, completions: int, skip: bool) -> None:
-    """What is done where some of the completions have no reward.
+    """Handle completions without a reward: raise or warn.
 
     Raises:
         RewardError: the given error, unless ``skip``.
@@ -190,13 +190,13 @@ def raise_or_warn(error: RewardError, missing: int, completions: int, skip: bool
 def _call(
     function: RewardFunction, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> Any:
-    """With lists of its own: what a function does to them concerns none of the others."""
+    """Call it with its own copies of the lists, so that changes to them do not affect other functions."""
     lists = {name: list(values) for name, values in columns.items()}
     return function(prompts=list(prompts), completions=list(completions), **lists)
 
 
 def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout: float | None) -> RewardError:
-    """Of a whole call."""
+    """The error of a whole call."""
     if isinstance(outcome, list):
         return RewardError(f"reward function {name} returned {len(outcome)} rewards for {count} completions")
     if isinstance(outcome, TooLateError):
@@ -208,13 +208,13 @@ def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout:
         return RewardError(f"reward function {name}: {outcome}")
     raised = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
     error = RewardError(f"reward function {name} raised {raised[0]}: {raised[1]}")
-    error.__cause__ = outcome  # as `raise ... from` would: its traceback is shown
+    error.__cause__ = outcome  # as `raise ... from` does, so that its traceback is shown
     return error
 
 
 def _number(value: Any) -> float:
     """The value as a float; NaN for what is no finite number."""
     try:
-        return float(value) if math.isfinite(value) else math.nan  # isfinite() refuses text, float() reads it
+        return float(value) if math.isfinite(value) else math.nan  # isfinite() refuses text, which float() would read
     except Exception:  # whatever the __float__ of a tensor or of the user's own class may raise
         return math.nan

@@ -1,4 +1,4 @@
-"""From samples to scores: the reward model, the reward functions, and the penalties for length and for not ending."""
+"""Scores samples by the reward model and the reward functions, with penalties for length and for not ending."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 class Scorer:
     """The weighted sum of a reward model and of reward functions, less ``length_penalty`` for each token.
 
-    By ``non_eos_penalty``, a completion that did not end by itself scores ``penalty_reward_value`` instead, or that is
-    added.
+    By ``non_eos_penalty``, ``penalty_reward_value`` replaces the score of a completion that did not end by itself, or
+    is added to it.
 
     Args:
         tokenizer: of the policy.
-        config: weights, penalties, what is done about errors, and sizes.
+        config: weights, penalties, handling of errors, and sizes.
         reward_model: reads the score at the last real token.
         reward_funcs: see :data:`~async_rlhf.scoring.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
-        parallel: how the ranks share the reward model's work, and perhaps its weights.
+        parallel: how the ranks share the reward model's work, and possibly its weights.
 
     Raises:
-        ConfigError: the number of ``reward_weights`` is not that of the functions, or one's state does not fit a file.
+        ConfigError: there are not as many ``reward_weights`` as functions, or a function's state does not fit a file.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Scorer:
             raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
 
     def __call__(self, batch: Batch) -> ScoredBatch:
-        """Score every sample. Every rank must, for the reward model; the rest rank 0 does, and tells the others.
+        """Score every sample. Every rank must call it for the reward model; rank 0 does the rest and broadcasts it.
 
         Raises:
-            RewardError: not with ``reward_errors: skip``: a reward is not a finite number, or a function failed.
+            RewardError: without ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
         by_model_R = None if self.reward_model is None else self._model_scores(batch.samples)
         place = f"scores of batch {batch.index}"
@@ -96,7 +96,7 @@ class Scorer:
         return ScoredBatch(batch, scores_PK, metrics)
 
     def _score(self, batch: Batch, by_model_R: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Scores (P, K) and metrics, from what the reward model says."""
+        """Scores (P, K) and metrics, given the reward model's scores."""
         samples = batch.samples
         rewards: dict[str, Tensor] = {}
         failed_R = torch.zeros(len(samples), dtype=torch.bool)
@@ -124,7 +124,7 @@ class Scorer:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Within, what scores is there: on rank 0 the processes of functions that a time limit can stop."""
+        """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop."""
         if not self.ranks.leads:
             yield
             return
@@ -143,15 +143,17 @@ class Scorer:
         return [function for function in self._callable.values() if isinstance(function, StoppableFunction)]
 
     def _prepare(self) -> None:
-        """Start the processes that are not there, or no more, all at the same time."""
+        """Start all processes that are not running, at the same time."""
         for function in self._stoppable():
             function.start()
         for function in self._stoppable():
             function.wait()
 
     def state(self) -> dict[str, Any]:
-        """What reward functions with ``state_dict()`` and ``load_state_dict()`` want kept in checkpoints, for JSON."""
-        functions: dict[str, Any] = {**self.reward_funcs}  # a network's weights are no JSON, and do not change
+        """The states of reward functions with ``state_dict()`` and ``load_state_dict()``, for checkpoints, as JSON."""
+        functions: dict[str, Any] = {
+            **self.reward_funcs
+        }  # not the reward model: its weights are not JSON and do not change
         return {
             name: function.state_dict()
             for name, function in functions.items()
@@ -159,7 +161,7 @@ class Scorer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Hand back what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
         functions: dict[str, Any] = {**self.reward_funcs}
         for name in state.keys() & functions.keys():
             functions[name].load_state_dict(state[name])
@@ -170,7 +172,7 @@ class Scorer:
         return score_in_batches(self.score_batches, rows, self.config.annotate_batch_size).double()
 
     def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
-        """Scores of each batch of rows by the reward model, which every rank computes some of."""
+        """Scores of each batch of rows by the reward model; every rank computes some of them."""
         assert self.reward_model is not None
         self.ranks.meet("computing rewards")
         found = {}
@@ -185,12 +187,12 @@ class Scorer:
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
     ) -> dict[str, list[float | None]]:
-        """The rewards of every function; each prompt comes with so many samples in a row."""
+        """The rewards of every function; each prompt has ``samples`` consecutive completions."""
         timeout = self.config.reward_timeout
         return call_reward_functions(self._callable, prompts, completions, columns, timeout, self.skip)
 
     def _function_scores(self, groups: Sequence[Group]) -> dict[str, list[float | None]]:
-        """None where a function does not apply, NaN where it failed."""
+        """Rewards by function: None where it does not apply, NaN where it failed."""
         prompts = [group.prompt for group in groups for _ in group.samples]
         names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
         return self._call_functions(
@@ -201,7 +203,7 @@ class Scorer:
         )
 
     def _sum(self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """float32, NaN where a part failed, where no part applies, or where the sum is too large."""
+        """The weighted sum: float32, NaN where a part failed, where no part applies, or where the sum is too large."""
         lengths_R = torch.tensor(_lengths(samples), dtype=torch.float64)
         sums_R = -self.config.length_penalty * lengths_R
         sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
@@ -216,7 +218,7 @@ class Scorer:
         return self._finite(scores_R, ~scores_R.isfinite() & ~failed_R & ~nobody_R, samples, message)
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
-        """NaN in place of what is broken, where that does not stop the run."""
+        """Replace broken scores by NaN, or raise if they stop the run."""
         if not broken_R.any():
             return scores_R
         first = int(broken_R.nonzero()[0])
@@ -227,7 +229,7 @@ class Scorer:
 
 
 def _stoppable(functions: Mapping[str, RewardFunction], limit: float | None) -> dict[str, RewardFunction]:
-    """With a limit, those that can be called in processes of their own, as what does that."""
+    """The functions; with a limit, those that can run in separate processes are wrapped as StoppableFunction."""
     if limit is None:
         return {}
     sources = {name: source_of(function) for name, function in functions.items()}
@@ -253,7 +255,7 @@ def _by_name(functions: Sequence[RewardFunction], taken: set[str]) -> dict[str, 
 def _metrics(
     scores_R: Tensor, rewards: Mapping[str, Tensor], ended_R: Tensor, samples: Sequence[Sample]
 ) -> dict[str, float]:
-    """Scores and rewards are averaged over the valid ones; where there are none, the mean is left out."""
+    """Scores and rewards are averaged over the valid ones; without any, the mean is left out."""
     scores_R = scores_R.double()  # in float32 the square of a large score is infinite
     mean = scores_R.nanmean()
     means = {"objective/scores": mean, "objective/scores_std": (scores_R - mean).square().nanmean().sqrt()}
@@ -268,10 +270,10 @@ def _metrics(
 
 
 def _given(sample: Sample) -> float:
-    """What an environment gave for it, in all."""
+    """The total reward from an environment."""
     return 0.0 if sample.rewards is None else float(sample.rewards.sum(dtype=np.float64))
 
 
 def _lengths(samples: Sequence[Sample]) -> list[int]:
-    """How many tokens the policy drew of each."""
+    """How many tokens of each sample the policy drew."""
     return [int(sample.sampled.sum()) for sample in samples]

@@ -1,8 +1,8 @@
-"""Reward functions in processes of their own, which can be killed: the learner's side, and what runs there.
+"""Reward functions in separate processes, which can be killed: the learner's side, and the process's.
 
-A thread cannot be stopped while it keeps Python's lock (the GIL), as a regular expression does that backtracks for
-ever, and neither learner nor signals get a turn meanwhile. A process can. It is forked from the server that generator
-processes come from, and loads its function by name: nothing of the learner, its threads or its GPU is copied.
+A thread cannot be stopped while it holds Python's lock (the GIL), as a regular expression does that backtracks
+forever; meanwhile neither learner nor signal handlers run. A process can be stopped. It is forked from the same fork
+server as generator processes and loads its function by name: nothing of the learner, its threads or its GPU is copied.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from async_rlhf.system.random_state import capture_on_cpu, equal_on_cpu, restore
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1.0
-"""An async function that is cancelled at the limit has so long to give way before its process is killed."""
-_LONGEST_POLL = 1e6  # seconds; the system's call takes no more than some 24 days
+"""How long an async function that was cancelled at the limit may take to end before its process is killed."""
+_LONGEST_POLL = 1e6  # seconds; the system call accepts at most about 24 days
 
 
 @dataclass(frozen=True)
 class Source:
-    """How another process gets a function.
+    """How another process loads a function.
 
     Args:
         name: for :func:`~async_rlhf.scoring.functions.load_object`.
-        pickled: a built-in reward instead, whose options are plain values.
+        pickled: instead, a built-in reward, whose options are plain values.
     """
 
     name: str = ""
@@ -59,7 +59,7 @@ class Source:
 
 
 def source_of(function: RewardFunction) -> Source | str:
-    """Where another process finds a function, or why none can."""
+    """How another process loads a function, or why it cannot."""
     if hasattr(function, "load_state_dict"):
         return "keeps a state (state_dict), which this process saves"
     if (name := name_loaded_by(function)) is not None:
@@ -81,14 +81,14 @@ def source_of(function: RewardFunction) -> Source | str:
 
 
 class StoppableFunction:
-    """A reward function that is called in a process of its own.
+    """A reward function that is called in a separate process.
 
-    Calls must not overlap. Python's, numpy's and torch's random numbers go on there where they are here, and back.
+    Calls must not overlap. The states of Python's, numpy's and torch's random generators are sent there and back.
 
     Args:
-        name: what messages call it.
-        function: itself, for arguments that cannot be sent.
-        source: where the process finds it.
+        name: its name in messages.
+        function: the function itself, for arguments that cannot be sent.
+        source: how the process loads it.
         limit: seconds after which an async function is cancelled there.
     """
 
@@ -101,10 +101,10 @@ class StoppableFunction:
         self._idle.set()
 
     def start(self) -> None:
-        """Start the process, unless it is there; :meth:`wait` waits for it."""
+        """Start the process unless it is running; :meth:`wait` waits for it."""
         if self._given_up:
             return
-        idle = self._idle.wait(GRACE_SECONDS)  # after an error elsewhere nobody waited for the last call
+        idle = self._idle.wait(GRACE_SECONDS)  # after an error elsewhere, nothing waited for the last call
         if self._process is not None and idle and self._process.is_alive() and not self._late:
             return
         self._kill()
@@ -112,18 +112,18 @@ class StoppableFunction:
         self._pipe, theirs = context.Pipe()
         self._leash, held = context.Pipe()
         surroundings = (os.getcwd(), list(sys.path), dict(os.environ), logging.getLogger().getEffectiveLevel())
-        # No daemon: those may not start processes, which some rewards do.
+        # Not a daemon: daemons may not start processes, as some rewards do.
         arguments = (theirs, held, self._source, surroundings)
         process = context.Process(target=_serve, args=arguments, name=f"reward-{self.name}")
         process.daemon = False
         start_process(process, f"reward function {self.name}")
         held.close()
-        theirs.close()  # only the process holds it now, so that its death ends our reading
+        theirs.close()  # only the process holds it now, so its death ends our read
         self._process, self._ready, self._late = process, False, False
-        atexit.register(self.close)  # before multiprocessing's own, which would wait for it
+        atexit.register(self.close)  # runs before multiprocessing's own handler, which would wait for the process
 
     def wait(self) -> None:
-        """Until the function is loaded there: its limit is for calls. Where it cannot be, it is called here."""
+        """Wait until the process has loaded the function, as the limit is for calls. If it cannot, call it here."""
         if self._given_up or self._ready:
             return
         try:
@@ -150,7 +150,7 @@ class StoppableFunction:
         before = capture_on_cpu()
         try:
             message = pickle.dumps((arguments, self.limit, torch.get_num_threads(), before))
-        except Exception as error:  # of every kind: objects say in their own ways that they cannot be pickled
+        except Exception as error:  # of any kind: objects have their own ways to refuse pickling
             self._given_up = True
             logger.warning("reward function %s: its columns cannot be sent to a process (%r)", self.name, error)
             warn_unstoppable(self.name, "is called in this process")
@@ -158,7 +158,7 @@ class StoppableFunction:
         self._idle.clear()
         try:
             self._pipe.send_bytes(message)
-            # The caller has stopped waiting at the limit; here the process is ended, if it does not give way.
+            # The caller stopped waiting at the limit; end the process here if the function does not end.
             if not self._pipe.poll(None if self.limit > _LONGEST_POLL else self.limit + GRACE_SECONDS):
                 self._late = True
                 self._send_kill()
@@ -191,7 +191,7 @@ class StoppableFunction:
         self._process, self._ready = None, False
 
     def _send_kill(self) -> None:
-        for kill in (os.killpg, os.kill):  # with what the function has started
+        for kill in (os.killpg, os.kill):  # including processes that the function started
             with suppress(OSError):
                 kill(self._process.pid, signal.SIGKILL)
 
@@ -203,7 +203,7 @@ class StoppableFunction:
 
 
 def warn_unstoppable(name: str, why: str) -> None:
-    """A limit has been set that may not hold."""
+    """Warn that a time limit may not hold."""
     logger.warning(
         "reward_timeout: reward function %s %s: over the limit it is abandoned in its thread, and code that keeps "
         "Python's lock, such as a regular expression, holds up everything. Only what can be loaded by name, "
@@ -215,7 +215,7 @@ def warn_unstoppable(name: str, why: str) -> None:
 
 @dataclass(frozen=True)
 class _Unusable:
-    """What stands for a value that is no number; its text in messages is that of the value."""
+    """Stands for a value that is not a number; messages show it as the value's text."""
 
     text: str
 
@@ -230,12 +230,12 @@ def _serve(
     surroundings: tuple[str, list[str], dict[str, str], int],
 ) -> None:
     """Answer calls until the learner is gone."""
-    # When the learner dies, the kernel ends this process, even if its function never lets Python look: at the end of
-    # file it sends SIGIO, which nobody handles. (Not so on macOS, where the call at hand is finished first.)
+    # When the learner dies, the kernel ends this process even if its function never returns to Python: at end of
+    # file the kernel sends SIGIO, which has no handler. (On macOS the current call is finished first.)
     fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
     os.setpgid(0, 0)
-    # The learner ends it. Handlers, unlike what is ignored or blocked, are not passed on to programs that it starts.
+    # Only the learner ends it. Use handlers: programs that it starts would inherit ignored or blocked signals.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
@@ -247,7 +247,7 @@ def _serve(
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
         function = source.load()
-    except BaseException as error:  # of every kind: the learner has loaded it, and will call it itself
+    except BaseException as error:  # of any kind: the learner has loaded the function and will call it itself
         pipe.send(f"{type(error).__name__}: {error}")
         return
     pipe.send(None)
@@ -263,7 +263,7 @@ def _serve(
 
 
 def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
-    """Numbers as they are, and as text what only this process may know."""
+    """Keep numbers, and send as text what may exist only in this process."""
     if isinstance(outcome, (TooLateError, KeyboardInterrupt, SystemExit)):
         return type(outcome)(*(each if isinstance(each, int) else str(each) for each in outcome.args))
     if isinstance(outcome, BaseException):
@@ -273,7 +273,7 @@ def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
 
 
 def _sendable_value(value: Any) -> Any:
-    with suppress(Exception):  # of every kind: a value of the user's own class
+    with suppress(Exception):  # of any kind: a value of the user's own class
         if value is None or math.isfinite(value):
             return None if value is None else float(value)
     return _Unusable(_text_of(value))
@@ -282,5 +282,5 @@ def _sendable_value(value: Any) -> Any:
 def _text_of(value: Any) -> str:
     try:
         return repr(value)[:200]
-    except Exception as error:  # of every kind, see above
+    except Exception as error:  # of any kind, see above
         return f"a {type(value).__name__} ({type(error).__name__} in its repr)"

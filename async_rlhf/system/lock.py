@@ -1,9 +1,9 @@
 """One writer at a time: a lock file that says which process on which host writes a folder.
 
-The locks of file systems (flock, fcntl) are not to be relied on over NFS, so the file itself is the lock: it appears
-whole, by a hard link, and is taken over by a rename. On the same host its process is looked up, by its number and the
-time that it was started, so a dead one's lock is taken over at once. Another host's process cannot be looked up: it
-refreshes the time of the file, and is held to be dead when it has not done so for long by the file system's clock.
+File-system locks (flock, fcntl) are unreliable over NFS, so the file itself is the lock: it appears whole, by a hard
+link, and is taken over by a rename. On the same host the holder is looked up by process id and start time, so a dead
+process's lock is taken over at once. A process on another host cannot be looked up: it refreshes the file's time, and
+counts as dead when it has not done so for long, by the file system's clock.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 5.0
 """Between two signs of life of a holder."""
 STALE_SECONDS = 120.0
-"""Without a sign of life, after which a process that cannot be looked up is held to be dead."""
+"""Seconds without a sign of life after which a process that cannot be looked up counts as dead."""
 _LOOK_SECONDS = 1.0
 _EXITING = 4
-"""PF_EXITING of the kernel's flags of a process."""
+"""The flag PF_EXITING in the kernel's flags of a process."""
 
 
 class InUseError(ConfigError):
@@ -48,11 +48,11 @@ class Holder:
     host: str
     pid: int
     started: str
-    """In the kernel's ticks since it booted; empty where it does not say."""
+    """Start time, in the kernel's ticks since boot; empty if unknown."""
     place: str
-    """The boot of the kernel and the namespace that the number of the process counts in; empty where not known."""
+    """The kernel's boot and the process-id namespace; empty if unknown."""
     token: str
-    """Of this one lock."""
+    """Identifies this one lock."""
 
     @classmethod
     def here(cls) -> Holder:
@@ -60,10 +60,10 @@ class Holder:
         return cls(socket.gethostname(), os.getpid(), _started(os.getpid()) or "", _place(), uuid.uuid4().hex)
 
     def is_alive(self) -> bool | None:
-        """Whether the process is still there; None where that cannot be told from here.
+        """Whether the process still runs; None if this cannot be told from here.
 
-        This process itself counts as dead: what it holds it knows, so the lock is of an earlier program under its
-        number.
+        This process itself counts as dead: it knows its own locks, so the lock belongs to an earlier program that had
+        the same process id.
         """
         if not (self.place == _place() if self.place else self.host == socket.gethostname()):
             return None
@@ -74,20 +74,20 @@ class Holder:
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # it is another user's
+            pass  # it belongs to another user
         started = _started(self.pid)
-        return None if started is None else started == self.started  # else the number has been given to another
+        return None if started is None else started == self.started  # else another process now has the id
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started; None where nothing says it. Empty for one that runs no more, although it is there:
-    it is not waited for yet, or its memory is being freed, which takes seconds where that is much.
+    """When a process was started; None if unknown. Empty for one that exists but no longer runs: it is a zombie, or its
+    memory is still being freed, which takes seconds if there is much.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    killed = int(fields[28]) >> (signal.SIGKILL - 1) & 1  # of the signals that are pending
+    killed = int(fields[28]) >> (signal.SIGKILL - 1) & 1  # among the pending signals
     return "" if fields[0] in "ZX" or int(fields[6]) & _EXITING or killed else fields[19]
 
 
@@ -101,7 +101,7 @@ def _place() -> str:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A lock file at one moment. The holder is None where its text is not whole."""
+    """A lock file at one moment. The holder is None if the text is incomplete."""
 
     holder: Holder | None
     changed: float
@@ -121,7 +121,7 @@ def _look(path: Path) -> _Seen | None:
 
 
 class _Lock:
-    """A lock that this process holds, as often as it asks for it.
+    """A lock that this process holds, possibly several times.
 
     Args:
         path: the file.
@@ -135,9 +135,9 @@ class _Lock:
         self.busy = False
         self._me = Holder.here()
         self._released = threading.Event()
-        refuse_in_use(path, key, folder)  # nothing in the folder is touched where that is all
+        refuse_in_use(path, key, folder)  # if the lock is in use, nothing in the folder is touched
         self._made = [place for place in path.parents if not place.exists()]
-        """Folders that are made for it, the innermost first."""
+        """Folders made for it, the innermost first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._take()
         threading.Thread(target=self._heartbeat, name=f"lock {path}", daemon=True).start()
@@ -170,7 +170,7 @@ class _Lock:
             draft.unlink(missing_ok=True)
 
     def _is_stale(self, seen: _Seen, first: _Seen, draft: Path, began: float) -> bool:
-        """Whether the holder is dead; False where it is too early to tell.
+        """Whether the holder is dead; False if it is too early to tell.
 
         Raises:
             InUseError: it is alive.
@@ -185,12 +185,12 @@ class _Lock:
         return max(age, time.monotonic() - began) > STALE_SECONDS
 
     def _link(self, draft: Path) -> bool:
-        """Make the file, whole, unless there is one. Whether it was made."""
+        """Make the complete file unless one exists. Returns whether it was made."""
         try:
             os.link(draft, self.path)
         except FileExistsError:
-            return draft.stat().st_nlink == 2  # NFS may answer so when it was asked twice for a lost answer
-        except OSError:  # a file system without links
+            return draft.stat().st_nlink == 2  # ours: NFS says this if it repeats a request after a lost answer
+        except OSError:  # a file system without hard links
             try:
                 with self.path.open("x", encoding="utf-8") as file:
                     file.write(draft.read_text(encoding="utf-8"))
@@ -199,7 +199,7 @@ class _Lock:
         return True
 
     def _tidy(self) -> None:
-        """Delete drafts of processes that were killed over them; where that cannot be told, when they are old."""
+        """Delete drafts of processes that were killed; if that cannot be told, delete old drafts."""
         now = self.path.stat().st_mtime
         for draft in self.path.parent.glob(f"{self.path.name}.*"):
             with suppress(OSError):
@@ -216,7 +216,7 @@ class _Lock:
                 os.utime(self.path)
 
     def require(self) -> None:
-        """Require the lock to be there still.
+        """Require that this process still has the lock.
 
         Raises:
             OSError: the folder was deleted or moved, or another process has taken it over while this one was stopped.
@@ -236,7 +236,7 @@ class _Lock:
         with suppress(OSError):
             if (seen := _look(self.path)) is not None and seen.holder == self._me:
                 self.path.unlink()
-                for place in self._made:  # those that are still empty
+                for place in self._made:  # only those that are still empty
                     place.rmdir()
 
 
@@ -245,7 +245,7 @@ _changing = threading.RLock()
 
 
 def _forget() -> None:
-    """A fork holds nothing."""
+    """Forget all locks: a fork holds none."""
     global _changing
     _held.clear()
     _changing = threading.RLock()
@@ -261,7 +261,7 @@ class Hold:
         self._lock = lock
         lock.users += 1
         self.release = weakref.finalize(self, _drop, lock)
-        """Let go. The file is deleted when every hold of this process has been."""
+        """Release it. The file is deleted when all holds of this process are released."""
 
     def require(self) -> None:
         """See :meth:`_Lock.require`."""
@@ -269,10 +269,10 @@ class Hold:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within, no other hold of this process may come here too.
+        """Within, no other hold of this process may enter.
 
         Raises:
-            InUseError: one is here.
+            InUseError: one has entered.
         """
         lock = self._lock
         with _changing:
@@ -292,7 +292,7 @@ class Hold:
 
 
 def hold(path: Path, key: str, folder: Path) -> Hold:
-    """Lock a folder. It is made if it is not there. This process may do so several times.
+    """Lock a folder, which is made if necessary. This process may lock it several times.
 
     Args:
         path: the lock file.
@@ -300,8 +300,8 @@ def hold(path: Path, key: str, folder: Path) -> Hold:
         folder: what is locked, for messages.
 
     Raises:
-        InUseError: another process holds it. Of another host's, this takes seconds to tell; whether one that gives no
-            sign of life is dead, ``STALE_SECONDS``.
+        InUseError: another process holds it. For a process on another host, this takes seconds to find out; if it shows
+            no sign of life, ``STALE_SECONDS``.
         OSError: the folder cannot be written to.
     """
     path = path.parent.resolve() / path.name
@@ -322,12 +322,12 @@ def _drop(lock: _Lock) -> None:
 
 
 def refuse_in_use(path: Path, key: str, folder: Path) -> None:
-    """Require that no other living process of this host holds a lock; nothing is written.
+    """Require that no other living process of this host holds a lock. Writes nothing.
 
     Raises:
         InUseError: one does.
     """
-    for pause in (0.1, 0.0):  # between being killed and leaving there is a moment in which nothing says so
+    for pause in (0.1, 0.0):  # for a moment, a killed process still looks alive
         seen = _look(path)
         holder = None if seen is None else seen.holder
         if holder is None or not holder.is_alive():
@@ -349,8 +349,8 @@ def _described(holder: Holder | None, does: str = "") -> str:
 
 @contextmanager
 def _in_turn(folder: Path) -> Iterator[None]:
-    """Processes that would take over the same lock come here one after another, where the file system can do it. Where
-    it cannot, the last of them has it, and the others find out before they write.
+    """Let processes that take over the same lock enter one after another, if the file system can do this. If it cannot,
+    the last one gets the lock, and the others notice before they write.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -359,5 +359,5 @@ def _in_turn(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of a fork that has a copy of the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a fork that has a copy of the descriptor
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: the optimiser's state, the gradients and the weights spread over ranks, on GPUs and on CPUs."""
+"""DeepSpeed's ZeRO: shards the optimiser's state, the gradients and the weights over ranks, on GPUs and on CPUs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from async_rlhf.ranks.parallel import Model, Parallel, require_finite
 
 
 class ZeRO(Parallel):
-    """Stage 1 spreads the optimiser's state, 2 the gradients too, 3 the weights too (Rajbhandari et al., "ZeRO", 2020).
+    """Stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too (Rajbhandari et al., "ZeRO", 2020).
 
     Args:
-        ranks: who shares them.
+        ranks: the ranks that share them.
         config: the stage, offloading, and more of DeepSpeed's own options.
         device: of this rank.
         run: sizes and precision.
@@ -46,7 +46,7 @@ class ZeRO(Parallel):
         return self.optimizer
 
     def frozen(self, model: Model) -> Model:
-        """With stage 3 an inference engine that spreads the weights; a smaller stage has nothing to spread."""
+        """With stage 3 an inference engine that shards the weights; a smaller stage shards nothing here."""
         if self.spreads_weights:
             options = {key: value for key, value in self._options(3).items() if key != "gradient_clipping"}
             self._deepspeed.initialize(model=model, config=options)
@@ -63,7 +63,7 @@ class ZeRO(Parallel):
         self._engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
 
     def step(self, limit: float) -> list[float]:
-        """As any, but all parts are clipped together, and the norm is known only after the step."""
+        """As in the base class, but all parts are clipped together, and the norm is known only after the step."""
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         require_finite([norm])
@@ -74,7 +74,7 @@ class ZeRO(Parallel):
 
         found = {}
         if self.stage < 3 and self.optimizer.state:
-            # Linked after the first group's first step, the other groups were found without a state.
+            # The states were linked after the first group's first step, when the other groups had none yet: link again.
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
         for i, parameter in enumerate(self.trained):
@@ -108,7 +108,7 @@ class ZeRO(Parallel):
         if self.stage < 3:
             safe_set_full_optimizer_state(parameter, value, name)
             return
-        # What sets the whole in stage 3 cannot do it where ranks do not divide the size.
+        # DeepSpeed's setter of whole tensors fails in stage 3 if the ranks do not divide the size.
         mine = safe_get_local_optimizer_state(parameter, name)
         part = value.flatten()[self.ranks.rank * mine.numel() :][: mine.numel()]
         mine[: len(part)].copy_(part)
@@ -130,11 +130,11 @@ class ZeRO(Parallel):
         return partial(self.exchange, parameter, before)
 
     def _options(self, stage: int) -> dict[str, Any]:
-        """DeepSpeed's configuration: the user's, and what follows from the run."""
+        """DeepSpeed's configuration: the user's options, plus those that follow from the run."""
         options = copy.deepcopy(self.config.deepspeed)
         zero = options.setdefault("zero_optimization", {})
         zero["stage"] = stage
-        # It would replace torch's linear layer in the whole process by one that rounds otherwise.
+        # Else it replaces torch's linear layer in the whole process by one that rounds differently.
         zero.setdefault("memory_efficient_linear", False)
         if self.config.cpu_offload:
             zero.setdefault("offload_optimizer", {"device": "cpu"})
