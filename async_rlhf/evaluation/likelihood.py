@@ -95,8 +95,8 @@ def loss_and_perplexity(model: PreTrainedModel, rows: Sequence[EncodedRow], batc
 def original_perplexity(sums_R: Tensor, rows: Sequence[EncodedRow]) -> float:
     """The number that the code of "Asynchronous RLHF" (arXiv 2410.18252) calls perplexity, to compare with its logs.
 
-    It divides a response's negative log-likelihood by the predicted tokens of prompt and response together, and takes the
-    mean over rows of e to that power: far below the perplexity, and lower the longer the prompts are.
+    It divides a response's negative log-likelihood by the predicted tokens of prompt and response together, and is
+    the mean over rows of e to that power: far below the perplexity, and lower the longer the prompts are.
 
     Args:
         sums_R: log-probability of each row's response, summed over its tokens, at temperature 1.

@@ -191,7 +191,7 @@ class PairwiseJudge:
             if answer.status_code == 200:
                 self._answered = True
                 return _content(answer, url)
-            if answer.status_code == 400 and self._answered:  # a refusal of this text only, such as a filter's: no verdict
+            if answer.status_code == 400 and self._answered:  # of this text only, such as a filter's: no verdict
                 logger.warning("judge.url: %s refused a pair: %s", masked(url), answer.text[:200])
                 return ""
             said = f"status {answer.status_code}: {answer.text[:200]}"

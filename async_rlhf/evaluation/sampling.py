@@ -64,7 +64,7 @@ def sample(
     samples_per_prompt: int,
     label: str,
 ) -> Completions:
-    """Completions of each prompt, with a progress bar. The seed is the same for all models, so they get the same random numbers."""
+    """Completions of each prompt, with a progress bar. With one seed, all models use the same random numbers."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     params = sampling_params(model, tokenizer, config, samples_per_prompt, longest)
     with progress_bar(label, len(prompts)) as progress:

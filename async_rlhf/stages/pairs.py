@@ -77,7 +77,7 @@ def best_and_worst(
     prompt_field: str = "query",
 ) -> list[dict[str, Any]]:
     """Pairs from the K samples of each prompt (adjacent in the other arguments): the best against the worst, the second
-    best against the second worst, and so on. A pair of equal scores is dropped; samples of equal score keep their order.
+    best against the second worst, and so on. Pairs of equal scores are dropped; equal samples keep their order.
     """
     k = len(samples) // len(prompts)
     pairs = []
