@@ -1,1 +1,1 @@
-"""Predicts the speed of a run: simulates its schedule with measured, given or estimated times. Does not import torch."""
+"""Predicts the speed of a run: simulates its schedule with measured, given or estimated times. Needs no torch."""

@@ -16,7 +16,7 @@ from async_rlhf.planning.simulate import Work
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The division of the devices. ``in_turn`` means that all devices alternate between both tasks: synchronous, inline."""
+    """The division of the devices. ``in_turn``: all devices alternate between both tasks, synchronous and inline."""
 
     generators: int
     learners: int
@@ -124,7 +124,7 @@ def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, s
         batches: how many.
         seed: of the order, and of the variation.
     """
-    rng = np.random.default_rng(seed)  # learners of all splits draw the same numbers, and so do the generators that splits have in common
+    rng = np.random.default_rng(seed)  # every split's learner draws the same; so do generators that splits share
     rounds = math.ceil(batches / len(rows))
     order_B = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:batches]
     generate_BG = np.array([row.generate for row in rows])
