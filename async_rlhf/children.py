@@ -77,8 +77,8 @@ def _leave_fork_server() -> None:
 
 @contextmanager
 def _endings_blocked() -> Iterator[None]:
-    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends SIGTERM to a whole job and a closed terminal
-    sends SIGHUP, but the learner still needs its processes.
+    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends SIGTERM to a whole job and a closed
+    terminal sends SIGHUP, but the learner still needs its processes.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within, add the file's name to errors of the disk: the system does not name it when an open file is written to."""
+    """Within, add the file's name to errors of the disk: writing to an open file raises them without a name."""
     try:
         yield
     except OSError as error:
@@ -46,7 +46,7 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a text file to which lines are appended; none if it does not exist. An incomplete last line is removed
+    """The lines of a text file that grows line by line; none if it does not exist. An incomplete last line is removed
     from the file, so that the next one starts on a new line.
     """
     data = path.read_bytes() if path.is_file() else b""
@@ -59,8 +59,8 @@ def whole_lines(path: Path) -> list[str]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder that replaces an older one only when the body ends without error. A link in its place is itself replaced;
-    its target stays.
+    """A folder that replaces an older one only when the body ends without error. If a link is in its place, the link is
+    replaced and its target stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")

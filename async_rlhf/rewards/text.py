@@ -13,7 +13,7 @@ from async_rlhf.rewards.base import Reward, column_values
 
 _FLAGS = matching.VERSION0  # reads an expression as Python's own module does
 MATCH_SECONDS = 10.0
-"""How long a pattern may take for one completion. Expressions such as (a|aa)+$ take forever on some texts; sensible ones
+"""How long a pattern may take for one completion. Expressions such as (a|aa)+$ take forever on some texts; usable ones
 take microseconds."""
 
 

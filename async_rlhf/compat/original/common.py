@@ -46,8 +46,8 @@ _EXPORTED = (
     "WANDB_PROJECT WANDB_RESUME WANDB_RUN_GROUP WANDB_RUN_ID WANDB_SILENT WANDB_TAGS WANDB_WATCH",
 )
 EXPORTED = frozenset(name for names in _EXPORTED for name in names.split())
-"""Variables that a file may set. Others may make this program load libraries or modules (LD_PRELOAD, PYTHONPATH) or send
-keys to other hosts (WANDB_BASE_URL, HF_ENDPOINT), or are keys themselves.
+"""Variables that a file may set. Others may make this program load libraries or modules (LD_PRELOAD, PYTHONPATH) or
+send keys to other hosts (WANDB_BASE_URL, HF_ENDPOINT), or are keys themselves.
 """
 
 

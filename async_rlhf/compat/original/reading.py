@@ -38,7 +38,7 @@ def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | 
 
 
 def check_known(values: Mapping[str, Any], command: str, ours: set[str]) -> None:
-    """Require that every key is the original's. Raises :class:`ConfigError` with the first that is not, and the nearest."""
+    """Require that every key is the original's. Raises :class:`ConfigError` with the first other key and the nearest."""
     theirs = [key for key in values if key in KEYS[command] and key not in ours]
     for key in values:
         if key in KEYS[command] or key == ENVIRONMENT:
@@ -102,7 +102,7 @@ def _option(name: str, key: Key, words: list[str]) -> Any:
 
 
 def typed(values: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Values converted to their keys' types: "1e-5" is a number there too. Null values are left out: they mean the same."""
+    """Values converted to their keys' types: "1e-5" is a number there too. Null is left out, as it means the same."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         if key == ENVIRONMENT:
