@@ -255,7 +255,7 @@ def score_in_batches(
 def score_batch(
     model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False, device: torch.device | None = None
 ) -> Tensor:
-    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed on the device, by default
+    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed on ``device``, or else
     where the weights are.
     """
     device = model.device if device is None else device

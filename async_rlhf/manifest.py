@@ -68,8 +68,8 @@ def verify(folder: Path) -> None:
 
 
 def stranger_in(folder: Path) -> Path | None:
-    """What must not be deleted with a folder in the place where :func:`write_whole` would write: the folder itself if it is a
-    link or was not written that way, or the first entry that its manifest does not list. None if there is nothing such.
+    """What must not be deleted with the folder that :func:`write_whole` would replace: the folder itself if it is a link or
+    was not written that way, else the first entry that its manifest does not list. None if there is no such thing.
     """
     if not os.path.lexists(folder):
         return None
@@ -88,8 +88,8 @@ def stranger_in(folder: Path) -> Path | None:
 
 
 def delete_whole(folder: Path) -> None:
-    """Delete a folder that has no stranger (:func:`stranger_in`). If this is interrupted, the rest no longer counts as a
-    checkpoint but still lists what was in it.
+    """Delete a folder that has no stranger (:func:`stranger_in`). If this is interrupted, the rest no longer counts as
+    a checkpoint but still lists what was in it.
     """
     listing = folder / _DELETED
     with suppress(FileNotFoundError):

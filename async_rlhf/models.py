@@ -165,8 +165,8 @@ def new_reward_model(
 ) -> PreTrainedModel:
     """A reward model on the body of a language model, in float32 with dropout off.
 
-    Its head is drawn from a normal distribution of standard deviation 1 / sqrt(hidden size + 1), and depends only on the
-    seed (Stiennon et al., "Learning to summarize from human feedback", 2020).
+    Its head is drawn from a normal distribution of standard deviation 1 / sqrt(hidden size + 1), and depends only on
+    the seed (Stiennon et al., "Learning to summarize from human feedback", 2020).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -379,7 +379,7 @@ def stop_token_ids(
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel = ALONE
 ) -> None:
-    """Write model and tokenizer into a folder, with adapters merged; a language model's adapters are also written beside it.
+    """Write model and tokenizer into a folder, adapters merged; a language model's adapters are also written beside it.
 
     A reward or value model's adapters are not: without its head, which is trained too, they would be no model. The
     generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank of

@@ -1,4 +1,4 @@
-"""The states of the global random generators. The loop itself uses counter-based random numbers; rewards and callbacks may use these generators."""
+"""The states of the global random generators. The loop itself does not use them, but rewards and callbacks may."""
 
 from __future__ import annotations
 

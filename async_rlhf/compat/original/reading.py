@@ -38,7 +38,7 @@ def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | 
 
 
 def check_known(values: Mapping[str, Any], command: str, ours: set[str]) -> None:
-    """Require that every key is the original's. Raises :class:`ConfigError` with the first other key and the nearest."""
+    """Require every key to be the original's. Raises :class:`ConfigError` with the first other key and the nearest."""
     theirs = [key for key in values if key in KEYS[command] and key not in ours]
     for key in values:
         if key in KEYS[command] or key == ENVIRONMENT:
