@@ -104,7 +104,7 @@ class RunConfig(Checked):
 
 @dataclass(frozen=True)
 class ReplayConfig(Checked):
-    """Repeat a run from its record: ``async-rlhf replay RUN``. Needed for bounded staleness; exact runs repeat anyway."""
+    """Repeat a run from its record: ``async-rlhf replay RUN``. Bounded staleness needs it; exact runs repeat anyway."""
 
     run: str
     """The output folder of a run of ``async-rlhf train``."""

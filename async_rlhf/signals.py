@@ -23,9 +23,9 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], bool]]:
-    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing, even
-    after this context: when a terminal closes, its shell sends one and the kernel sends another when the shell ends,
-    perhaps while the program is cleaning up.
+    """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing,
+    even after this context: when a terminal closes, its shell sends one and the kernel sends another when the shell
+    ends, perhaps while the program is cleaning up.
 
     Yields:
         A function that says whether a signal has come; always False outside the main thread, where Python allows no
