@@ -68,7 +68,7 @@ def verify(folder: Path) -> None:
 
 
 def stranger_in(folder: Path) -> Path | None:
-    """What must not be deleted with the folder that :func:`write_whole` would replace: the folder itself if it is a link
+    """What must not be deleted with a folder that :func:`write_whole` would replace: the folder itself if it is a link
     or was not written that way, else the first entry that its manifest does not list. None if there is no such thing.
     """
     if not os.path.lexists(folder):
