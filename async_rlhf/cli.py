@@ -21,7 +21,7 @@ from async_rlhf.system.signals import RankError, ending_signals
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does in one line, its configuration, and the function that does it."""
+    """A command: a one-line description, its configuration, and the function that runs it."""
 
     summary: str
     config: str
@@ -129,17 +129,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(name: str, words: list[str]) -> int:
-    # OpenMP's idle threads spin for long by default, and on a machine with anything else to do every small operation
-    # then waits for a time slice: 20 times slower was seen. Spinning a little costs nothing. torch reads this once,
-    # when it is loaded.
+    # By default OpenMP's idle threads spin for long; on a busy machine every small operation then waits for a time
+    # slice, which was seen to be 20 times slower. Spinning briefly costs nothing. torch reads this once, when it is
+    # loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    lead = launched_rank() == 0  # who speaks for all
+    lead = launched_rank() == 0  # speaks for all ranks
     logging.basicConfig(level=logging.INFO if lead else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for number in ending_signals():
         signal.signal(number, _terminate)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have set it to be ignored
         signal.signal(signal.SIGINT, _interrupt)
     try:
         dry_run = "--dry-run" in words
@@ -155,7 +155,7 @@ def _run(name: str, words: list[str]) -> int:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130
     except ConfigError as error:
-        if lead or os.environ.get("LOCAL_RANK") == "0":  # a mistake may be of one host alone
+        if lead or os.environ.get("LOCAL_RANK") == "0":  # an error may concern one host only
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 2
     except RankError as error:
@@ -192,7 +192,7 @@ def _find(place: str) -> Any:
 
 
 def _derived(config: Checked) -> str:
-    """What follows from the configuration, as comments below its YAML."""
+    """Quantities derived from the configuration, as comments below its YAML."""
     summary: Callable[[], dict[str, Any]] | None = getattr(getattr(config, "train", None), "summary", None)
     if summary is None:
         return ""
@@ -200,14 +200,14 @@ def _derived(config: Checked) -> str:
 
 
 def _interrupt(_signal: int, _frame: object) -> NoReturn:
-    """Ctrl-C unwinds like an error; a second one, while that is still going on, ends at once."""
+    """Ctrl-C unwinds like an error; a second one meanwhile ends the program at once."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     raise KeyboardInterrupt
 
 
 def _terminate(number: int, _frame: object) -> NoReturn:
     """SIGTERM and SIGHUP unwind like an error, so that processes are ended and files closed."""
-    if number == signal.SIGHUP:  # the second SIGHUP of a closed terminal must not break off what the first began
+    if number == signal.SIGHUP:  # the second SIGHUP of a closed terminal must not interrupt the unwinding
         signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 

@@ -19,7 +19,7 @@ def penalty_needs(config: KLPenaltyConfig) -> Needs:
 
 
 def ratio_needs(config: RatioConfig) -> Needs:
-    """Also log-probabilities by the policy before the update, if that is the old policy ("proximal").
+    """A reference policy if there is a penalty, and the log-probabilities before the update if old is "proximal".
 
     With one optimiser step per batch the policy being trained is itself the proximal one, and a separate pass would
     repeat what the step computes anyway. A penalty in the reward still needs the pass: it is due before the step.

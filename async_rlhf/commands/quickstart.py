@@ -26,7 +26,7 @@ RUNS = {"synchronous": 0, "asynchronous": 1}
 
 
 def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
-    """The configuration of every stage, in the order they run."""
+    """The configuration of every stage, in the order in which they run."""
     out, seed = Path(config.out), config.seed
     data, pairs = out / "data", out / "pairs" / "pairs.jsonl"
     sampling: dict[str, Any] = {
@@ -65,7 +65,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             num_epochs=1,
             learning_rate=1e-3,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
-            center=False,  # the samples that it is trained on are few, and nothing here asks where its zero is
+            center=False,  # few samples are trained on, and nothing here needs the zero point
             seed=seed,
             overwrite=config.overwrite,
         ),
@@ -91,12 +91,12 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
         train=OnlineDPOConfig(
             output_dir=str(out / name),
             overwrite_output_dir=config.overwrite,
-            resume=not config.overwrite,  # an interrupted run goes on from its last checkpoint
+            resume=not config.overwrite,  # an interrupted run resumes from its last checkpoint
             save_steps=20,
             save_total_limit=1,
             staleness=staleness,
             total_episodes=batch * max(2, round(80 * config.scale)),
-            # Small micro-batches, sorted by length, waste less on padding than they lose by being small.
+            # Small micro-batches, sorted by length, save more on padding than they lose by being small.
             per_device_train_batch_size=8,
             gradient_accumulation_steps=batch // 8,
             learning_rate=2e-4,
@@ -109,7 +109,7 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
 
 
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
-    """Run every stage that is not done yet, and report. Returns what ``summary.json`` holds."""
+    """Run every stage that is not done yet, and report. Returns the content of ``summary.json``."""
     import transformers
 
     from async_rlhf.commands.data import run_data
@@ -119,7 +119,7 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     from async_rlhf.commands.train import run_train
     from async_rlhf.evaluation.evaluate import run_evaluate
 
-    # Loading small models again and again is no news.
+    # Loading small models repeatedly is not worth reporting.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     functions: dict[type, Callable[[Any], Any]] = {

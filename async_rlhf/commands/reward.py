@@ -53,7 +53,7 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
 
     Returns:
         train_loss, pairs, dropped (too long), ties (both sides alike), score_offset (what ``center`` subtracted) and,
-        on held-out pairs, those of :func:`evaluate_pairs`.
+        on held-out pairs, the results of :func:`evaluate_pairs`.
 
     Raises:
         ConfigError: see the message.

@@ -1,4 +1,4 @@
-"""Stages that are skipped where they are done, and whose results are whole or not there."""
+"""Stages that are skipped if they are done, and whose results are either complete or absent."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Stage:
     The marker holds the configuration, fingerprints of what was read, and the results.
 
     Args:
-        folder: where the marker lies, beside the outputs.
+        folder: where the marker is, beside the outputs.
         name: of the marker, and of the stage in messages.
         config: a frozen dataclass with a field ``overwrite``.
-        inputs: configuration key -> the file, folder or hub name it gives (or several). They are compared by content.
+        inputs: configuration key -> its file, folder or hub name (or several). They are compared by content.
         owns_folder: the stage's output is the whole folder. Then a folder with other things in it is never replaced.
         outputs: else the files it writes. They are never replaced without a marker or ``overwrite``.
-        overwrite_option: what errors tell the user to pass.
-        marker_name: of the marker where ``name`` would not tell two outputs in one folder apart.
+        overwrite_option: the option that errors tell the user to pass.
+        marker_name: name of the marker, if ``name`` would not distinguish two outputs in one folder.
         locked: refuse a second process that does this stage, from :meth:`done` to the end of publishing.
     """
 
@@ -81,14 +81,14 @@ class Stage:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the marker says of configuration and inputs."""
+        """The marker's entries for configuration and inputs."""
         values = dotted(dataclasses.asdict(self.config))
         config = {key: value for key, value in values.items() if decides_result(self.config, key)}
-        # Through JSON and back, so that it equals what a marker says.
+        # Through JSON and back, so that it can be compared with a marker.
         return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))
 
     def done(self) -> dict[str, Any] | None:
-        """The results, if the stage was done with this configuration and these inputs; None if it is to be done.
+        """The results, if the stage was done with this configuration and these inputs; None if it is not done.
 
         Raises:
             ConfigError: it was done with others, or the folder holds something else, or another process is doing it.
@@ -102,13 +102,13 @@ class Stage:
         return results
 
     def hold(self) -> None:
-        """Be the only process that does this stage, until it is published or nobody refers to it any more.
+        """Lock the stage against other processes, until it is published or this object is no longer referenced.
 
         Raises:
-            InUseError: another one does it.
+            InUseError: another process is doing it.
         """
         folder = self.folder.resolve()
-        # A folder that will be replaced as a whole has its lock beside it.
+        # A folder that is replaced as a whole has its lock beside it.
         path = folder.with_name(f".{folder.name}.lock") if self.owns_folder else folder / f".{self.marker.name}.lock"
         self.__dict__["_hold"] = hold(path, self.name, self.folder)
 
@@ -139,7 +139,7 @@ class Stage:
         return found["results"]
 
     def _check_place(self) -> None:
-        """Nothing that is not this stage's own may be lost."""
+        """Require that nothing but this stage's own files would be lost."""
         if self.owns_folder and self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(
                 f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
@@ -155,16 +155,16 @@ class Stage:
 
     @contextmanager
     def publish_folder(self, results: Mapping[str, Any]) -> Iterator[Path]:
-        """A temporary folder; with the marker in it, it takes the place of ``folder`` when the body has ended well."""
+        """A temporary folder; when the body ends without error, it gets the marker and replaces ``folder``."""
         with whole_folder(self.folder) as temporary:
             yield temporary
             (temporary / self.marker.name).write_text(self._marker_text(results), encoding="utf-8")
         self._release()
 
     def publish_files(self, files: Mapping[Path, str], results: Mapping[str, Any]) -> None:
-        """Write files whole, then the marker. An older marker goes first, so that it never speaks of newer files.
+        """Write files whole, then the marker. An older marker is deleted first, so that it never describes newer files.
 
-        A list of the files goes before all: a stage that was killed among them may be started again.
+        Before all that, a list of the files is written, so that a stage that was killed in between can be restarted.
         """
         with whole_file(self._list_of_begun) as file:
             json.dump([path.name for path in files], file)
@@ -180,7 +180,7 @@ class Stage:
         return self.folder / f".{self.marker.name}.begun"
 
     def _begun(self) -> list[str]:
-        """Files that a stage which was killed has begun to write."""
+        """Files that a killed stage had begun to write."""
         if not self._list_of_begun.is_file():
             return []
         return json.loads(self._list_of_begun.read_text(encoding="utf-8"))
@@ -203,7 +203,7 @@ class Stage:
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
-    """One line for each key whose value or content is not what it was."""
+    """One line for each key whose value or content has changed."""
     old, new = found["inputs"], wanted["inputs"]
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
@@ -218,7 +218,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterabl
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object a line. What JSON has no form for (dates) is written as text, NaN as null."""
+    """One JSON object per line. Values that JSON does not support (dates) are written as text, NaN as null."""
     return "".join(_json_line(row) for row in rows)
 
 
@@ -226,7 +226,7 @@ def _json_line(row: Mapping[str, Any]) -> str:
     try:
         line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
         line.encode()
-    except ValueError:  # a number that is none, or half a character
+    except ValueError:  # NaN, an infinity or a lone surrogate
         line = json.dumps(_finite(row), allow_nan=False, default=str)
     return line + "\n"
 
@@ -252,11 +252,11 @@ def _fingerprints(inputs: Mapping[str, Source]) -> dict[str, Any]:
 
 
 def fingerprint(source: str) -> str:
-    """What tells one input from another: a hash of the content where it is local, else the name.
+    """Identifies an input: by a hash of the content if it is local, else by its name.
 
-    Of a model's folder only the files of model and tokenizer count, so that logs and markers beside them may change.
-    A function, as "module:function" or "file.py:function(key=value)", counts with the file it is in, and of a package
-    with the files beside it.
+    In a model's folder only the files of model and tokenizer count, so logs and markers beside them may change. For a
+    function, as "module:function" or "file.py:function(key=value)", its file counts too, and in a package the files
+    beside it.
     """
     if ":" in source and not Path(source).expanduser().exists():
         return _function_fingerprint(source)
@@ -275,7 +275,7 @@ def _function_fingerprint(name: str) -> str:
     try:
         wanted = FunctionName.parse(name, "")
     except ConfigError:
-        return name  # not the name of a function, such as that of a data set on the hub
+        return name  # not a function's name but, for example, a hub data set's
     file = Path(wanted.place) if wanted.place.endswith(".py") else _module_file(wanted.place)
     if file is None or not file.is_file():
         return name
@@ -287,7 +287,7 @@ def _module_file(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        return None  # whoever loads the function says what is wrong with its name
+        return None  # loading the function will report what is wrong with its name
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 

@@ -1,1 +1,1 @@
-"""Configurations of other programs, read as ours."""
+"""Reads configurations of other programs as ours."""

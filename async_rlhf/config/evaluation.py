@@ -53,7 +53,7 @@ class HeldOutConfig(Checked):
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model; with false, a model that needs this is an error."""
     overwrite: bool = key(False, role="place")
-    """Repeat what is done already."""
+    """Do it again even if it is done already."""
 
     def check(self) -> None:
         require(self.data != "", "data", self.data, "give the held-out prompts: a file, a folder, or a name on the hub")

@@ -24,7 +24,7 @@ class DocstringsConfig(Checked):
     seed: int = key(0, *SEED)
     """Seed of the split into train, preference and held-out."""
     overwrite: bool = key(False, role="place")
-    """Repeat what is done already."""
+    """Do it again even if it is done already."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class StageConfig(Checked):
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with the model; with false, a model that needs this is an error."""
     overwrite: bool = key(False, role="place")
-    """Repeat the stage if it is done already."""
+    """Do the stage again even if it is done already."""
 
     def check(self) -> None:
         require(self.eval_steps == 0 or self.eval is not None, "eval_steps", self.eval_steps, "must be 0 without eval")

@@ -1,6 +1,6 @@
-"""What rows mean: prompts, demonstrations and preference pairs, as plain text or as chats.
+"""The formats of rows: prompts, demonstrations and preference pairs, as plain text or as chats.
 
-A chat becomes text by the tokenizer's chat template. Everything after this module deals in text.
+The tokenizer's chat template turns a chat into text. Everything after this module works with text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Demonstration(NamedTuple):
-    """What an assistant is to answer."""
+    """A prompt and the answer to learn."""
 
     prompt: str
     response: str
@@ -45,7 +45,7 @@ class RowReader:
     """Reads rows of one data set.
 
     Args:
-        tokenizer: its chat template makes text of chats; None where there are none.
+        tokenizer: its chat template turns chats into text; None if there are no chats.
         key: the configuration key that errors name.
     """
 
@@ -53,7 +53,7 @@ class RowReader:
     key: str
 
     def prompts(self, values: Sequence[Any], field: str) -> list[str]:
-        """Prompts from the values of column ``field``; of a chat, all before the assistant's last answer.
+        """Prompts from the values of column ``field``; for a chat, everything before the assistant's last answer.
 
         Raises:
             ConfigError: one is neither text nor a chat.
@@ -61,19 +61,19 @@ class RowReader:
         return [self._prompt(value, f"{self.key}: {field!r} of row {n}") for n, value in enumerate(values, start=1)]
 
     def demonstrations(self, rows: Rows) -> list[Demonstration]:
-        """Prompts with the answer to learn: of `query_reference_response` (with `query`, its start), of `messages`, of
-        `prompt` and `completion` (or, of preference pairs, `chosen`), or of `text`.
+        """Prompts with the answer to learn: from `query_reference_response` (with `query`, its start), from `messages`,
+        from `prompt` and `completion` (or, in preference pairs, `chosen`), or from `text`.
 
         Raises:
-            ConfigError: a row has none of these, or they are no text.
+            ConfigError: a row has none of these, or they are not text.
         """
         return [self._demonstration(row, f"{self.key}: row {n}") for n, row in enumerate(rows, start=1)]
 
     def preferences(self, rows: Rows) -> list[Preference]:
-        """`prompt`, `chosen` and `rejected` of every row; two whole chats have their prompt in common.
+        """`prompt`, `chosen` and `rejected` of every row; two whole chats must have their prompt in common.
 
         Raises:
-            ConfigError: a column is missing, or no text and no chat.
+            ConfigError: a column is missing, or is neither text nor a chat.
         """
         return [self._preference(row, f"{self.key}: row {n}") for n, row in enumerate(rows, start=1)]
 
@@ -104,7 +104,7 @@ class RowReader:
             if row.get(column) is None:
                 raise ConfigError(f"{place} has no {column!r}; it has {', '.join(map(repr, row))}")
         chosen, rejected, given = row["chosen"], row["rejected"], row.get("prompt")
-        # UltraFeedback and its kin have the prompt once more, beside two whole chats.
+        # Data sets such as UltraFeedback repeat the prompt besides two whole chats.
         once_more = (
             is_chat(chosen) and is_chat(rejected) and (isinstance(given, str) or _begin_with(given, chosen, rejected))
         )
@@ -130,7 +130,7 @@ class RowReader:
         return _text(prompt, f"{place.partition(': `')[0]}: `prompt`"), _text(response, place)
 
     def _answered(self, prompt: Messages, chat: Messages, place: str) -> tuple[str, str]:
-        """The text of a prompt, and what the template adds to it for the answer, up to the end of sequence."""
+        """The text of a prompt, and the text that the template adds for the answer, up to the end of sequence."""
         start, whole = self._template(prompt, place), self._template(chat, place, answered=True)
         assert self.tokenizer is not None
         if not whole.startswith(start):
@@ -140,9 +140,9 @@ class RowReader:
             )
         rest, answer = whole[len(start) :], str(chat[-1]["content"]).strip()
         before, found, after = rest.rpartition(answer)
-        if not found:  # the template writes the answer in its own words
+        if not found:  # the template changes the answer's text
             before, after = "", rest
-        # The end of sequence that the template writes, not one that the answer spells.
+        # The end of sequence that the template writes, not one within the answer's text.
         ended, eos, _ = after.partition(self.tokenizer.eos_token)
         return start, before + found + (ended if eos else after)
 
@@ -194,7 +194,7 @@ def _begin_with(prompt: Any, *sides: Messages) -> bool:
 
 
 def _without_answer(chat: Messages, place: str) -> Messages:
-    """All before the assistant's last answer, if the chat ends with one."""
+    """Everything before the assistant's last answer, if the chat ends with one."""
     rest = chat[:-1] if chat and chat[-1]["role"] == "assistant" else chat
     if not rest:
         raise ConfigError(f"{place} has no message but the assistant's; must have a prompt")

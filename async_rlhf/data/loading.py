@@ -1,4 +1,4 @@
-"""Reading data sets: JSON lines, JSON, Parquet, CSV, a folder of them or one written by datasets, or a hub name."""
+"""Reads data sets: JSON lines, JSON, Parquet, CSV, a folder of them or one written by datasets, or a hub name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
 
     Args:
         source: a .jsonl, .json, .parquet or .csv file, a folder of such files named by their splits, one written by
-            datasets, or a hub name; "name:config" where the hub has several configurations.
-        split: the split to take where there are several.
+            datasets, or a hub name; "name:config" if the hub has several configurations.
+        split: the split to take if there are several.
         columns: columns that must be there.
         key: the configuration key that errors name.
 
     Raises:
-        ConfigError: nothing is there, it cannot be read, it is empty, or a column is missing.
+        ConfigError: the source does not exist, cannot be read or is empty, or a column is missing.
     """
     path = Path(source).expanduser()
     files = [path / f"{split}{suffix}" for suffix in (".jsonl", *_FILE_FORMATS)]
@@ -65,7 +65,7 @@ def _load_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
             except RecursionError:
                 place = f"{key}: line {number} of {str(path)!r}"
                 raise ConfigError(f"{place} has lists or objects too deep within each other") from None
-            except ValueError as error:  # a key twice, or a number of more digits than Python reads
+            except ValueError as error:  # a duplicate key, or a number with more digits than Python reads
                 raise ConfigError(f"{key}: line {number} of {str(path)!r} cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{key}: line {number} of {str(path)!r} is {line.strip()[:60]!r}; must be an object")
@@ -74,7 +74,7 @@ def _load_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, of whose equal keys all but the last would be lost."""
+    """A JSON object without duplicate keys, of which all but the last would be lost."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -83,7 +83,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_path(source: str) -> bool:
-    """Whether it can only be a path: names on the hub have one slash at most, and no dot or slash in front."""
+    """Whether it can only be a path: hub names have at most one slash, and do not start with a dot or slash."""
     return source.startswith((".", "/", "~")) or source.count("/") > 1
 
 

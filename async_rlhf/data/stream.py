@@ -1,7 +1,7 @@
 """The endless stream of prompts.
 
-A pure function of (seed, draw): every epoch is a new permutation of the rows, and draw n is always the same prompt.
-So the state of the stream is one integer, and any process can say what batch b holds.
+It is a pure function of (seed, draw): every epoch is a new permutation of the rows, and draw n is always the same
+prompt. So the state of the stream is one integer, and any process can compute the prompts of batch b.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class PromptStream:
-    """Prompts in a seeded order without end.
+    """Prompts in a seeded, endless order.
 
     Args:
         rows: the data set.
         tokenizer: of the policy.
-        prompt_field: the column with the prompt, as text or as a chat (see data/formats.py); what is handed out has
-            the text there.
+        prompt_field: the column with the prompt, as text or as a chat (see data/formats.py); returned prompts have the
+            text in it.
         max_length: prompts with more tokens are dropped, and counted in ``dropped``.
         seed: of the order.
         shuffle: False keeps the order of the rows.
-        key: what errors call the data set.
+        key: name of the data set in errors.
 
     Raises:
         ConfigError: a row has no prompt, or none is left.
@@ -68,7 +68,7 @@ class PromptStream:
         self._field = prompt_field
         encoded = encode_texts(tokenizer, texts, key)
         self._tokens = {i: ids for i, ids in enumerate(encoded) if 0 < len(ids) <= max_length}
-        # Of chats alone: a second copy of plain text would be nothing but memory.
+        # Only for chats: a second copy of plain text would waste memory.
         self._texts = {i: texts[i] for i in self._tokens if texts[i] is not values[i]}
         self._kept = np.fromiter(self._tokens, dtype=np.int64)
         self.dropped = len(rows) - len(self._kept)
@@ -87,7 +87,7 @@ class PromptStream:
         return len(self._kept)
 
     def fingerprint(self) -> str:
-        """A checksum of the prompts' tokens and of all columns, in the order of the rows."""
+        """A checksum of the prompts' tokens and of all columns, in row order."""
         digest = xxhash.xxh3_128()
         for row in self._kept.tolist():
             columns = json.dumps(dict(self.rows[row]), sort_keys=True, default=str)
@@ -99,7 +99,7 @@ class PromptStream:
         epoch, position = divmod(draw, len(self))
         row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
-        if row in self._texts:  # who reads the columns sees what the policy sees
+        if row in self._texts:  # readers of the columns see the text that the policy sees
             columns[self._field] = self._texts[row]
         return Prompt(draw, row, self._tokens[row], columns)
 
@@ -114,13 +114,13 @@ class PromptStream:
 
 
 class SharedPrompts:
-    """Rank 0's prompts, on every rank of the learner. Every rank must ask.
+    """Rank 0's prompts, on every rank of the learner. Every rank must make each call.
 
     Their columns stay on rank 0: they may be large, and only rewards need them.
 
     Args:
-        stream: of rank 0; the others have none.
-        ranks: who gets them.
+        stream: on rank 0; None on the others.
+        ranks: the ranks that get the prompts.
     """
 
     def __init__(self, stream: PromptStream | None, ranks: Ranks) -> None:
@@ -131,11 +131,11 @@ class SharedPrompts:
         return self._share(f"prompts of batch {index}", lambda stream: stream.batch(index, size))
 
     def all(self) -> Sequence[Prompt]:
-        """One epoch."""
+        """The prompts of one epoch."""
         return self._share("all prompts", lambda stream: [stream.prompt(draw) for draw in range(len(stream))])
 
     def prompts(self, draws: Sequence[int]) -> Sequence[Prompt]:
-        """Those of some draws."""
+        """The prompts of the given draws."""
         return self._share("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
 
     def _share(self, place: str, draw: Callable[[PromptStream], Sequence[Prompt]]) -> Sequence[Prompt]:

@@ -1,7 +1,7 @@
 """Tokens of whole data sets: computed on all cores, and kept for the next run.
 
-A fast tokenizer spreads a list of texts over the cores by itself. Large data sets are kept in a file named by a hash of
-the tokenizer and of every text, so a file that is found is right, and nothing has to be told when either changes.
+A fast tokenizer itself spreads a list of texts over the cores. Large data sets are kept in a file named by a hash of
+the tokenizer and of every text, so a file that is found is always valid, and a change of either makes a new file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from async_rlhf.system.files import cache_folder
 logger = logging.getLogger(__name__)
 
 CACHED_FROM = 1_000_000
-"""Characters; less is tokenised anew as fast as it is found."""
-_CHUNK = 10_000  # texts between two movements of the progress bar
+"""Characters from which texts are cached; fewer are tokenised as fast as a cache is read."""
+_CHUNK = 10_000  # texts per step of the progress bar
 
 
 def encode_texts(
@@ -36,7 +36,7 @@ def encode_texts(
     Args:
         tokenizer: any.
         texts: any number.
-        label: what the progress bar calls them.
+        label: their name on the progress bar.
     """
     if sum(map(len, texts)) < CACHED_FROM:
         return _tokenise(tokenizer, texts)
@@ -61,7 +61,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
 
 
 def _key(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> str:
-    """Of what the tokens are a function of. A slow tokenizer is known by its vocabulary and its class."""
+    """Hash of everything that the tokens depend on. A slow tokenizer is identified by its vocabulary and its class."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}" if backend is None else backend.to_str()
     digest = xxhash.xxh3_128(state.encode())
@@ -90,7 +90,7 @@ def _read(path: Path, count: int) -> list[tuple[int, ...]] | None:
 
 
 def _write(path: Path, encoded: Sequence[tuple[int, ...]]) -> None:
-    """Whole or not at all; a cache that cannot be written is no reason to stop."""
+    """Write the file whole or not at all; a cache that cannot be written is no reason to stop."""
     temporary = path.with_suffix(f".{os.getpid()}.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

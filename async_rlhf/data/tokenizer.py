@@ -1,7 +1,7 @@
 """Text to tokens: the tokenizer of a new model, and how prompts and responses are encoded everywhere.
 
-A prompt and its response are always encoded apart, without special tokens: at sampling time the response follows
-a prompt that was encoded alone, so the boundary has to be the same in training.
+A prompt and its response are always encoded separately, without special tokens: at sampling time the response follows
+a prompt that was encoded alone, so training must have the same boundary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PAD = "<|padding|>"
 TEXT = "query_reference_response"
 """The column with a query and its response in one text."""
 
-# Spaces stand apart from words, and identifiers are cut at underscores and capitals. A word is then the same token in
-# `parse_args`, in `parseArgs` and in "parse the arguments", and even a tiny model learns to copy it from name to text.
+# Spaces are separate from words, and identifiers are split at underscores and capitals. A word is then the same token
+# in `parse_args`, `parseArgs` and "parse the arguments", so even a tiny model learns to copy it from name to text.
 _WORDS = r"[A-Z]?[a-z]+|[A-Z]+|\d|\s+|_|[^\w\s]+|[^\W\d_]+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (as GPT-2's and Pythia's, but for how words are cut), the same for the same texts.
+    """A byte-level BPE tokenizer (like GPT-2's and Pythia's, except for how words are split); deterministic.
 
     Args:
-        texts: what the merges are learned from; an ``<|endoftext|>`` at the end of one is left out.
+        texts: the merges are learned from these; an ``<|endoftext|>`` at the end of one is left out.
         vocab_size: most tokens: 256 bytes, two special tokens and the merges. Short texts may yield fewer.
         max_length: longest sequence of the model; recorded in the tokenizer.
 
@@ -65,7 +65,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 def encode_responses(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool] | None = None
 ) -> list[tuple[int, ...]]:
-    """Token ids of each text and, once, the end-of-sequence token, whether or not the text spells it already.
+    """Token ids of each text plus one end-of-sequence token, whether or not the text already ends with its spelling.
 
     Args:
         tokenizer: with an end-of-sequence token.
@@ -78,7 +78,7 @@ def encode_responses(
 
 
 def strip_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text without the end-of-sequence token that it may spell at its end."""
+    """The text without an end-of-sequence token spelt at its end."""
     return text.removesuffix(tokenizer.eos_token)
 
 

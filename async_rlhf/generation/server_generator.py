@@ -273,7 +273,7 @@ class _Server:
         if await client.weight_version() == f"{self._prefix}{version}":
             await client.resume()  # the answer to an earlier resume may have been lost
             return expected  # verified when they were loaded; the server forgets the label when it ends
-        # Another run's unfinished tokens must not get the label of these weights.
+        # Tokens that another run has under way must no longer count as drawn by that run's weights.
         await client.pause()
         await client.set_weight_version(f"{self._prefix}loading")
         for found in await self._transport.load(client, version):  # one answer for each of the server's processes

@@ -1,4 +1,4 @@
-"""How far the policy being trained is from the one that sampled: policy lag plus engine noise."""
+"""How far the policy being trained is from the behaviour policy: policy lag plus engine noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from async_rlhf.types import Experience, PolicyOutput
 
 
 class RatioMonitor:
-    """What the micro-batches of one update have shown. Every rank has one, of its share."""
+    """Collects the ratios of one update's micro-batches. Every rank has one for its share."""
 
     def __init__(self) -> None:
         self._token_entropies: list[Tensor] = []
@@ -21,7 +21,7 @@ class RatioMonitor:
 
     @classmethod
     def of(cls, parts: Sequence[RatioMonitor]) -> RatioMonitor:
-        """All that several have seen."""
+        """One monitor with the data of several."""
         whole = cls()
         for part in parts:
             whole._token_entropies += part._token_entropies
@@ -30,7 +30,7 @@ class RatioMonitor:
         return whole
 
     def add(self, output: PolicyOutput, rows: Experience) -> None:
-        """Note the rows of one micro-batch."""
+        """Add the rows of one micro-batch."""
         mask_BT = rows.sampled_BT
         log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * mask_BT
         self._token_entropies.append(output.entropies_BT[mask_BT.bool()].cpu())
@@ -38,8 +38,10 @@ class RatioMonitor:
         self._row_log_ratios.append(log_ratios_BT.sum(dim=1).cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Means over all tokens alike, for the mean over rows of means over tokens weighs those of short rows more: its
-        ratio is not 1 where that is expected. And statistics of the ratios of tokens and of whole completions.
+        """Entropy, and statistics of the ratios of tokens and of whole completions.
+
+        Means weight all tokens equally. A mean over rows of row means would give more weight to tokens of short rows,
+        and its ratio would not be 1 where 1 is expected.
         """
         if not any(map(len, self._token_log_ratios)):
             return {}

@@ -1,4 +1,5 @@
-"""Low-rank adapters by peft: put on, switched off for the reference, merged for generators and checkpoints."""
+"""Low-rank adapters by peft: adding them, switching them off for the reference, merging them for generators and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task: str = "CAUSAL_LM") -> PreTrainedModel:
-    """Freeze the model and put trainable adapters on it, in place.
+    """Freeze the model and add trainable adapters to it, in place.
 
     Args:
         model: a plain model.
         config: with a rank above 0.
-        seed: decides the adapters' first weights.
-        task: peft's name of what the model does: "CAUSAL_LM" or "SEQ_CLS".
+        seed: decides the adapters' initial weights.
+        task: peft's name of the model's task: "CAUSAL_LM" or "SEQ_CLS".
 
     Raises:
         ConfigError: peft is not installed, or the model has none of the modules.
@@ -43,7 +44,7 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
         "lora_dropout": 0.0,
     }
     if type(model).__name__.startswith("GPT2"):
-        options["fan_in_fan_out"] = True  # its Conv1D keeps weights the other way round
+        options["fan_in_fan_out"] = True  # its Conv1D stores weights transposed
     try:
         base = model.config.name_or_path or None
         adapters = peft.LoraConfig(task_type=task, base_model_name_or_path=base, **options)
@@ -56,10 +57,10 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model within a ``peft.PeftModel``, adapters on; any other model as it is.
+    """The transformers model within a ``peft.PeftModel``, with its adapters; any other model as it is.
 
     Raises:
-        ConfigError: adapters that are no plain LoRA cannot be merged for the generators.
+        ConfigError: the adapters are not plain LoRA, so they cannot be merged for the generators.
     """
     if not has_adapters(model):
         return model
@@ -76,7 +77,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within, the model computes what it did before its adapters were put on."""
+    """Within, the model computes as before its adapters were added."""
     layers = list(_layers(model).values())
     for layer in layers:
         layer.enable_adapters(False)
@@ -88,17 +89,17 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def names_below_adapters(model: nn.Module) -> dict[str, str]:
-    """For every parameter that an adapter sits on: its name in the model without adapters, and its name now."""
+    """For every parameter with an adapter: its name in the model without adapters, and its current name."""
     return {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters() if ".base_layer." in name}
 
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
-    """Every parameter as if the adapters were merged into the weights, one after the other.
+    """Every parameter as if the adapters were merged into the weights, one by one.
 
-    Names and order are those of the model without adapters, and the model itself stays as it is.
+    Names and order are those of the model without adapters; the model itself does not change.
 
     Yields:
-        The name, the parameters that it is computed from, and a function that does so.
+        The name, the parameters that the merged one is computed from, and a function that computes it.
     """
     layers = _layers(model)
     for name, parameter in model.named_parameters():
@@ -142,7 +143,7 @@ def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None
     tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in base_parameters(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]  # a model made from a configuration does not have its own name there
+    config.architectures = [type(model).__name__]  # the configuration of a model made from one lacks the model's class
     config.save_pretrained(folder)
 
 
@@ -163,7 +164,7 @@ def write_adapter(config: Any, parameters: Mapping[str, Tensor], folder: Path) -
 
     Args:
         config: peft's, of this adapter.
-        parameters: under their names in the model; the file's leave out the adapter's own name.
+        parameters: under their names in the model; names in the file omit the adapter's own name.
         folder: must exist.
     """
     from safetensors.torch import save_file
@@ -177,7 +178,7 @@ def write_adapter(config: Any, parameters: Mapping[str, Tensor], folder: Path) -
 
 
 def save_adapters(model: PreTrainedModel, parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``; all but "default" in folders below."""
+    """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``; all but "default" in subfolders."""
     for name, config in model.peft_config.items():
         place = folder if name == "default" else folder / name
         place.mkdir(parents=True, exist_ok=True)

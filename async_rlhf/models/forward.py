@@ -1,7 +1,7 @@
 """Forward passes on rows: log-probabilities of responses, scores of a reward model, values.
 
-Rows are padded on the right, so that under causal attention no real token ever sees padding: no attention mask and
-no position ids are needed, and any causal language model of transformers works.
+Rows are padded on the right, so under causal attention no real token ever sees padding. No attention mask and no
+position ids are needed, and any causal language model of transformers works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]
     The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
 
     Yields:
-        A list that each forward pass adds those hidden states to, (N, H).
+        A list to which each forward pass appends those hidden states, (N, H).
     """
     seen: list[Tensor] = []
 
@@ -42,7 +42,7 @@ def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]
 
 
 class _OutOfAutocast:
-    """Hooks that have a module compute in float32, whatever is around it."""
+    """Hooks that make a module compute in float32, even under autocast."""
 
     def __init__(self) -> None:
         self._contexts: list[torch.autocast] = []
@@ -53,14 +53,14 @@ class _OutOfAutocast:
         return (inputs[0].float(),)
 
     def after(self, *_: Any) -> None:
-        if self._contexts:  # it is called although something before it has failed
+        if self._contexts:  # it is called even if something before it failed
             self._contexts.pop().__exit__(None, None, None)
 
 
 def head_in_float32(model: PreTrainedModel) -> None:
-    """From now on, have the model's head compute in float32 also where the rest is under autocast.
+    """From now on, make the model's head compute in float32 even if the rest is under autocast.
 
-    Whatever asks the model gets the same then: the loss, the reference, and the comparison with the engine.
+    This affects every use of the model alike: the loss, the reference, and the comparison with the engine.
     """
     head, hooks = model.get_output_embeddings(), _OutOfAutocast()
     head.register_forward_pre_hook(hooks.before)
@@ -68,7 +68,7 @@ def head_in_float32(model: PreTrainedModel) -> None:
 
 
 def _predicting(sampled_BT: Tensor) -> Tensor:
-    """Where the states lie that predict the response tokens: what predicts token t stands at t - 1."""
+    """Mask of the states that predict the response tokens: the state at t - 1 predicts token t."""
     predicts_BT = torch.zeros_like(sampled_BT, dtype=torch.bool)
     predicts_BT[:, :-1] = sampled_BT[:, 1:].bool()
     return predicts_BT
@@ -109,8 +109,8 @@ def response_logprobs(
         tokens_BT: rows of prompt and response, padded on the right.
         sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
         temperature: logits are divided by it.
-        with_entropies: False saves their computation and returns zeros in their place.
-        value_head: gives values from the states that the model's own head sees.
+        with_entropies: False skips them and returns zeros.
+        value_head: computes values from the states that the model's own head sees.
 
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
@@ -152,8 +152,8 @@ def end_values(
     """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
 
     Args:
-        policy: whose states the head reads.
-        value: a value model of its own, or a head.
+        policy: gives the states that a head reads.
+        value: a separate value model, or a head.
         tokens_BT: rows of prompt and response, padded on the right.
         lengths_B: real tokens of each row.
     """
@@ -168,7 +168,7 @@ def end_values(
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
     """The head's only output, (N,) float32.
 
-    In bfloat16 a score near 4 has a step of 0.03: real preferences would become ties.
+    In bfloat16 the spacing of scores near 4 is 0.03, so real preferences would become ties.
     """
     with torch.autocast(hidden_NH.device.type, enabled=False):
         return head(hidden_NH.to(head.weight.dtype)).squeeze(-1).float()
@@ -179,7 +179,7 @@ class PolicyAndValueWrapper(nn.Module):
 
     Args:
         policy: any causal language model.
-        value: a value model of its own, or a head on the policy's states, or None.
+        value: a separate value model, or a head on the policy's states, or None.
     """
 
     def __init__(self, policy: PreTrainedModel, value: PreTrainedModel | nn.Linear | None = None) -> None:
@@ -189,7 +189,7 @@ class PolicyAndValueWrapper(nn.Module):
 
     @property
     def head(self) -> nn.Linear | None:
-        """The value head, where values share the policy's trunk."""
+        """The value head, if values share the policy's trunk."""
         return self.value if isinstance(self.value, nn.Linear) else None
 
     def forward(
@@ -222,19 +222,19 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int, bf16: bool = False) -> Tensor:
-    """Scores of rows of any lengths, in batches of like length; see :func:`score_in_batches`."""
+    """Scores of rows of any lengths, in batches of similar length; see :func:`score_in_batches`."""
     return score_in_batches(lambda batches: [score_batch(model, batch, bf16) for batch in batches], rows, batch_size)
 
 
 def score_in_batches(
     score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]], rows: Sequence[tuple[int, ...]], batch_size: int
 ) -> Tensor:
-    """Scores of rows of any lengths, in batches of like length.
+    """Scores of rows of any lengths, in batches of similar length.
 
-    Equal rows are scored once: rounding depends on the padding beside a row, and equal completions must tie.
+    Equal rows are scored once: rounding depends on a row's padding, but equal completions must tie.
 
     Args:
-        score: the scores of each batch, in whatever process; what makes up a batch does not depend on that.
+        score: computes the scores of each batch, in any process; the batches do not depend on where it runs.
         rows: tokens of prompt and response.
         batch_size: most rows of a batch.
 
@@ -255,8 +255,8 @@ def score_in_batches(
 def score_batch(
     model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False, device: torch.device | None = None
 ) -> Tensor:
-    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed where the weights are,
-    or on the device.
+    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed on ``device``, or else
+    where the weights are.
     """
     device = model.device if device is None else device
     tokens_BT = pad_rows(rows, torch.long).to(device)

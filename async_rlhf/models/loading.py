@@ -47,20 +47,20 @@ def _check_source(name: str, key: str) -> None:
 
 
 def brings_code(kind: type) -> bool:
-    """Whether a class of a model or a configuration is code that came with a model, and not transformers' own.
+    """Whether a class of a model or configuration is code that came with a model, and not transformers' own.
 
-    Such a class is there only where the user has said that this code may be run.
+    Such a class exists only if the user has allowed this code to run.
     """
     return kind.__module__.startswith("transformers_modules.")
 
 
 def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any) -> Any:
-    """The one place where anything of transformers is loaded by name.
+    """The only place that loads anything of transformers by name.
 
-    ``trust_remote_code`` is always said: left open, transformers would ask on the standard input, and take its answer.
+    ``trust_remote_code`` is always passed: otherwise transformers would ask on standard input and obey the answer.
 
     Raises:
-        ConfigError: it brings code that the user has not said to trust.
+        ConfigError: it brings code that the user did not allow.
     """
     _check_source(name, key)
     try:
@@ -78,10 +78,10 @@ def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> Pre
     Args:
         name: the folder or hub name.
         key: the configuration key that errors name.
-        trust: whether Python code that is beside it may be run.
+        trust: whether Python code that comes with it may be run.
 
     Raises:
-        ConfigError: there is none, or it has no end-of-sequence token, or it brings code.
+        ConfigError: there is none, or it has no end-of-sequence token, or it brings code that is not trusted.
     """
     try:
         tokenizer = _from_pretrained(AutoTokenizer, name, key, trust)
@@ -89,7 +89,7 @@ def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> Pre
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
-    # Of a folder with a model alone, transformers makes a tokenizer without a vocabulary.
+    # From a folder with only a model, transformers makes a tokenizer without a vocabulary.
     if not tokenizer.encode("a", add_special_tokens=False):
         right = "must be a folder with tokenizer files beside the model"
         raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}; it has none; {right}")
@@ -97,9 +97,9 @@ def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> Pre
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Require an end-of-sequence token, and give a tokenizer without padding token that one.
+    """Require an end-of-sequence token, and use it for padding if there is no padding token.
 
-    That is safe here: lengths come from the sampler, so padding is never recognised by its value.
+    This is safe here: lengths come from the sampler, so padding is never recognised by its value.
     """
     if tokenizer.eos_token_id is None:
         raise ConfigError("processing_class.eos_token: got None; the tokenizer needs one, or no completion could end")
@@ -135,7 +135,7 @@ def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> Pre
 def reward_model_for(
     model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase, trust: bool = False
 ) -> PreTrainedModel:
-    """The given reward model, or the one of that name, which must read the policy's tokens."""
+    """The given reward model, or the one of that name, which must use the policy's tokens."""
     if isinstance(model, str):
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
         model = load_reward_model(model, trust=trust)
@@ -144,7 +144,7 @@ def reward_model_for(
 
 
 def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTrainedModel:
-    """A whole model in float32: weights that the folder lacks would be random, and are an error."""
+    """A complete model in float32: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     try:
         model, report = _from_pretrained(
@@ -165,8 +165,8 @@ def new_reward_model(
 ) -> PreTrainedModel:
     """A reward model on the body of a language model, in float32 with dropout off.
 
-    Its head starts from a normal distribution of standard deviation 1 / sqrt(hidden size + 1) that depends on the
-    seed alone (Stiennon et al., "Learning to summarize from human feedback", 2020).
+    Its head is drawn from a normal distribution of standard deviation 1 / sqrt(hidden size + 1), and depends only on
+    the seed (Stiennon et al., "Learning to summarize from human feedback", 2020).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -185,7 +185,7 @@ def new_reward_model(
 
 
 def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """A value model on a copy of the policy's body, that says 0 before it has learnt anything."""
+    """A value model on a copy of the policy's body, whose initial values are all 0."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     try:
@@ -214,7 +214,7 @@ def load_value_head(folder: Path, head: nn.Linear) -> None:
 
 
 def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
-    """A value head on the policy's states that says 0 everywhere, or the one in a folder."""
+    """A value head on the policy's states with all values 0, or the one in a folder."""
     head = nn.Linear(policy.get_output_embeddings().in_features, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -241,7 +241,7 @@ def value_model_for(
 
 
 def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
-    """Require every rank to have been given the same models, under these names."""
+    """Require every rank to have the same models under these names."""
     if ranks.count == 1:
         return
     mine = {key: checksum(named_weights(model)) for key, model in models.items() if model is not None}
@@ -260,7 +260,7 @@ def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel = ALONE) 
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str) -> None:
-    """Require two tokenizers to read the same token ids alike."""
+    """Require two tokenizers to give the same meaning to the same token ids."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours != theirs:
         differing = sum(theirs.get(token) != index for token, index in ours.items())
@@ -271,20 +271,20 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeni
 
 
 def disable_dropout(model: Model) -> Model:
-    """Set every dropout probability to 0, so that train and eval mode compute the same."""
+    """Set every dropout probability to 0, so that training and evaluation mode compute the same."""
     names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "dropout")
     holders: list[Any] = [getattr(model, "config", None), *model.modules()]
     for holder in holders:
         if isinstance(holder, nn.Dropout):
             holder.p = 0.0
-        for name in names:  # attention reads its own copy of the number
+        for name in names:  # attention keeps its own copy of the number
             if isinstance(getattr(holder, name, None), float):
                 setattr(holder, name, 0.0)
     return model
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """AdamW in bfloat16 moves few weights at the rates of RLHF: the masters are float32, whatever was loaded."""
+    """The model in float32: at RLHF's learning rates, AdamW in bfloat16 would change few weights."""
     if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
         return model
     logger.warning("model: its weights are converted to float32; set bf16 to compute in bfloat16")
@@ -304,7 +304,7 @@ def check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 def tokenizer_for(
     model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None, trust: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The given tokenizer, else the one beside the model."""
+    """The given tokenizer, else the model's own."""
     if tokenizer is not None:
         return check_tokenizer(tokenizer)
     name = model if isinstance(model, str) else model.config.name_or_path
@@ -314,13 +314,13 @@ def tokenizer_for(
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """Most tokens that a row may have, or None where the model names no limit."""
+    """Most tokens that a row may have, or None if the model states no limit."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
 
 def longest_row(model: PreTrainedModel, max_length: int) -> int:
-    """``max_length``, but no more than the model has positions for."""
+    """``max_length``, but at most the model's number of positions."""
     return min(max_length, positions_of(model) or max_length)
 
 
@@ -335,7 +335,7 @@ def check_positions(model: PreTrainedModel, prompt_length: int, response_length:
 
 
 def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A GPT-NeoX with random weights that depend on the seed alone."""
+    """A GPT-NeoX with random weights that depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPTNeoXForCausalLM(
@@ -346,7 +346,7 @@ def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed:
                 num_attention_heads=size.num_heads,
                 intermediate_size=4 * size.hidden_size,
                 max_position_embeddings=size.max_positions,
-                # GPT-NeoX's own 0.02 suits widths in the thousands; 1 / sqrt(width) is what a narrow model needs.
+                # GPT-NeoX's default 0.02 suits widths in the thousands; a narrow model needs 1 / sqrt(width).
                 initializer_range=size.hidden_size**-0.5,
                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
                 bos_token_id=tokenizer.eos_token_id,
@@ -379,11 +379,11 @@ def stop_token_ids(
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel = ALONE
 ) -> None:
-    """Write model and tokenizer into a folder; adapters are merged, and a language model's written beside it as well.
+    """Write model and tokenizer into a folder, adapters merged; a language model's adapters are also written beside it.
 
-    Of a reward or value model they alone would be no model: its head is trained too, and is none of the adapters.
-    The generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank
-    of those that ``parallel`` says must call it, with the same folder; rank 0 writes.
+    A reward or value model's adapters are not: without its head, which is trained too, they would be no model. The
+    generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank of
+    ``parallel`` must call it with the same folder; rank 0 writes.
     """
     adapters = whole = None
     if has_adapters(model) and model.can_generate():
@@ -408,12 +408,12 @@ def write_model(
 
 
 def _plain(model: PreTrainedModel, parallel: Parallel) -> PreTrainedModel:
-    """The model; of one that is spread over ranks, and so another class with hooks, its form without weights."""
+    """The model; if it is sharded over ranks, and so has another class and hooks, a plain copy without weights."""
     if not parallel.spreads_weights:
         return model
     with torch.device("meta"):
         plain = parallel.architecture_of(model)(copy.deepcopy(model.config))
-    if hasattr(model, "_weight_conversions"):  # how transformers renames what it has loaded
+    if hasattr(model, "_weight_conversions"):  # how transformers renames loaded weights
         plain._weight_conversions = model._weight_conversions
     if model.can_generate():
         plain.generation_config = model.generation_config

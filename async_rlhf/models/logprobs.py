@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ENTROPY_ROWS = 1024  # at a time: the intermediate results are as large as the logits
+_ENTROPY_ROWS = 1024  # rows at a time: the intermediate results are as large as the logits
 
 
 def selected_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def selected_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def entropies(logits_NV: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits), one per row; words of probability 0 add nothing."""
+    """Entropy in nats of softmax(logits), one per row; tokens of probability 0 add nothing."""
     return torch.cat([_entropies(part_NV) for part_NV in logits_NV.split(_ENTROPY_ROWS)])
 
 

@@ -1,4 +1,4 @@
-"""Rows: from samples to padded tensors, in batches that waste little on padding."""
+"""Turns samples into padded tensors, in batches that waste little on padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, fill: float = 0) -> Tensor:
-    """(B, T) with each row on the left and ``fill`` to its right."""
+    """(B, T), each row padded on the right with ``fill``."""
     padded_BT = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
     view_BT = padded_BT.numpy()
     for i, row in enumerate(rows):
@@ -41,17 +41,17 @@ def sampled_rows(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def by_length(lengths_B: Tensor, size: int) -> Iterator[Tensor]:
-    """Row indices in batches of ``size``, rows of like length together, the longest first."""
+    """Row indices in batches of ``size``, rows of similar length together, the longest first."""
     order_B = torch.argsort(lengths_B, descending=True, stable=True)
-    if len(order_B):  # split() makes one empty part of nothing
+    if len(order_B):  # split() would make one empty part
         yield from order_B.split(size)
 
 
 def dealt(parts: Sequence[T], rank: int, count: int) -> Iterator[tuple[T, bool]]:
-    """A rank's parts, with whether they count.
+    """A rank's parts, each with whether it counts.
 
-    Every rank gets as many, as passes that need every rank demand. Where the last round has too few, the first part is
-    dealt again and does not count.
+    All ranks get the same number, because a pass may need every rank. If the last round has too few parts, the first
+    part is dealt again and does not count.
     """
     for start in range(0, len(parts), count):
         number = start + rank

@@ -1,1 +1,1 @@
-"""How fast a run would be: its schedule simulated, with times that were measured, given or estimated. No torch."""
+"""Predicts the speed of a run: simulates its schedule with measured, given or estimated times. Needs no torch."""

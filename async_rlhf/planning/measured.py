@@ -1,4 +1,4 @@
-"""Times of an earlier run, from the files that it has left."""
+"""Times of an earlier run, from the files that it left."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from async_rlhf.reports.trace import LEARNER
 
 METRICS, TRACE = "metrics.jsonl", "trace.json"
 FEWEST = 4
-"""Batches that must be left to measure anything."""
+"""Least number of batches that must remain to measure anything."""
 _WORK = ("time/mismatch", "time/score", "time/annotate", "time/train")
 _SPANS = ("time/wait", "time/score", "time/annotate", "time/train", "time/publish")
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run says about its times.
+    """The measured times of a run.
 
     Args:
         rows: its batches, in order.
-        split: generators that shared each batch, and one learner; in turn where it sampled inline.
-        staleness: the lag it reached.
-        prompts: of a batch.
-        step_seconds: mean from batch to batch.
+        split: generators that shared each batch, and one learner; ``in_turn`` if it sampled inline.
+        staleness: the staleness it reached.
+        prompts: prompts of a batch.
+        step_seconds: mean time from batch to batch.
     """
 
     rows: list[BatchTimes]
@@ -42,7 +42,7 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
     """The batches of a run after the first ``warm_up``, without the last ones, which publish nothing.
 
     Raises:
-        ConfigError: it is no such folder, or has too few batches.
+        ConfigError: it is not a run's folder, or has too few batches.
     """
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
@@ -61,7 +61,7 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
             f"first {warm_up} (warm_up) and the last {1 + lag} do not count"
         )
     counts = {len(row.generate) for row in rows}
-    if len(counts) > 1:  # a trace that covers a part of the run: go by what all batches have
+    if len(counts) > 1:  # the trace covers only part of the run: use what all batches have
         rows = [BatchTimes((log["time/generate"],), *_learner(log)) for log in kept]
     split = Split(len(rows[0].generate), learners, in_turn)
     return MeasuredRun(rows, split, lag, max(prompts), sum(log["time/batch"] for log in kept) / len(kept))
@@ -72,7 +72,7 @@ def _row(log: dict[str, float], generate: tuple[float, ...]) -> BatchTimes:
 
 
 def _learner(log: dict[str, float]) -> tuple[float, float, float]:
-    """Seconds of work, of publishing, and of the rest. Comparing engine and learner is work within the waiting."""
+    """Seconds of work, of publishing, and of the rest. Comparing engine and learner is work, but done within "wait"."""
     other = log["time/batch"] - sum(log.get(name, 0.0) for name in _SPANS)
     return sum(log.get(name, 0.0) for name in _WORK), log["time/publish"], max(0.0, other)
 
@@ -80,7 +80,7 @@ def _learner(log: dict[str, float]) -> tuple[float, float, float]:
 def _by_generator(path: Path) -> tuple[dict[int, tuple[float, ...]], bool]:
     """Seconds of each generator by batch, loading included, and whether they sampled in the learner's process.
 
-    A run that was killed leaves a trace without its end, and one may be switched off: then there is less, or nothing.
+    The trace of a killed run has no end, and tracing may be off: then the result is partial or empty.
     """
     tracks: dict[int, str] = {}
     loading: dict[str, float] = {}
@@ -89,7 +89,7 @@ def _by_generator(path: Path) -> tuple[dict[int, tuple[float, ...]], bool]:
         if event["ph"] == "M":
             tracks[event["tid"]] = event["args"]["name"]
         track = tracks.get(event["tid"], "")
-        if event["name"] == "load":  # comes right before what is sampled with these weights
+        if event["name"] == "load":  # comes right before the samples of these weights
             loading[track] = event["dur"] / 1e6
         elif event["name"] == "generate":
             found[event["args"]["batch"]][track] = event["dur"] / 1e6 + loading.pop(track, 0.0)

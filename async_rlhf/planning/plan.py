@@ -29,14 +29,14 @@ PLAN, TRACE = "plan.json", "trace.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Where the times come from.
+    """The source of the times.
 
     Args:
         times: of any split.
-        devices: to be split.
-        prompts: of a batch, where that is known.
-        text: the same in words.
-        run: that has measured them, where there is one.
+        devices: number of devices to split.
+        prompts: prompts of a batch, if known.
+        text: the source in words.
+        run: the run that measured the times, if any.
     """
 
     times: Times
@@ -47,10 +47,10 @@ class Source:
 
 
 def run_plan(config: PlanConfig) -> dict[str, Any]:
-    """Simulate every split and staleness, print what is best, and write it down where ``output_dir`` says.
+    """Simulate every split and staleness, print the best choice, and write it to ``output_dir``, if set.
 
     Returns:
-        What plan.json holds.
+        The content of plan.json.
     """
     source = find_times(config)
     choices = search(source.times, source.devices, config)
@@ -135,12 +135,12 @@ def _count(number: int, name: str) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """A number with three digits, or with all digits before the decimal point."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> str:
-    """The fastest splits as plain text: seconds from batch to batch for each staleness, and who waits."""
+    """The fastest splits as plain text: seconds from batch to batch for each staleness, and idle times."""
     possible = [choice for choice in choices if choice.outcomes]
     shown = sorted(possible, key=lambda choice: choice.fastest)[: config.rows]
     shown += [choice for choice in possible if choice.split.in_turn and choice not in shown]
@@ -167,7 +167,7 @@ def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> 
 
 
 def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
-    """What to set, what limits, what it gains: one sentence each."""
+    """What to set, what limits the speed, and what is gained: one sentence each."""
     split, outcome = proposal.choice.split, proposal.outcome
     rate = f", {short(source.prompts / outcome.step_seconds)} prompts/s" if source.prompts else ""
     where = (
@@ -192,7 +192,7 @@ def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
 
 
 def _check(source: Source, config: PlanConfig) -> list[str]:
-    """What the simulation says of the run that was measured, so that its error is seen."""
+    """The simulation of the measured run itself, to show the simulation's error."""
     run = source.run
     if run is None:
         return []
@@ -203,7 +203,7 @@ def _check(source: Source, config: PlanConfig) -> list[str]:
 
 
 def report(choices: Sequence[Choice], proposal: Proposal, source: Source) -> dict[str, Any]:
-    """Everything that was simulated, as plan.json has it."""
+    """Everything that was simulated, as in plan.json."""
     rows = []
     for choice in choices:
         shared = asdict(choice.split)

@@ -1,8 +1,8 @@
-"""Times that nobody has measured, from the sizes of models, the speed of hardware and what a batch holds.
+"""Estimates times that were not measured, from model sizes, hardware speed and batch size.
 
-Each phase takes what its arithmetic or its memory traffic needs, at the share of the peak that is stated. Left out:
-the arithmetic of attention (3% at 600 tokens), the optimiser's own step, rewards in Python, gathers of sharded weights
-(taken to hide behind arithmetic), and the waking of an engine that takes turns with training, beyond loading weights.
+Each phase takes the time of its arithmetic or of its memory traffic, at the stated share of the peak. Left out: the
+arithmetic of attention (3% at 600 tokens), the optimiser's own step, rewards in Python, gathers of sharded weights
+(assumed to overlap with arithmetic), and waking an engine that takes turns with training, beyond loading weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from async_rlhf.run.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a batch holds, nothing left open. The fields are those of WorkloadConfig."""
+    """The size of a batch, with no field open. The fields are those of WorkloadConfig."""
 
     prompts: int
     samples_per_prompt: int
@@ -36,7 +36,7 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     """The workload, with the recipe's values where it leaves them open.
 
     Raises:
-        ConfigError: neither says.
+        ConfigError: neither gives a value.
     """
     own = {key: value for key, value in asdict(workload).items() if value is not None}
     whole = replace(_workload(recipe), **own) if recipe is not None else workload
@@ -80,12 +80,12 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a batch on stated hardware; every batch is alike.
+    """Seconds of a batch on the stated hardware; all batches are alike.
 
     Args:
         hardware: of one device.
-        model: sizes.
-        batch: what it holds.
+        model: sizes of the models.
+        batch: size of a batch.
     """
 
     hardware: HardwareConfig
@@ -93,11 +93,11 @@ class Roofline:
     batch: Batch
 
     def batches(self, split: Split) -> Sequence[BatchTimes]:
-        """The one batch that they all are."""
+        """One batch, as all are alike."""
         if split.generators > self.batch.prompts:
             prompts = self.batch.prompts
             raise DoesNotFitError(f"{split.generators} generators are more than the {prompts} prompts of a batch")
-        # In turn, an engine finds on its device what the learner leaves it; activations are gone by then.
+        # In turn, an engine gets the memory that the learner leaves; activations are freed by then.
         held = self._learner_bytes(split.learners)
         room = self._room() - (held if split.in_turn else 0.0)
         generate = self.generate_seconds(split.generators, room)
@@ -111,14 +111,14 @@ class Roofline:
         return [BatchTimes((moved + generate,) * split.generators, learn, publish=0.0 if split.in_turn else moved)]
 
     def generate_seconds(self, generators: int, room: float | None = None) -> float:
-        """Of one generator for its share of the prompts.
+        """Seconds of one generator for its share of the prompts.
 
-        Every step reads all weights, and the keys and values of what is under way; so many completions run at once as
-        those have room for. A step takes what its traffic or its arithmetic takes, whichever is longer.
+        Every step reads all weights, and the keys and values of the completions under way; as many of these run at once
+        as their keys and values have room for. A step takes the longer of its memory traffic and its arithmetic.
 
         Args:
-            generators: who share the prompts.
-            room: bytes of the device for weights, keys and values; null for all that can be used.
+            generators: how many share the prompts.
+            room: bytes of the device for weights, keys and values; None for all that can be used.
         """
         batch, hardware, model = self.batch, self.hardware, self.model
         prompts = math.ceil(batch.prompts / generators)
@@ -131,7 +131,7 @@ class Roofline:
                 f"a generator needs {self._weights() / 1e9:.0f} GB for weights and more for a completion, and finds "
                 f"{max(0.0, room + self._weights()) / 1e9:.0f}"
             )
-        operations = 2 * self._policy / (hardware.tflops * 1e12 * hardware.forward_mfu)  # seconds of a token
+        operations = 2 * self._policy / (hardware.tflops * 1e12 * hardware.forward_mfu)  # seconds per token
         steps = batch.response_length * math.ceil(rows / at_once)
         read = batch.response_tokens * (batch.prompt_tokens + batch.response_tokens / 2) * token * rows
         traffic = (steps * self._weights() + read) / (hardware.memory_gbs * 1e9 * hardware.decode_share)
@@ -140,7 +140,7 @@ class Roofline:
         return prefill + max(traffic, arithmetic) + steps * hardware.step_seconds
 
     def learn_seconds(self, learners: int) -> float:
-        """Of reward model, reference and update, by so many learners."""
+        """Seconds of reward model, reference and update with this many learners."""
         batch, hardware, model = self.batch, self.hardware, self.model
         length = batch.prompt_tokens + batch.response_tokens
         peak = hardware.tflops * 1e12 * learners
@@ -169,6 +169,6 @@ class Roofline:
         return self._policy * self.model.generator_bytes
 
     def _learner_bytes(self, learners: int) -> float:
-        """On each of so many learners, activations aside."""
+        """Bytes on each of this many learners, without activations."""
         whole = self.model.learner_bytes * self._policy + self.model.frozen_bytes * self._frozen
         return whole / learners if self.model.sharded else whole

@@ -1,4 +1,4 @@
-"""Every choice of split and staleness, simulated, and which of them to take."""
+"""Simulates every choice of split and staleness, and proposes one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Choice:
     """One split of the devices.
 
     Args:
-        split: who gets how many.
-        outcomes: by staleness; none where the split is impossible.
+        split: the division of the devices.
+        outcomes: by staleness; empty if the split is impossible.
         why_not: what makes it impossible.
     """
 
@@ -34,7 +34,7 @@ class Choice:
         return next((s for s, outcome in sorted(self.outcomes.items()) if outcome.step_seconds <= limit), None)
 
     def enough(self, tolerance: float) -> int:
-        """The smallest staleness that loses no more than the tolerance: it hides what the times vary by."""
+        """The smallest staleness that loses no more than the tolerance: it hides the variation of the times."""
         found = self.smallest(self.fastest * (1 + tolerance))
         assert found is not None
         return found
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to set, and what it gains.
+    """The settings to use, and their gain.
 
     Args:
         choice: the split.
@@ -60,12 +60,12 @@ class Proposal:
 
     @property
     def speed_up(self) -> float:
-        """Against the fastest synchronous choice."""
+        """Speed-up over the fastest synchronous choice."""
         return self.synchronous[0] / self.outcome.step_seconds
 
 
 def splits(devices: int) -> Iterator[Split]:
-    """All devices in turn, and every way to share them."""
+    """All devices in turn, and every way to divide them."""
     yield Split(devices, devices, in_turn=True)
     for generators in range(1, devices):
         yield Split(generators, devices - generators)
@@ -78,26 +78,26 @@ def try_split(times: Times, split: Split, config: PlanConfig) -> Choice:
     except DoesNotFitError as error:
         return Choice(split, why_not=str(error))
     work = draw(rows, config.variation, config.batches, config.seed)
-    # In turn nothing overlaps, and nothing slows down.
+    # In turn, nothing overlaps, so nothing slows down.
     staleness = (0,) if split.in_turn else range(config.max_staleness + 1)
     return Choice(split, {s: simulate(work, s, config.overlap_slowdown) for s in staleness})
 
 
 def search(times: Times, devices: int, config: PlanConfig) -> list[Choice]:
-    """Every split of so many devices, impossible ones with the reason."""
+    """Every split of this many devices; impossible ones with the reason."""
     return [try_split(times, split, config) for split in splits(devices)]
 
 
 def propose(choices: list[Choice], tolerance: float, in_turn: bool) -> Proposal | None:
-    """Of all that come as close to the fastest as the tolerance says, the smallest staleness; then the fastest split.
+    """Among choices within the tolerance of the fastest, take the smallest staleness; then its fastest split.
 
     Args:
         choices: all that were simulated.
         tolerance: a share of the time.
-        in_turn: whether to propose all devices in turn, too, where there is another choice.
+        in_turn: whether all devices in turn may be proposed even if there is another choice.
 
     Returns:
-        None where no split is possible.
+        None if no split is possible.
     """
     possible = [choice for choice in choices if choice.outcomes]
     if not possible:

@@ -2,7 +2,7 @@
 
 Version v of the weights is published after batch v; batch b is sampled by version max(0, b - 1 - S), so publishing
 version v lets batches up to v + 1 + S begin. Every generator samples its share of each batch, one batch after the
-other. The learner takes the batches in order, each as soon as all of its shares are there.
+other. The learner takes the batches in order, each as soon as all its shares are ready.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Work:
 
     Args:
         generate: for each batch, the seconds of each generator for its share.
-        learn: of the learner for each batch, up to the update.
-        publish: of publishing version 0, 1, ...
-        other: of the learner after each batch.
+        learn: seconds of the learner for each batch, up to the update.
+        publish: seconds of publishing version 0, 1, ...
+        other: seconds of the learner after each batch.
     """
 
     generate: Sequence[Sequence[float]]
@@ -34,7 +34,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time: by which generator, or the LEARNER; for publishing, ``batch`` is the version."""
+    """A period of work by a generator or the LEARNER; for publishing, ``batch`` is the version."""
 
     track: int
     name: str
@@ -50,7 +50,7 @@ class Outcome:
     Args:
         step_seconds: from batch to batch, once the pipeline has filled and before it runs dry.
         generator_idle: share of that time in which a generator does nothing, mean over generators.
-        learner_idle: the same of the learner.
+        learner_idle: the same for the learner.
         spans: all of them, in the order in which they ended.
     """
 
@@ -66,7 +66,7 @@ class Outcome:
 
 
 class _Generators:
-    """Who samples what. Time passes for all that are busy alike."""
+    """The generators and what each samples. Time passes equally for all busy ones."""
 
     def __init__(self, generate: Sequence[Sequence[float]]) -> None:
         self.generate = generate
@@ -86,7 +86,7 @@ class _Generators:
         return bool(self._busy)
 
     def release(self, batches: int, now: float) -> None:
-        """Let so many batches, from the first, begin."""
+        """Let the first ``batches`` batches begin."""
         self._released = min(batches, len(self.generate))
         waiting, self._idle = self._idle, []
         for generator in waiting:
@@ -100,15 +100,15 @@ class _Generators:
         heapq.heappush(self._busy, (self._clock + self.generate[batch][generator], generator, now))
 
     def left(self) -> float:
-        """Seconds of work until the next share is there; infinite where nobody is busy."""
+        """Seconds of work until the next share is done; infinite if no generator is busy."""
         return max(0.0, self._busy[0][0] - self._clock) if self._busy else math.inf
 
     def work(self, seconds: float) -> None:
-        """Everyone who is busy does so much."""
+        """Let all busy generators work this long."""
         self._clock += seconds
 
     def finish(self, now: float) -> None:
-        """The next share is there, and its generator goes on."""
+        """Complete the next share; its generator continues."""
         self._clock, generator, started = heapq.heappop(self._busy)
         batch = self._next[generator]
         self._next[generator] += 1
@@ -124,18 +124,18 @@ def _learner(work: Work, staleness: int) -> Iterator[tuple[str, int, float]]:
     for batch in range(1, batches + 1):
         yield "wait", batch, 0.0
         yield "learn", batch, work.learn[batch - 1]
-        if batch + 1 + staleness <= batches:  # else no batch is left that this version has to sample
+        if batch + 1 + staleness <= batches:  # else no batch is left for this version to sample
             yield "publish", batch, work.publish[batch]
         yield "other", batch, work.other[batch - 1]
 
 
 def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
-    """Play a run through.
+    """Simulate a run.
 
     Args:
         work: how long everything takes, for more than 4 (S + 1) batches.
         staleness: S.
-        slowdown: so many times longer does everything take while learner and generators are both busy.
+        slowdown: how many times longer everything takes while learner and generators are both busy.
     """
     generators = _Generators(work.generate)
     spans = generators.spans

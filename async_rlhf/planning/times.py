@@ -16,7 +16,7 @@ from async_rlhf.planning.simulate import Work
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who gets the devices. ``in_turn`` means all of them do both, one after the other: synchronous, inline."""
+    """The division of the devices. ``in_turn``: all devices alternate between both tasks, synchronous and inline."""
 
     generators: int
     learners: int
@@ -30,7 +30,7 @@ class BatchTimes:
     Args:
         generate: of each generator for its share, loading weights included.
         learn: of the learner up to the update.
-        publish: of handing the weights out.
+        publish: of publishing the weights.
         other: of the learner after the batch.
     """
 
@@ -45,7 +45,7 @@ class DoesNotFitError(ValueError):
 
 
 class Times(Protocol):
-    """Where times come from."""
+    """A source of times."""
 
     def batches(self, split: Split) -> Sequence[BatchTimes]:
         """One or several batches, as they would be with this split.
@@ -60,10 +60,10 @@ class Scaled:
     """Times of one split, scaled to others.
 
     Args:
-        rows: batches as they were measured, or one as it was given.
-        measured: with which split.
+        rows: the measured batches, or the one that was given.
+        measured: the split that they were measured with.
         scaling: how times change with the number of devices.
-        prompts: of a batch, where that is known: a generator without a prompt is none.
+        prompts: prompts of a batch, if known: a split must not leave a generator without prompts.
     """
 
     rows: Sequence[BatchTimes]
@@ -74,8 +74,8 @@ class Scaled:
     def batches(self, split: Split) -> Sequence[BatchTimes]:
         """The rows, with times that shrink as :class:`~async_rlhf.config.plan.ScalingConfig` says.
 
-        A generator beyond those measured takes the seconds of another row: it samples other prompts, and varies apart.
-        Fewer generators than measured take their mean.
+        A generator beyond those measured takes the seconds of another row: it samples other prompts and varies
+        independently. Fewer generators than measured take their mean.
         """
         if self.prompts is not None and split.generators > self.prompts:
             raise DoesNotFitError(f"{split.generators} generators are more than the {self.prompts} prompts of a batch")
@@ -103,7 +103,7 @@ def _shrunk(fixed: float, measured: int, now: int) -> float:
 
 
 def given(seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None) -> Scaled:
-    """The times that a user states."""
+    """The times that the user gives."""
     assert seconds.generate is not None
     assert seconds.train is not None
     measured = Split(scaling.generators or 1, scaling.learners)
@@ -115,8 +115,8 @@ def given(seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None) -
 def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, seed: int) -> Work:
     """A run's worth of batches, reproducible by its seed.
 
-    The rows come in random order, each as often as any other. With a variation that is given, the mean row is varied
-    instead. Either way the mean is that of the rows, so that choices are compared by the variation alone.
+    The rows come in random order, each as often as any other. If a variation is given, the mean row is
+    varied instead. Either way the mean is that of the rows, so choices differ only by the variation.
 
     Args:
         rows: at least one.
@@ -124,7 +124,7 @@ def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, s
         batches: how many.
         seed: of the order, and of the variation.
     """
-    rng = np.random.default_rng(seed)  # learners of all splits draw the same; generators as far as there are any
+    rng = np.random.default_rng(seed)  # every split's learner draws the same; so do generators that splits share
     rounds = math.ceil(batches / len(rows))
     order_B = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:batches]
     generate_BG = np.array([row.generate for row in rows])

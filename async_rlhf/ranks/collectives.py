@@ -1,7 +1,8 @@
 """The ranks of a learner: processes that run the same program, each on its own device.
 
-All ranks execute the same collectives, each with a name, its place: rank 0 broadcasts what only it knows, and all
-gather the results of their shares. A rank that reaches a different place raises an error at once, so nothing hangs.
+All ranks execute the same collectives: rank 0 broadcasts what only it knows, and all gather the results of their
+shares. Every call names its place in the program; if ranks reach different places, an error is raised at once, so
+nothing hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LETTERS = 64
 
 
 class OutOfStepError(RuntimeError):
-    """Ranks have come to different places of the program. The message names them."""
+    """Ranks have reached different places in the program. The message names them."""
 
 
 class Ranks:

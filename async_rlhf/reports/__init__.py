@@ -1,1 +1,1 @@
-"""What a run leaves to look at: progress bars and plots."""
+"""Output for people: logs, traces, progress bars and plots."""

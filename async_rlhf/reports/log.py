@@ -1,4 +1,4 @@
-"""The log files of a run: one JSON object a line, flushed as they are written, so that they can be read meanwhile."""
+"""The log files of a run: one JSON object per line, flushed at once, so that they can be read during the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class JsonLines:
 
     Args:
         path: the file.
-        keep: bytes of an existing file to go on behind; what comes after them is cut off.
+        keep: bytes of an existing file to keep; the rest is cut off.
     """
 
     def __init__(self, path: Path, keep: int = 0) -> None:
@@ -29,14 +29,14 @@ class JsonLines:
         self._file.seek(0, os.SEEK_END)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line, whole, and hand it to the operating system.
+        """Append one whole line and pass it to the operating system.
 
         Raises:
-            OSError: it cannot be written, or the file is no longer where it was: nobody would find the line.
+            OSError: it cannot be written, or the file is no longer at its path, so nobody would find the line.
         """
         self._require_place()
         text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-        # Half a character, from a prompt that is no Unicode text, becomes an escape that JSON knows.
+        # A lone surrogate, from a prompt that is not valid Unicode, becomes a JSON escape.
         with naming(self._path):
             self._file.write(text.encode(errors="backslashreplace"))
             self._file.flush()

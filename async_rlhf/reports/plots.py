@@ -1,4 +1,4 @@
-"""Plots of runs and evaluations. matplotlib is loaded when a plot is made."""
+"""Plots of runs and evaluations. matplotlib is imported when a plot is made."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plot_training(metrics_files: Mapping[str, Path], out: Path, evaluation: Path
         evaluation: an evaluation.json; with it there is a third panel, a point with error bars for each model.
 
     Raises:
-        ConfigError: a file is not there, or is not what it should be.
+        ConfigError: a file is missing or malformed.
     """
     runs = {name: read_metrics(path) for name, path in metrics_files.items()}
     results = None if evaluation is None else json.loads(evaluation.read_text(encoding="utf-8"))["results"]
@@ -65,7 +65,7 @@ def plot_training(metrics_files: Mapping[str, Path], out: Path, evaluation: Path
 
 
 def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
-    """Write a PNG: gold reward (or, by a judge that compares, win-rate) against KL, and over the checkpoints of a run.
+    """Write a PNG: gold reward (or, with a pairwise judge, win-rate) against KL, and over the checkpoints of a run.
 
     Args:
         results: of :func:`~async_rlhf.evaluation.evaluate.run_evaluate`.
@@ -97,7 +97,7 @@ def draw_summary(
     key: str = "gold_mean",
     label: str = "gold reward (mean, 95% interval)",
 ) -> None:
-    """Gold reward, or what else ``key`` says, against KL on the given axes, and the human responses as a band."""
+    """Plot gold reward, or another ``key``, against KL on the given axes, and the human responses as a band."""
     nothing = {"estimate": 0.0, "low": 0.0, "high": 0.0}
     for i, (name, one) in enumerate(results["models"].items()):
         kl, gold = one.get("kl_to_reference", nothing), one[key]
@@ -134,7 +134,7 @@ def _new_figure(panels: int) -> tuple[Figure, list[Axes]]:
 
 
 def _save(figure: Figure, out: Path) -> None:
-    """Under a temporary name first: the image is there whole or not at all."""
+    """Write under a temporary name first, so that the image appears whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.tmp")
     figure.savefig(temporary, format="png", dpi=150)

@@ -20,7 +20,7 @@ class _RateColumn(ProgressColumn):
 
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for the length of the block. What it yields is called with how much is done so far."""
+    """Show a bar during the block. Yields a function to call with how much is done so far."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total)

@@ -1,7 +1,7 @@
 """The trace of a run in Chrome's trace-event format: drop trace.json on ui.perfetto.dev to see what overlapped.
 
-Times are of the monotonic clock, which all processes of a host share, so the spans of generator processes lie
-beside the learner's without any correction.
+Times are from the monotonic clock, which all processes of a host share, so the spans of generator processes align
+with the learner's without correction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEARNER = "learner"
 
 
 class Trace:
-    """Sums of spans since the last :meth:`take_seconds`; and a file of all of them, after :meth:`write_to`."""
+    """Sums spans since the last :meth:`take_seconds`, and after :meth:`write_to` writes all of them to a file."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
@@ -29,7 +29,7 @@ class Trace:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def write_to(self, path: Path) -> None:
-        """Write every span from now on to a new file."""
+        """From now on, write every span to a new file."""
         self._path, self._file = path, path.open("w", encoding="utf-8")
         self._file.write("[\n")
 
@@ -60,7 +60,7 @@ class Trace:
         return seconds
 
     def flush(self) -> None:
-        """Hand what is buffered to the operating system. The format allows the closing bracket to be missing."""
+        """Pass buffered spans to the operating system. The format allows the closing bracket to be missing."""
         if self._file is not None:
             with naming(self._path):
                 self._file.flush()

@@ -1,6 +1,6 @@
-"""Rewards that can be verified: functions of completions and of the data's columns, without a model.
+"""Verifiable rewards: functions of completions and of the data's columns, without a model.
 
-Each is a reward function as it is, and called with options it is the same one with those options:
+Each is a reward function; called with options, it returns the same reward function with those options:
 ``reward_funcs=[numeric_answer, length(maximum=80)]``, or in YAML ``async_rlhf.rewards:length(maximum=80)``.
 """
 

@@ -15,7 +15,7 @@ from async_rlhf.config.base import Checked
 class Reward(Checked, ABC):
     """A reward function with options, the fields of its class.
 
-    Called with completions it rewards them; called with options alone it returns the same reward with those options.
+    Called with completions, it rewards them; called with options only, it returns the same reward with those options.
     So both ``numeric_answer`` and ``numeric_answer(tolerance=0.01)`` are reward functions.
     """
 
@@ -32,7 +32,7 @@ class Reward(Checked, ABC):
 
     @property
     def __name__(self) -> str:
-        """What metrics and messages call it: ExactMatch is exact_match."""
+        """Its name in metrics and messages: ExactMatch is exact_match."""
         kind: type = type(self)
         return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__qualname__).lower()
 
@@ -45,7 +45,7 @@ class Reward(Checked, ABC):
             columns: the data set's columns, one value for each completion.
 
         Raises:
-            ValueError: a column is missing, or a value in it is nothing to compare with.
+            ValueError: a column is missing, or a value in it cannot be compared with.
         """
 
 
@@ -53,7 +53,7 @@ def column_values(columns: Mapping[str, Sequence[Any]], column: str) -> Sequence
     """The values of a column of the data.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such column.
     """
     if column not in columns:
         raise ValueError(f"the data has no column {column!r}; it has {', '.join(sorted(columns)) or 'none'}")

@@ -1,4 +1,4 @@
-"""The reward for a number as the answer, such as GSM8K's: found in the text, and compared exactly."""
+"""The reward for numeric answers, such as GSM8K's: found in the text, and compared exactly."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MINUS = str.maketrans(_DASHES, "--")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
 _SPACE = "[ \N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}]"
-# 10 000. After another number it is one more of a list: 1984 100 200.
+# 10 000. But after another number it is part of a list: 1984 100 200.
 _SPACED = rf"(?<![0-9.,])(?<![0-9]{_SPACE})[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}}(?![0-9]))++"
-# Groups that are none, and what a wrong answer would read as right: 1,000,00 and 1 000 00, 1.000.000, 1.000,50.
+# Invalid groups, in which part of a wrong answer could be read as right: 1,000,00 and 1 000 00, 1.000.000, 1.000,50.
 _MALFORMED = (
     rf"[0-9]{{1,3}}(?:,[0-9]{{3}}(?![0-9]))++,[0-9][0-9,.]*|{_SPACED}(?:,|{_SPACE})[0-9][0-9 ,.]*"
     r"|[0-9]+(?:\.[0-9]+){2}[0-9.,]*|[0-9]{1,3}\.[0-9]{3},[0-9][0-9.,]*|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+){2}[0-9.]*"
@@ -27,26 +27,26 @@ _MALFORMED = (
 # 90^\circ and 5^{th} are the numbers before them.
 _POWER = r"\^(?!\s*\{?\s*(?:\\circ|\\degree|\\text|\\mathrm|(?:st|nd|rd|th)\b))\s*(?:\{[^{}]*\}?|[-+]?[0-9.]+)?"
 _NUMBER = re.compile(
-    # A hyphen after a letter, a digit or a closing bracket is none of a number: 10-5, COVID-19, (x)-3.
+    # A hyphen after a letter, a digit or a closing bracket is not a minus sign: 10-5, COVID-19, (x)-3.
     rf"(?:(?<![\w.)\]])(?P<sign>[-+{_DASHES}]))?[$€£]?(?P<inner>(?<=[$€£])[-{_DASHES}])?"
     rf"(?:(?P<malformed>{_MALFORMED})|(?:(?P<whole>[0-9]+)[ ]{{1,2}}(?=[0-9]+ ?/))?"
     rf"(?P<number>{_SPACED}(?:\.[0-9]+)?|{_DECIMAL})"
     rf"(?:[ ]?/[ ]?(?P<denominator>[-{_DASHES}]?{_DECIMAL})|(?P<exponent>[eE][-+]?[0-9]{{1,3}})(?![0-9]))?"
     rf"(?P<power>[ ]?(?:(?:\\times|\\cdot|[{_TIMES}])[ ]?[0-9]+[ ]?)?{_POWER})?)"
-    r"|\^\s*(?:\{[^{}]*\}?|[-+]?[0-9]+)"  # of something else: the 2 of m^2 is no answer
+    r"|\^\s*(?:\{[^{}]*\}?|[-+]?[0-9]+)"  # a power of something else: the 2 of m^2 is no answer
 )
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
 
 
 @dataclass(frozen=True)
 class NumericAnswer(Reward):
-    r"""1 where the completion's number is the reference's, else 0.
+    r"""1 if the completion's number equals the reference's, else 0.
 
     The number of a text is the first one after the last "####" (as in GSM8K); else the one in the last ``\boxed{}``;
-    else the last of all. The reference's is found in the same way, so that a column may hold a whole solution or the
-    number alone. ``1,234.50``, ``$5``, ``50%`` (that is 50), ``-3``, ``3/4``, ``1 1/2``, ``\frac{3}{4}``, ``1e-3`` and
-    ``10 000`` are numbers. They are compared as fractions, without rounding. Where a power (``10^3``) or a group that
-    is none (``1,000,00``, ``1.000.000``) stands in the number's place, the text has no answer.
+    else the last of all. The reference's is found in the same way, so a column may hold a whole solution or only the
+    number. ``1,234.50``, ``$5``, ``50%`` (that is 50), ``-3``, ``3/4``, ``1 1/2``, ``\frac{3}{4}``, ``1e-3`` and
+    ``10 000`` are numbers. They are compared as fractions, without rounding. If a power (``10^3``) or an invalid
+    group (``1,000,00``, ``1.000.000``) is in the number's place, the text has no answer.
 
     Args:
         column: the column with the reference, a text or a number.
@@ -71,7 +71,7 @@ class NumericAnswer(Reward):
 
 
 def find_answer(text: str, strict: bool = False) -> Fraction | None:
-    """The number that a text gives as its answer, see :class:`NumericAnswer`; None where there is none."""
+    """The number that a text gives as its answer, see :class:`NumericAnswer`; None if there is none."""
     marked = text.rpartition("####")
     if marked[1] and (numbers := _numbers(marked[2])):
         return numbers[0]
@@ -84,7 +84,7 @@ def find_answer(text: str, strict: bool = False) -> Fraction | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What is in the braces of the last ``\\boxed{}``; to the end of the text where they are left open."""
+    """The content of the last ``\\boxed{}``; up to the end of the text if the brace is left open."""
     _, command, rest = text.rpartition(r"\boxed")
     if not command or not rest.lstrip().startswith("{"):
         return None
@@ -98,7 +98,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _numbers(text: str) -> list[Fraction | None]:
-    """The numbers of a text; None for what looks like one and is not: no part of it may be taken for the answer."""
+    """The numbers of a text; None for an invalid one, of which no part may be taken for the answer."""
     text = text.replace("{,}", ",").replace(r"\$", "$")
     text = re.sub(r"(?<=[0-9])\\[,! ](?=[0-9])|(?<=,)\\!", "", text)  # LaTeX's small spaces between thousands
     text = re.sub(r"(?<=[0-9])(?=\\[dtc]?frac)", " ", text)  # 1\frac{1}{2} is one and a half
@@ -123,7 +123,7 @@ def _value(found: re.Match[str]) -> Fraction | None:
             value /= number("denominator")
         if found["whole"] and value < 1:  # 1 1/2, but not "Step 3 8/2"
             value += number("whole")
-    except (ValueError, ZeroDivisionError):  # more digits than Python converts, or a zero below
+    except (ValueError, ZeroDivisionError):  # more digits than Python converts, or a denominator of 0
         return None
     sign = ((found["sign"] or "") + (found["inner"] or "")).translate(_MINUS)
     return -value if sign == "-" else value

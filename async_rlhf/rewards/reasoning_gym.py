@@ -1,4 +1,4 @@
-"""Tasks of the reasoning-gym library: rows of data for them, and their own scorers as a reward function.
+"""Tasks of the reasoning-gym library: rows of data, and the tasks' own scorers as a reward function.
 
 Needs the extra ``pip install 'async-rlhf[reasoning-gym]'``.
 """
@@ -21,17 +21,17 @@ INSTRUCTION = "Think step by step, then give the final answer alone between <ans
 def make_rows(
     task: str, size: int, seed: int, options: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION
 ) -> Iterator[dict[str, Any]]:
-    """Data for a task: rows of `query`, `answer`, `task` and `metadata`, the last what :func:`score` needs, as JSON.
+    """Data for a task: rows of `query`, `answer`, `task` and `metadata`, which is JSON for :func:`score`.
 
     Args:
         task: its name in the library, such as "leg_counting".
         size: number of rows.
         seed: decides the rows; equal seeds give equal rows.
         options: of the task, such as its difficulty.
-        instruction: what the prompt says after the question.
+        instruction: text of the prompt after the question.
 
     Raises:
-        ConfigError: there is no such task or option, or a value that the task refuses.
+        ConfigError: there is no such task or option, or the task refuses a value.
     """
     library = _library()
     _check_task(task)
@@ -58,8 +58,8 @@ def score(
 ) -> list[float]:
     """The library's own score of each completion, from 0 to 1, for rows of :func:`make_rows`.
 
-    The answer is what is in the last pair of ``<answer>`` tags, and without any the whole completion. One that a scorer
-    cannot read (it raises) scores 0.
+    The answer is the text in the last pair of ``<answer>`` tags, or without tags the whole completion. An answer that
+    makes a scorer raise scores 0.
     """
     rows = zip(prompts, completions, task, answer, metadata, strict=True)
     return [
@@ -73,7 +73,7 @@ def _score(task: str, completion: str, entry: dict[str, Any]) -> float:
     found = _library().utils.extract_answer(completion)
     try:
         return float(scorer(completion.strip() if found is None else found, entry))
-    except Exception as error:  # of every kind: some scorers read what a model wrote as if it were well-formed
+    except Exception as error:  # of any kind: some scorers assume that a model's text is well-formed
         logger.debug("%s cannot read %r: %s: %s", task, completion[-200:], type(error).__name__, error)
         return 0.0
 
@@ -101,7 +101,7 @@ def _library() -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """For JSON, with tuples told from lists: some scorers compare with one, some with the other."""
+    """For JSON, keeping tuples distinct from lists: some scorers compare with one, some with the other."""
     if isinstance(value, tuple):
         return {"__tuple__": [_encode(item) for item in value]}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rewards for the text of a completion: the right answer, a form, a length."""
+"""Rewards for the text of a completion: the right answer, a pattern, a length."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import regex as matching
 from async_rlhf.config.base import at_least, key, require
 from async_rlhf.rewards.base import Reward, column_values
 
-_FLAGS = matching.VERSION0  # as Python's own module reads an expression
+_FLAGS = matching.VERSION0  # reads an expression as Python's own module does
 MATCH_SECONDS = 10.0
-"""How long a pattern may take for one completion. Expressions such as (a|aa)+$ take for ever on some texts; those that
-are meant to be used take microseconds."""
+"""How long a pattern may take for one completion. Expressions such as (a|aa)+$ take forever on some texts; usable ones
+take microseconds."""
 
 
 @dataclass(frozen=True)
 class ExactMatch(Reward):
-    """1 where the completion is the reference, else 0.
+    """1 if the completion is the reference, else 0.
 
     Args:
-        column: the column with the reference, or with a list of references of which one has to match.
-        extract: a pattern that finds the answer within the completion: its first group where it has one, else all it
-            matched, and of several matches the last; null takes the whole completion. Without a match the reward is 0.
+        column: the column with the reference, or with a list of references of which one must match.
+        extract: a pattern that finds the answer within the completion: its first group if it has one, else the whole
+            match, and of several matches the last; null takes the whole completion. Without a match the reward is 0.
         ignore_case: "Paris" matches "PARIS".
         whitespace: "strip" ignores it around answer and reference, "collapse" also takes any run of it for one space,
             "keep" ignores none.
@@ -64,13 +64,13 @@ class ExactMatch(Reward):
 
 @dataclass(frozen=True)
 class Regex(Reward):
-    """1 where the completion matches a regular expression (of the package ``regex``, which reads Python's), else 0.
+    """1 if the completion matches a regular expression (of the package ``regex``, which accepts Python's), else 0.
 
     Args:
-        pattern: the expression; null takes each row's own from ``column``. Flags go within: "(?s)" lets "." match
+        pattern: the expression; null takes each row's own from ``column``. Write flags inside it: "(?s)" lets "." match
             newlines, "(?i)" ignores case.
-        column: the column with the expressions, where ``pattern`` is null.
-        full: the whole completion has to match, instead of some part of it.
+        column: the column with the expressions, if ``pattern`` is null.
+        full: the whole completion must match, instead of some part of it.
     """
 
     pattern: str | None = None
@@ -98,17 +98,17 @@ class Regex(Reward):
 
 @dataclass(frozen=True)
 class Length(Reward):
-    """A reward for length: the length itself, or how near it is to what is wanted.
+    """A reward for length: the length itself, or how near it is to the wanted length.
 
     Without a target or limits it is the number of words or characters; a negative weight then makes answers shorter.
-    With limits it is 1 within them and 0 outside. With a target it is 1 there, and falls evenly to 0 at nothing and at
-    twice the target.
+    With limits it is 1 within them and 0 outside. With a target it is 1 there, and falls linearly to 0 at length 0
+    and at twice the target.
 
     Args:
         unit: "words", which whitespace separates, or "characters".
-        target: the length that is wanted.
-        minimum: the least that is wanted.
-        maximum: the most that is wanted.
+        target: the wanted length.
+        minimum: the least wanted length.
+        maximum: the greatest wanted length.
     """
 
     unit: Literal["words", "characters"] = "words"
@@ -133,13 +133,13 @@ class Length(Reward):
 
 
 def _matches(pattern: str, text: str, full: bool = False, every: bool = False) -> list[Any]:
-    """The match of the whole text, the first one within, or every one.
+    """The match of the whole text, the first match within it, or all matches.
 
     Raises:
-        ValueError: that takes longer than MATCH_SECONDS.
+        ValueError: matching takes longer than MATCH_SECONDS.
     """
     compiled = matching.compile(pattern, _FLAGS)
-    # Concurrent: others may run meanwhile, and signals arrive.
+    # Concurrent: releases the GIL, so other threads and signal handlers can run.
     options: dict[str, Any] = {"timeout": MATCH_SECONDS, "concurrent": True}
     try:
         if every:
@@ -154,7 +154,7 @@ def _matches(pattern: str, text: str, full: bool = False, every: bool = False) -
 
 
 def check_pattern(key: str, pattern: str | None) -> None:
-    """The text is a regular expression, or None."""
+    """Require a regular expression, or None."""
     right = r"has a backspace; write r'\b' for the edge of a word: '\b' without r is that in Python"
     require("\b" not in (pattern or ""), key, pattern, right)
     try:
@@ -168,4 +168,4 @@ exact_match = ExactMatch()
 regex = Regex()
 """Matches the expression of the column ``pattern``, or ``regex(pattern=...)``; see :class:`Regex`."""
 length = Length()
-"""Counts words, or wants some number of them; see :class:`Length`."""
+"""Counts words, or rewards a wanted number of them; see :class:`Length`."""

@@ -1,4 +1,4 @@
-"""transformers' callbacks around the loop: anything written for its Trainer (wandb, tensorboard, trackio) works."""
+"""Runs transformers' callbacks in the loop: anything written for its Trainer (wandb, tensorboard, trackio) works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
 KEPT_LOGS = 200
-"""Lines of ``log_history``. All are in metrics.jsonl; every checkpoint would hold them once more."""
+"""Lines of ``log_history``. All lines are in metrics.jsonl; without a limit every checkpoint would repeat them."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class OnlineTrainerState(TrainerState):
     completions: int = 0
     """Completions sampled for them."""
     newest: dict[str, float] = field(default_factory=dict)
-    """Of every metric that was ever logged, the last value."""
+    """The last value of every metric that was ever logged."""
 
     def note(self, logs: Mapping[str, float]) -> None:
-        """Take in what was logged at this step."""
+        """Store what was logged at this step."""
         self.newest |= logs
         self.log_history.append({**logs, "step": self.global_step})
         del self.log_history[:-KEPT_LOGS]
@@ -120,7 +120,7 @@ class ProgressCallback(TrainerCallback):
         self._progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """One batch further."""
+        """Advance the bar by one batch."""
         speed = self._progress.tasks[0].speed
         rate = f"{speed:.2f} batches/s" if speed else ""
         self._progress.update(self._task, completed=state.global_step, rate=rate)
@@ -145,7 +145,7 @@ class ProgressCallback(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Give the terminal back; safe to call twice."""
+        """Release the terminal; safe to call twice."""
         with suppress(OSError):  # it may have been closed
             self._progress.stop()
 
@@ -155,9 +155,9 @@ class Callbacks:
 
     Args:
         config: of the run.
-        learner: its policy, optimiser and scheduler are handed to callbacks.
+        learner: its policy, optimiser and scheduler are passed to callbacks.
         processing_class: the tokenizer.
-        callbacks: the user's, classes or instances; they are called on rank 0 alone. The others have the state.
+        callbacks: the user's, classes or instances, called only on rank 0. The other ranks have only the state.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Callbacks:
             self.state.save_to_json(str(path))
 
     def restore_state(self, folder: Path) -> None:
-        """Go on from a state that :meth:`save_state` wrote; what the configuration says now stays."""
+        """Restore a state that :meth:`save_state` wrote; values from the current configuration stay."""
         saved = OnlineTrainerState.load_from_json(str(folder / TRAINER_STATE))
         for name in ("max_steps", "logging_steps", "save_steps", "eval_steps"):
             setattr(saved, name, getattr(self.state, name))
@@ -203,7 +203,7 @@ class Callbacks:
             vars(callback).update(saved.stateful_callbacks.get(name, {}).get("attributes", {}))
 
     def _stateful(self) -> dict[str, Any]:
-        """By name of the class and number among all callbacks."""
+        """Callbacks that have a state, by class name and number among all callbacks."""
         every = enumerate(self._handler.callbacks)
         return {f"{type(c).__name__}_{i}": c for i, c in every if isinstance(c, ExportableState)}
 
@@ -234,7 +234,7 @@ class Callbacks:
         self.control = self._handler.on_evaluate(self.arguments, self.state, self.control, metrics)
 
     def note_best(self, checkpoint: Path) -> None:
-        """Remember a checkpoint if ``metric_for_best_model`` is better than it was at the ones before."""
+        """Remember a checkpoint if its ``metric_for_best_model`` is better than at all earlier ones."""
         config = self.arguments.online_config
         name = config.metric_for_best_model
         if name is None:
@@ -256,6 +256,6 @@ class Callbacks:
         self.control = self._handler.on_train_end(self.arguments, self.state, self.control)
 
     def close(self) -> None:
-        """Give the terminal back, however the run ended."""
+        """Release the terminal, however the run ended."""
         if self._progress is not None:
             self._progress.stop()

@@ -1,4 +1,4 @@
-"""What the configuration chooses: who samples and with which engine, who scores, and where these compute."""
+"""Makes what the configuration chooses: the generator and its engine, the scorer, and their devices."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from async_rlhf.scoring.functions import RewardFunction
 
 
 def check_launch(config: OnlineConfig, ranks: Ranks) -> None:
-    """Require what the configuration needs to be installed and, with Ray, a cluster that has what its actors need.
+    """Require that what the configuration needs is installed and, with Ray, that the cluster has what its actors need.
 
-    Of several ranks of the learner the first alone has to do with the cluster.
+    With several learner ranks, only rank 0 connects to the cluster.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: something is missing.
     """
     if config.launch == "local":
         check_engine(config.generation)
@@ -44,15 +44,15 @@ def check_launch(config: OnlineConfig, ranks: Ranks) -> None:
 
 
 def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, threads: int | None) -> Generator:
-    """Who samples.
+    """Make the generator.
 
-    Actors, processes and servers are rank 0's; the other ranks have what takes part where all are needed.
+    Rank 0 has the actors, processes and servers; the other ranks' generators only take part where all are needed.
 
     Args:
         config: of the run.
-        engine: on the learner's own policy; inline it samples, unless vLLM does.
-        trace: where generation is recorded.
-        threads: of each generator process.
+        engine: samples from the learner's own policy; used for inline generation, unless vLLM is.
+        trace: records generation.
+        threads: CPU threads of each generator process.
     """
     policy, params, parallel = engine.model, engine.params, engine.parallel
     autocast = torch.bfloat16 if config.bf16 else None
@@ -72,7 +72,7 @@ def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, thr
         return RayGenerator(config, policy, params, trace, parallel)
     if config.placement == "server":
         folder = Path(config.output_dir) / "weights"
-        if generation.weights_dir is not None:  # perhaps one that several runs use
+        if generation.weights_dir is not None:  # several runs may use it
             folder = Path(generation.weights_dir) / f"async_rlhf-{uuid.uuid4().hex[:12]}"
         return ServerGenerator(
             policy, params, generation, config.staleness, trace, folder, max_length, autocast, parallel
@@ -90,7 +90,7 @@ def make_scorer(
     prompt_field: str,
     parallel: Parallel,
 ) -> Scorer:
-    """Who scores; of several ranks rank 0 alone has actors."""
+    """Make the scorer; with several ranks, only rank 0 has actors."""
     if config.ray.reward_workers and parallel.ranks.leads:
         from async_rlhf.cluster.ray_rewards import RayScorer
 
@@ -100,5 +100,5 @@ def make_scorer(
 
 
 def reward_device(config: OnlineConfig, learner: torch.device) -> torch.device:
-    """Where this process holds the reward model: not on its GPU if others compute it."""
+    """The device for this process's copy of the reward model: not its GPU if other processes do the scoring."""
     return torch.device("cpu") if config.ray.reward_workers else learner

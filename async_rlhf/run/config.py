@@ -19,11 +19,11 @@ class DataConfig(Checked):
     train: str
     """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
     eval: str | None = None
-    """The same, for held-out prompts; null for none."""
+    """Held-out prompts, in the same way; null for none."""
     prompt_field: str = "query"
     """The column with the prompt."""
     train_split: str = "train"
-    """The split to take where there are several."""
+    """The split to take if there are several."""
     eval_split: str = "validation"
     """The same, for held-out prompts."""
 
@@ -39,16 +39,16 @@ class RunConfig(Checked):
     reward_model: str | None = None
     """A sequence-classification model with one output, read at the last token: a folder or a name on the hub."""
     reward_funcs: list[str] = key([])
-    """Instead of or beside it, Python functions as "module:function" or "file.py:function", maybe with literal keyword
-    arguments, called as f(prompts=..., completions=..., **columns) and returning one number per completion. They may be
-    async; all are called at the same time."""
+    """Instead of or besides reward_model, Python functions as "module:function" or "file.py:function", optionally with
+    literal keyword arguments, called as f(prompts=..., completions=..., **columns) and returning one number per
+    completion. They may be async; all are called at the same time."""
     ref_model: str | None = None
     """The reference policy; null takes the policy's starting weights."""
     value_model: str | None = None
     """The value model that PPO starts from, such as the value_model folder of an earlier run's checkpoint; null takes
     the reward model."""
     tokenizer: str | None = None
-    """A folder or a name on the hub; null takes the policy's."""
+    """The tokenizer, a folder or a name on the hub; null takes the policy's."""
     callbacks: list[str] = key([])
     """transformers' callbacks as "module:Class" or "file.py:Class"."""
     train: OnlineConfig = key(lambda: find("online_dpo").config())
@@ -64,17 +64,16 @@ class RunConfig(Checked):
 
     @staticmethod
     def of(algorithm: str) -> type[RunConfig]:
-        """This class with the ``train`` keys of one algorithm, for parsing."""
+        """This class with one algorithm's keys for ``train``, for parsing."""
         kind = find(algorithm).config
-        # Without a default of its own for train: that would be a run of default size, which not every number of ranks
-        # can divide.
+        # No default for train: that would be a run of default size, which not every number of ranks can divide.
         fields = [("train", kind, field(kw_only=True)), ("algorithm", str, field(default=algorithm))]
         namespace = {"__doc__": RunConfig.__doc__}
         return make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, namespace=namespace)
 
     @property
     def overwrite(self) -> bool:
-        """Train again where that is done already."""
+        """Whether to train again if that is done already."""
         return self.train.overwrite_output_dir
 
     def check(self) -> None:
@@ -110,6 +109,6 @@ class ReplayConfig(Checked):
     run: str
     """The output folder of a run of ``async-rlhf train``."""
     output_dir: str | None = key(None, FOLDER, role="place")
-    """Where the repetition goes; null for the folder "replay" within it."""
+    """Where the repeated run goes; null for the folder "replay" in the run's folder."""
     overwrite: bool = key(False, role="place")
     """Delete what an earlier replay left there."""

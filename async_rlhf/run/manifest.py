@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: each has a manifest with the size and the checksum of every file."""
+"""Folders that are either complete or absent: each has a manifest with the size and the checksum of every file."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _DELETED = ".deleted.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged or no checkpoint at all. The message names the file."""
+    """A checkpoint is damaged, or is no checkpoint at all. The message names the file."""
 
 
 def write_whole(folder: Path, write: Iterable[Any]) -> None:
-    """Write a folder, with its manifest, that appears under its name only when all of it is on the disk.
+    """Write a folder, with its manifest, that appears under its name only when all of it is on disk.
 
-    It takes the place of one that was written in the same way. Anything else is set aside under another name.
+    It replaces a folder that was written in the same way. Anything else in its place is moved to another name.
 
     Args:
-        folder: its place.
+        folder: its path.
         write: functions that each write into the folder they are given.
     """
     if (stranger := stranger_in(folder)) is not None:
@@ -49,7 +49,7 @@ def write_whole(folder: Path, write: Iterable[Any]) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Require every file of the manifest to be as it was written.
+    """Require every file of the manifest to be unchanged.
 
     Raises:
         CheckpointError: names the first that is not.
@@ -68,8 +68,8 @@ def verify(folder: Path) -> None:
 
 
 def stranger_in(folder: Path) -> Path | None:
-    """What nobody may delete with a folder that :func:`write_whole` would write: the folder itself, where it is a link
-    or was not written so, or the first thing in it that its manifest does not list. None where there is no such thing.
+    """What must not be deleted with a folder that :func:`write_whole` would replace: the folder itself if it is a link
+    or was not written that way, else the first entry that its manifest does not list. None if there is no such thing.
     """
     if not os.path.lexists(folder):
         return None
@@ -79,17 +79,17 @@ def stranger_in(folder: Path) -> Path | None:
     lists = [folder / _DELETED, folder / _MANIFEST]
     listing = next((path for path in lists if path.is_file()), None)
     if listing is None:
-        return folder if inside else None  # nothing is left where deleting was interrupted at its end
+        return folder if inside else None  # an empty folder is left if deletion was interrupted at its end
     try:
         listed = {folder / name for name in dict(json.loads(listing.read_text(encoding="utf-8")))}
-    except (ValueError, TypeError):  # damaged: what it said can no longer be told
+    except (ValueError, TypeError):  # the manifest is damaged and can no longer be read
         return None
     return next((path for path in inside if path not in {*listed, *lists}), None)
 
 
 def delete_whole(folder: Path) -> None:
-    """Delete a folder in which there is no stranger. When that is interrupted it is no checkpoint any more, whatever is
-    left, but still says what was in it.
+    """Delete a folder that has no stranger (:func:`stranger_in`). If this is interrupted, the rest no longer counts as
+    a checkpoint but still lists what was in it.
     """
     listing = folder / _DELETED
     with suppress(FileNotFoundError):

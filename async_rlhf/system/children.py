@@ -1,4 +1,4 @@
-"""Processes that live with this one: how generators and reward functions that have their own are started."""
+"""Starts child processes for generators and reward functions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from async_rlhf.config.parallel import OF_A_RANK
 logger = logging.getLogger(__name__)
 
 NO_RANK: Mapping[str, str | None] = dict.fromkeys(OF_A_RANK)
-"""Changes of the environment that make a process none of several ranks."""
+"""Changes of the environment so that a process does not count as a rank."""
 
 
 def context_of(method: str = "forkserver") -> Any:
     """multiprocessing's context for "forkserver" or "spawn".
 
-    A server that has torch and transformers loaded already forks processes in milliseconds, where a fresh interpreter
-    needs seconds. It holds no threads and has touched no GPU, so the fork is safe; one of the learner would not be.
+    A fork server that has already loaded torch and transformers starts processes in milliseconds; a fresh interpreter
+    needs seconds. It has no threads and has not touched a GPU, so forking it is safe; forking the learner is not.
     """
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -43,9 +43,9 @@ def start_process(
 
     Args:
         process: not started yet.
-        label: what messages call it.
+        label: its name in messages.
         method: of its context.
-        environment: variables to change; None deletes one. (A fork server has those of its own start.)
+        environment: variables to change; None deletes one. (A fork server keeps those of its own start.)
     """
     with _main_left_alone(), _endings_blocked(), _environment_changed(environment):
         try:
@@ -59,26 +59,26 @@ def start_process(
 
 
 def hang_up(pipe: Connection) -> None:
-    """End the conversation: the process at the other end leaves when it is idle or has not been told to end."""
+    """Close the connection: the process at the other end exits when it is idle or was not told to end."""
     with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _leave_fork_server() -> None:
-    """Have multiprocessing start another fork server, in its folder, which a cleaner of /tmp may have deleted.
+    """Make multiprocessing start another fork server, in its folder, which a cleaner of /tmp may have deleted.
 
-    The old one is not ended, if it lives: the processes that it has forked go on, and are waited for through it. It
+    If the old one lives, it is not ended: the processes that it forked keep running, and waiting for them needs it. It
     ends with this process.
     """
     Path(util.get_temp_dir()).mkdir(mode=0o700, parents=True, exist_ok=True)
-    # There is no public way: left alone, it believes in a server that lives behind a socket that is gone.
+    # There is no public way: otherwise it keeps using a server that lives but whose socket is gone.
     vars(forkserver)["_forkserver"]._forkserver_pid = None
 
 
 @contextmanager
 def _endings_blocked() -> Iterator[None]:
-    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends the one to all of a job, a terminal that is
-    closed the other, and the learner needs them yet.
+    """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends SIGTERM to a whole job and a closed
+    terminal sends SIGHUP, but the learner still needs its processes.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
@@ -91,7 +91,7 @@ def _endings_blocked() -> Iterator[None]:
 
 @contextmanager
 def _environment_changed(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Processes started within have these variables, and not those that are None."""
+    """Processes started within get these variables, without those that are None."""
     before = {name: os.environ.get(name) for name in variables}
     _set_environment(variables)
     try:

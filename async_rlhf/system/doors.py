@@ -1,8 +1,8 @@
-"""Ports at which only those are let in who know a secret.
+"""Ports that accept only connections that know a secret.
 
-Both sides prove that they know it, by a keyed hash of what the other has just made up (HMAC-SHA256, RFC 2104), and
-neither sends it. Every message before that has a fixed length and a deadline: whoever says nothing, rubbish or too much
-is sent away, and nobody waits.
+Both sides prove that they know it by a keyed hash of the other's random nonce (HMAC-SHA256, RFC 2104); neither sends
+the secret. Every message before the proof has a fixed length and a deadline, so a peer that sends nothing, rubbish or
+too much is disconnected and delays nobody.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _NONCE = 32
 _PROOF = 32
 _NUMBER = 4
 _PATIENCE = 10.0
-"""Seconds that a guest has for the proof."""
+"""Seconds within which a guest (a connecting peer) must send the proof."""
 _CROWD = 64
-"""Guests that may be at the door at a time; of more, the first to come has to go."""
+"""Guests that may be waiting at a time; if more come, the earliest is disconnected."""
 
 
 class Door:
-    """A port to be let in at.
+    """A listening port that admits guests who know its secret.
 
     Args:
         host: the address to listen on; "" for all of this host's.
 
     Attributes:
-        port: that was free.
-        secret: made up for this door, to be told to the guests on another way.
+        port: a free port that was chosen.
+        secret: generated for this door; give it to the guests over another channel.
     """
 
     def __init__(self, host: str) -> None:
@@ -47,14 +47,14 @@ class Door:
         """Wait for the guests of these numbers, then close the door.
 
         Args:
-            numbers: of each guest, from 0; one number is let in once.
-            seconds: within which all of them have to be in.
+            numbers: of the guests, from 0; each number is admitted once.
+            seconds: within which all of them must be admitted.
 
         Returns:
-            A connection to each.
+            A connection to each, by number.
 
         Raises:
-            TimeoutError: somebody did not come.
+            TimeoutError: a guest did not come.
         """
         inside: dict[int, socket.socket] = {}
         waiting: list[_Guest] = []
@@ -85,14 +85,14 @@ class Door:
         return inside
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening."""
         self._server.close()
 
     def _welcome(self, selector: selectors.BaseSelector, waiting: list[_Guest]) -> None:
         try:
             connection, _ = self._server.accept()
             connection.setblocking(False)
-        except OSError:  # gone again, or no descriptor is left
+        except OSError:  # the guest is gone again, or no file descriptor is left
             return
         guest = _Guest(connection)
         try:
@@ -113,7 +113,7 @@ class Door:
         numbers: Collection[int],
         inside: dict[int, socket.socket],
     ) -> None:
-        """Take what a guest says; let him in once that is all, and right."""
+        """Read from a guest; admit it once its proof is complete and right."""
         length = _NUMBER + _NONCE + _PROOF
         try:
             part = guest.connection.recv(length - len(guest.said))
@@ -158,17 +158,17 @@ def _send_away(selector: selectors.BaseSelector, waiting: list[_Guest], guest: _
 
 
 def knock(host: str, port: int, secret: bytes, number: int, seconds: float) -> socket.socket:
-    """Be let in at a door.
+    """Connect to a door as a guest.
 
     Args:
         host: address of the door.
         port: see host.
         secret: of the door.
         number: of this guest.
-        seconds: for all of it.
+        seconds: time limit for everything.
 
     Raises:
-        ConnectionError: nobody listens there, or somebody who does not know the secret.
+        ConnectionError: nothing listens there, or the listener does not know the secret.
     """
     try:
         connection = socket.create_connection((host, port), timeout=seconds)
@@ -193,7 +193,7 @@ def knock(host: str, port: int, secret: bytes, number: int, seconds: float) -> s
 
 
 def _proof(secret: bytes, who: bytes, nonce: bytes, said: bytes) -> bytes:
-    """Of the host's nonce, the guest's, and the guest's number; neither side's can serve as the other's."""
+    """The proof from the host's nonce, the guest's nonce and the guest's number; neither side's works for the other."""
     return hmac.digest(secret, b"async_rlhf " + who + b"\0" + nonce + said, "sha256")
 
 

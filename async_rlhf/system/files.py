@@ -14,14 +14,14 @@ _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, er
 
 
 def cache_folder() -> Path:
-    """Where what can be computed again is kept: ``$ASYNC_RLHF_CACHE``, else ``~/.cache/async_rlhf``."""
+    """The folder for caches, which can be computed again: ``$ASYNC_RLHF_CACHE``, else ``~/.cache/async_rlhf``."""
     told = os.environ.get("ASYNC_RLHF_CACHE")
     return Path(told) if told else Path.home() / ".cache" / "async_rlhf"
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What a disk refuses within is said with the file: when an open one is written to, the system names none."""
+    """Within, add the file's name to errors of the disk: writing to an open file raises them without a name."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """A text file that appears under its name only when the body has ended well; else nothing is left of it."""
+    """A text file that appears under its name only when the body ends without error; else nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -46,21 +46,21 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a text file that is added to line by line, or none. A last one that was cut off is cut away, so that
-    the next begins a line of its own.
+    """The lines of a text file that grows line by line; none if it does not exist. An incomplete last line is removed
+    from the file, so that the next one starts on a new line.
     """
     data = path.read_bytes() if path.is_file() else b""
     whole, _, cut = data.rpartition(b"\n")
     if cut:
         path.write_bytes(whole + b"\n" if whole else b"")
-    # Not splitlines(), for which a text has more ends of lines than this one.
+    # Not splitlines(), which also splits at other characters.
     return whole.decode("utf-8").split("\n") if whole else []
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder that takes the place of an older one only when the body has ended well. A link in its place is replaced
-    itself; what it leads to stays.
+    """A folder that replaces an older one only when the body ends without error. If a link is in its place, the link is
+    replaced and its target stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
@@ -70,7 +70,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         with naming(path):
             yield temporary
         for file in temporary.rglob("*"):
-            _flush_to_disk(file)  # of a folder, the names in it
+            _flush_to_disk(file)  # for a folder, the names in it
         _flush_to_disk(temporary)
         if path.exists() or path.is_symlink():
             _delete(old)

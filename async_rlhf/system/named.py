@@ -1,4 +1,4 @@
-"""What a configuration names of the user's own Python: "module:attribute" or "path/to/file.py:attribute"."""
+"""Loads the user's own Python by name: "module:attribute" or "path/to/file.py:attribute"."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def load_attribute(place: str, attribute: str, key: str, what: str) -> Any:
         place: the module's name, or the path of a file that ends in .py.
         attribute: its name there.
         key: of the configuration, for errors.
-        what: it is, for errors: "function".
+        what: the kind of thing, for errors, such as "function".
 
     Raises:
         ConfigError: there is no such module or file, it cannot be imported, or it has no such attribute.
     """
     if "" not in sys.path:
-        sys.path.append("")  # an installed command does not look into the current folder; python -m does
+        sys.path.append("")  # an installed command does not import from the current folder; python -m does
     name = f"{place}:{attribute}"
     try:
         module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -45,6 +45,6 @@ def _module_from_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""The states of the global random generators. The loop itself draws from counters; rewards and callbacks may not."""
+"""The states of the global random generators. The loop itself does not use them, but rewards and callbacks may."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def capture_on_cpu() -> tuple[Any, ...]:
-    """The states on the CPU, to be sent to another process; GPUs are not touched."""
+    """The states on the CPU, to send to another process; GPUs are not touched."""
     return random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
 
 
 def equal_on_cpu(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether nothing has been drawn between two of :func:`capture_on_cpu`."""
+    """Whether nothing was drawn between two calls of :func:`capture_on_cpu`."""
     numpy = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     return one[0] == other[0] and numpy and torch.equal(one[2], other[2])
 
 
 def restore_on_cpu(states: tuple[Any, ...]) -> None:
-    """What :func:`capture_on_cpu` returned."""
+    """Restore what :func:`capture_on_cpu` returned."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
 
 
 def restore(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """What :func:`capture` returned. GPUs that were not there then keep their state."""
+    """Restore what :func:`capture` returned. GPUs that were not there at that time keep their state."""
     version, state, gauss = values["python"]
     random.setstate((version, tuple(state), gauss))
     kind, keys, *rest = values["numpy"]

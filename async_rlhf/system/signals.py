@@ -1,4 +1,4 @@
-"""What comes from outside to end a run: SIGTERM and SIGHUP, which ask it to save first, and another rank's failure."""
+"""Outside events that end a run: SIGTERM and SIGHUP, which ask it to save first, and another rank's failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankError(RuntimeError):
 
 
 def ending_signals() -> list[signal.Signals]:
-    """SIGTERM, and SIGHUP of a terminal that was closed, unless nohup has it ignored."""
+    """SIGTERM, and the SIGHUP of a closed terminal unless nohup ignores it."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
@@ -24,16 +24,17 @@ def ending_signals() -> list[signal.Signals]:
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], bool]]:
     """Within, the first SIGTERM or SIGHUP is noted. The next SIGTERM does what it did before, the next SIGHUP nothing,
-    not even after this has ended: a shell whose terminal is closed sends one, and the kernel another when the shell
-    has ended, which may be while the program closes what it has open.
+    even after this context: when a terminal closes, its shell sends one and the kernel sends another when the shell
+    ends, perhaps while the program is cleaning up.
 
     Yields:
-        Whether one has come. Outside the main thread, where Python allows no handlers, never.
+        A function that says whether a signal has come; always False outside the main thread, where Python allows no
+        handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    # No lock, and so no threading.Event: another signal may come within the handler, which would wait for itself.
+    # No lock, so no threading.Event: another signal may interrupt the handler, which would then wait for itself.
     asked, hung_up = False, False
     before = {number: signal.getsignal(number) for number in ending_signals()}
 

@@ -1,6 +1,6 @@
 """The YAML files of the original: the code of "Asynchronous RLHF" (Noukhovitch et al., arXiv 2410.18252).
 
-Its flat keys are recognised, and become ours before they are parsed. Imports neither torch nor transformers.
+Its flat keys are recognised and translated to ours before parsing. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TRANSLATORS: dict[str, Callable[[Translation], None]] = {
 
 
 def parse_either(kind: type[Config], command: str, words: Sequence[str], export: bool = True) -> tuple[Config, str]:
-    """As :func:`~async_rlhf.config.parsing.parse`, for files of either format.
+    """Like :func:`~async_rlhf.config.parsing.parse`, for files of either format.
 
-    Of the original's, a table of what became of its keys goes to standard error; with ``export``, the variables that it
-    sets go to the environment, once all of it is known to be right.
+    For a file of the original, prints a table of how its keys were translated to standard error. With ``export``, sets
+    the file's variables in the environment, after the whole file has been checked.
     """
     file, rest = take_config_file(words)
     if file is None or command not in KEYS or {"-h", "--help"} & set(words):
@@ -51,7 +51,7 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str], export:
         return parse(kind, command, words)
     if launched_rank() == 0:
         print_table(t, Path(file).name)
-    with tempfile.TemporaryDirectory() as folder:  # the parser reads files only
+    with tempfile.TemporaryDirectory() as folder:  # the parser reads only files
         translated = Path(folder) / "config.yml"
         translated.write_text(as_yaml(t, Path(file).name), encoding="utf-8")
         parsed = parse(kind, command, ["--config", str(translated), *rest])
@@ -63,7 +63,7 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str], export:
 def translate(
     kind: type[Checked], command: str, file: str, words: Sequence[str] = ()
 ) -> tuple[Translation | None, list[str]]:
-    """A file of the original with its overrides, and the options that are ours; None for a file of another format.
+    """Translate a file of the original with its overrides, and return our own options too; None for another format.
 
     Args:
         kind: our configuration of the command.
@@ -72,7 +72,7 @@ def translate(
         words: the command line without ``--config``.
 
     Raises:
-        ConfigError: an unknown key, a value of a wrong type, or one that cannot be had here.
+        ConfigError: an unknown key, a value of a wrong type, or one that is not supported here.
     """
     values = read_file(file, command, kind)
     if values is None:

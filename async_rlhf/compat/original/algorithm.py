@@ -1,4 +1,4 @@
-"""Which of the original's trainers a file is for: it does not say, the program that reads it does."""
+"""Finds which of the original's trainers a file is for: the program that reads it decides, not the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAMS = {"online_dpo": "online_dpo.py", "rloo": "rloo.py", "ppo": "ppov2.py",
 
 
 def find_algorithm(given: Mapping[str, Any], chosen: str | None, file: str) -> tuple[str, str]:
-    """The algorithm, and why.
+    """The algorithm, and the reason.
 
     Args:
         given: keys of the original and their values.
@@ -25,7 +25,7 @@ def find_algorithm(given: Mapping[str, Any], chosen: str | None, file: str) -> t
         file: the file's name.
 
     Raises:
-        ConfigError: nothing tells, or two things contradict each other.
+        ConfigError: nothing tells the algorithm, or two hints contradict each other.
     """
     if chosen is not None:
         right = (

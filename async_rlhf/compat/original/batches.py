@@ -29,7 +29,7 @@ class Batches:
 
 
 def learner_ranks(t: Translation) -> int:
-    """The learner's ranks: as our own option says, else as many as were launched."""
+    """The number of learner ranks: from our own option, else as many as were launched."""
     option = "train.parallel.ranks"
     variable = f"{ENVIRONMENT_PREFIX}_{option.replace('.', '__').upper()}"
     said = t.overrides.get(option, os.environ.get(variable, "null"))
@@ -37,14 +37,14 @@ def learner_ranks(t: Translation) -> int:
 
 
 def batches(t: Translation, algorithm: str) -> Batches:
-    """Translate what makes up a batch.
+    """Translate the keys that make up a batch.
 
-    There, batch_size = per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x ranks counts
-    prompts, but completions in RLOO, whose batch so has 1 / rloo_k as many prompts; total_episodes counts the same.
-    Here all of them count prompts.
+    In the original, batch_size = per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x ranks
+    counts prompts, but in RLOO completions, so that its batch has 1 / rloo_k as many prompts; total_episodes counts the
+    same. Here all of them count prompts.
 
     Raises:
-        ConfigError: the numbers do not divide.
+        ConfigError: the numbers are not divisible.
     """
     per_device, accumulation = t["per_device_train_batch_size"], t["gradient_accumulation_steps"]
     minis, episodes, samples = t["num_mini_batches"], t.needed("total_episodes"), t["rloo_k"]

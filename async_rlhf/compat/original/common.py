@@ -1,4 +1,4 @@
-"""Keys that several of the original's programs share: places, integrations, adapters, and what has no counterpart."""
+"""Keys that several of the original's programs share: places, integrations, adapters, and keys without counterpart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REASON = {key: reason for keys, reason in _REASONS.items() for key in keys.spli
 
 
 def training_without_counterpart(t: Translation) -> None:
-    """Fields of TrainingArguments that are accepted, and change nothing here."""
+    """Fields of TrainingArguments that are accepted but change nothing here."""
     for key in (*TRAINING_WITHOUT_COUNTERPART, "push_to_hub"):
         t.idle(_REASON.get(key, f"{IDLE_HERE}: it has no counterpart"), key)
 
@@ -46,16 +46,16 @@ _EXPORTED = (
     "WANDB_PROJECT WANDB_RESUME WANDB_RUN_GROUP WANDB_RUN_ID WANDB_SILENT WANDB_TAGS WANDB_WATCH",
 )
 EXPORTED = frozenset(name for names in _EXPORTED for name in names.split())
-"""Variables that a file may set. Others may have this program load libraries or modules (LD_PRELOAD, PYTHONPATH), send
-keys to other hosts (WANDB_BASE_URL, HF_ENDPOINT), or are keys themselves.
+"""Variables that a file may set. Others may make this program load libraries or modules (LD_PRELOAD, PYTHONPATH) or
+send keys to other hosts (WANDB_BASE_URL, HF_ENDPOINT), or are keys themselves.
 """
 
 
 def environment(t: Translation) -> None:
-    """The mapping whose entries are exported.
+    """Translate the mapping whose entries are exported.
 
     Raises:
-        ConfigError: one is no variable that a file may set, or its value is not on one line.
+        ConfigError: a file may not set one of the variables, or a value is not on one line.
     """
     if ENVIRONMENT in t.given:
         for name, value in t.given[ENVIRONMENT].items():
@@ -70,13 +70,13 @@ def environment(t: Translation) -> None:
 
 
 def place(t: Translation, target: str, *, below_cwd: bool, names_run: bool) -> None:
-    """Where results go, and the run's id at Weights & Biases.
+    """Translate where results go, and the run's id at Weights & Biases.
 
     Args:
         t: the translation.
         target: our key of the output folder.
-        below_cwd: whether this program put the current folder's name below the parent.
-        names_run: whether it made an id of wandb_run_id.
+        below_cwd: whether this program of the original put the current folder's name below the parent.
+        names_run: whether it made an id from wandb_run_id.
     """
     folder, parent, run_id = t.needed("output_dir"), t["output_global_parent_dir"], t["wandb_run_id"]
     job = os.environ.get("SLURM_JOB_ID")
@@ -105,7 +105,7 @@ def place(t: Translation, target: str, *, below_cwd: bool, names_run: bool) -> N
 
 
 def integrations(t: Translation, target: str) -> None:
-    """Transformers 4.43 reports to everything that is installed unless it is told otherwise."""
+    """Translate report_to: transformers 4.43 reports to everything that is installed unless told otherwise."""
     wanted, note = t["report_to"], MAPPED
     if t["sanity_check"]:
         wanted, note = [], "nothing in a sanity check"
@@ -174,7 +174,7 @@ def model_options(t: Translation, read: tuple[str, ...] = ()) -> None:
 
 
 def dtype(t: Translation, name: str) -> str | None:
-    """A dtype as we spell it; None for "auto" and where there is none."""
+    """A dtype as we spell it; None for "auto" or if none is given."""
     found = (t[name] or "auto").removeprefix("torch.")
     spelt = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "auto": None}.get(
         found, found
@@ -185,13 +185,13 @@ def dtype(t: Translation, name: str) -> str | None:
 
 
 def one_split(source: str) -> str:
-    """What to add to a note on held-out data: a single file has none."""
+    """An addition to a note on held-out data: a single file has no splits."""
     single = os.path.splitext(source)[1] in (".jsonl", ".json", ".csv", ".parquet")
     return "; a file has one split: held out is what is trained on" if single else ""
 
 
 def weights_dtype(t: Translation, target: str) -> None:
-    """The dtype in which a model is loaded that is not trained."""
+    """The dtype of a model that is loaded but not trained."""
     spelt = dtype(t, "torch_dtype")
     if spelt is None:
         note = f"{IDLE_HERE}: float32, for what the model's files say is not known before they are read"
@@ -201,6 +201,6 @@ def weights_dtype(t: Translation, target: str) -> None:
 
 
 def idle_all(t: Translation, notes: Mapping[str, str]) -> None:
-    """Keys without effect, each with its reason; several keys of one reason are separated by spaces."""
+    """Note keys without effect, each with its reason; several keys with one reason are separated by spaces."""
     for keys, note in notes.items():
         t.idle(note, *keys.split())

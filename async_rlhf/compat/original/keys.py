@@ -13,8 +13,8 @@ class Key:
     """A key of the original.
 
     Args:
-        kind: its type; "steps" for an integer or a share of all steps; "any" where nothing here depends on it.
-        default: its value where it is absent; None also where there is none.
+        kind: its type; "steps" for an integer or a share of all steps; "any" if nothing here depends on it.
+        default: its value if it is absent; None also if there is none.
     """
 
     kind: Kind = "any"
@@ -86,7 +86,7 @@ TRAINING_WITHOUT_COUNTERPART = _idle(
     tpu_num_cores use_ipex use_legacy_prediction_loop use_mps_device
     """
 )
-"""Fields of TrainingArguments that mean nothing here."""
+"""Fields of TrainingArguments that have no meaning here."""
 
 _MODEL = {
     "model_name_or_path": Key("str"),
@@ -229,4 +229,4 @@ KEYS: dict[str, dict[str, Key]] = {
         "wandb_run_id": Key("str"),
     },
 }
-"""Every key that the original knows, by the command here that takes its place."""
+"""Every key that the original knows, by our corresponding command."""

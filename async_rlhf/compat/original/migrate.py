@@ -1,4 +1,4 @@
-"""``async-rlhf config migrate``: a file of the original, written anew in our format."""
+"""``async-rlhf config migrate``: rewrites a file of the original in our format."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _SIGNS = {
 class MigrateConfig(Checked):
     """A YAML file of the original, written in our format: ``async-rlhf config migrate FILE``.
 
-    Only keys that it has, or whose default there is another one, are written, each with a comment on where it is from.
+    Writes only keys that the file has or whose default differs there, each with a comment on its origin.
     """
 
     file: str
     """The original's file."""
     command: Literal["train", "sft", "reward", "relabel", "generate", "evaluate"] | None = None
-    """What it is for; null finds out by its keys."""
+    """Our command that the file is for; null finds out from its keys."""
     algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo"] | None = None
-    """Of a file for ``train``; null finds out by its keys and names."""
+    """Algorithm of a file for ``train``; null finds out from its keys and names."""
     output: str | None = key(None, role="place")
     """The file to write; null for standard output."""
     ranks: int | None = key(None, at_least(1))
-    """Ranks of the learner that the shares of the batches (save_steps, num_sample_generations) are computed for, and
+    """Ranks of the learner, for computing the shares of the batches (save_steps, num_sample_generations) and for
     train.parallel.ranks; null for one."""
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ def migrate(config: MigrateConfig) -> str:
     """The file in our format.
 
     Raises:
-        ConfigError: it is no file of the original, or cannot be translated.
+        ConfigError: it is not a file of the original, or cannot be translated.
     """
     command = config.command or _command(config.file)
     words = [] if config.algorithm is None else ["--algorithm", config.algorithm]

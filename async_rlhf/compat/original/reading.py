@@ -1,4 +1,4 @@
-"""Telling the original's files from ours, and reading them with their overrides from the command line."""
+"""Tells the original's files from ours, and reads them with their overrides from the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from async_rlhf.compat.original.keys import ENVIRONMENT, KEYS, Key
 from async_rlhf.config.base import Checked, ConfigError, require, shown
 from async_rlhf.config.yaml_text import parse_yaml, read_yaml
 
-_NULLABLE = {"eval_split"}  # where null is not the same as leaving the key out
+_NULLABLE = {"eval_split"}  # for these, null is not the same as leaving the key out
 
 
 def field_names(kind: type[Checked]) -> set[str]:
@@ -21,14 +21,14 @@ def field_names(kind: type[Checked]) -> set[str]:
 
 
 def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | None:
-    """The keys of a file of the original; None if it is none.
+    """The keys of a file of the original; None if it is not one.
 
     Raises:
-        ConfigError: it has keys of both formats, or keys that neither knows beside the original's.
+        ConfigError: it has keys of both formats, or keys of the original and keys that neither format knows.
     """
     values = read_yaml(path, "--config")
     if not isinstance(values, dict):
-        return None  # the parser's own message says more
+        return None  # the parser's own message is more helpful
     ours = field_names(kind)
     theirs = [key for key in values if key in KEYS[command] and key not in ours]
     if not theirs:
@@ -38,7 +38,7 @@ def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | 
 
 
 def check_known(values: Mapping[str, Any], command: str, ours: set[str]) -> None:
-    """Every key is the original's. Raises :class:`ConfigError` naming the first that is not, and the nearest."""
+    """Require every key to be the original's. Raises :class:`ConfigError` with the first other key and the nearest."""
     theirs = [key for key in values if key in KEYS[command] and key not in ours]
     for key in values:
         if key in KEYS[command] or key == ENVIRONMENT:
@@ -102,7 +102,7 @@ def _option(name: str, key: Key, words: list[str]) -> Any:
 
 
 def typed(values: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Values of the types of their keys: "1e-5" is a number there too. Null is left out, as what it means."""
+    """Values converted to their keys' types: "1e-5" is a number there too. Null is left out, as it means the same."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         if key == ENVIRONMENT:

@@ -1,4 +1,4 @@
-"""A translation for people: as a table, and as a YAML file of ours with comments."""
+"""Shows a translation as a table, and as a YAML file in our format with comments."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SECRET = ("hub_token", "push_to_hub_token")
 
 
 def spelt(value: Any) -> str:
-    """A value as YAML has it, on one line."""
+    """A value as YAML, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n...\n").strip()
-    return json.dumps(value) if "\n" in text else text  # what JSON escapes, YAML reads
+    return json.dumps(value) if "\n" in text else text  # YAML reads JSON's escapes
 
 
 def _shown(row: Row) -> str:
-    """The value of a row, but for what must not stand in a log."""
+    """The value of a row, without anything that must not appear in a log."""
     if row.key in _SECRET:
         return "(not shown)"
     return ", ".join(map(str, row.value)) if row.key == ENVIRONMENT else spelt(row.value)
 
 
 def print_table(t: Translation, source: str) -> None:
-    """What became of every key, to standard error."""
+    """Print how every key was translated, to standard error."""
     table = Table(title=f"{source}: keys of the original, and what they are here", title_justify="left")
     for name in ("original", "value", f"async-rlhf {t.command}", "note"):
         table.add_column(name, overflow="fold", no_wrap=False)
@@ -47,7 +47,7 @@ def print_table(t: Translation, source: str) -> None:
 
 
 def as_yaml(t: Translation, source: str) -> str:
-    """Our configuration file, with where each value is from."""
+    """Our configuration file, with the origin of each value."""
     comments: dict[str, str] = {}
     for row in t.rows:
         for name in row.targets:
@@ -64,7 +64,7 @@ def as_yaml(t: Translation, source: str) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """What else would begin a line of the file, and be read as one of its keys."""
+    """A text without line breaks, which could otherwise begin a line that is read as a key."""
     return text if text.isprintable() else json.dumps(text)
 
 
@@ -79,7 +79,7 @@ def _said(row: Row) -> str:
 
 
 def _in_order(t: Translation) -> dict[str, Any]:
-    """Values as the fields of our configuration come, the algorithm first and single keys before groups."""
+    """Values in the order of our configuration's fields, but the algorithm first and single keys before groups."""
     fields = [ALGORITHM, *(item.name for item in dataclasses.fields(cast(Any, t.kind)))]
     names = sorted(t.values, key=lambda name: (fields.index(name.partition(".")[0]), name.count(".")))
     return {name: t.values[name] for name in names}
@@ -97,7 +97,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Group(dict[str, Any]):
-    """A group of keys, unlike a mapping that is a value."""
+    """A group of keys, as opposed to a mapping that is a value."""
 
 
 def _lines(values: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "", indent: str = "") -> list[str]:

@@ -8,7 +8,7 @@ from async_rlhf.compat.original import common
 from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation, one_of
 
 _SANITY_ROWS = 64
-_TRL_MAX_LENGTH = 1024  # SFTTrainer's own where max_seq_length is not given
+_TRL_MAX_LENGTH = 1024  # SFTTrainer's default if max_seq_length is not given
 _IDLE = {
     "max_steps": f"{IDLE_HERE}: num_epochs decides how long the stage is",
     "adam_beta1 adam_beta2 adam_epsilon": f"{IDLE_HERE}: AdamW has torch's defaults, 0.9, 0.999 and 1e-8",

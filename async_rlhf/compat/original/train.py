@@ -143,7 +143,7 @@ def _forward_batches(t: Translation, algorithm: str) -> None:
     rows = t["local_rollout_forward_batch_size"]
     targets = {"train.annotate_batch_size": rows}
     if not (algorithm == "online_dpo" and t["vllm"]):
-        targets["train.generation.batch_size"] = rows  # there, too, generate() had so many rows
+        targets["train.generation.batch_size"] = rows  # generate() had this many rows in the original, too
     t.maps("local_rollout_forward_batch_size", targets)
 
 
@@ -182,7 +182,7 @@ def _stop_token(t: Translation) -> None:
 
 
 def _engine(t: Translation) -> None:
-    """Which of the three trainers: transformers, vLLM on a device of its own, vLLM in turn with the learner."""
+    """Which of the three trainers: transformers, vLLM on a separate device, vLLM alternating with the learner."""
     place = "train.generation.placement"
     if not t["vllm"]:
         t.maps("vllm", {place: "inline", "train.staleness": 0}, "mapped: transformers samples, in turn with training")
@@ -246,7 +246,7 @@ def _logs(t: Translation, algorithm: str, size: Batches) -> None:
         t.idle(note, "logging_steps")
         return
     t.idle("mapped: a few completions of each logged batch go to samples.jsonl", "save_generations")
-    if "logging_steps" in t.given:  # where it is absent, every batch was logged, as here
+    if "logging_steps" in t.given:  # if it is absent, every batch was logged, as here
         steps = share_of("logging_steps", t["logging_steps"], size.number)
         note = "mapped; was ignored there: every batch was logged"
         t.maps("logging_steps", {"train.logging_steps": max(1, steps)}, note)

@@ -1,4 +1,4 @@
-"""What a file of the original becomes: our keys and values, and a line of explanation for each of its own."""
+"""The translation of a file of the original: our keys and values, and an explanation for each of its keys."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ALGORITHM = "algorithm"
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one key.
+    """The translation of one key.
 
     Args:
-        key: of the original; in brackets for what it does without a key.
-        value: what it was set to.
+        key: of the original; in brackets for behaviour without a key.
+        value: the value it had.
         targets: our dotted keys and their values.
         note: how they are related.
         given: whether the file or the command line set it.
@@ -41,13 +41,13 @@ class Row:
 
 @dataclass
 class Translation:
-    """A translation under way.
+    """A translation in progress.
 
     Args:
         command: ``train`` or another.
         kind: our configuration of that command (for ``train``: of the algorithm).
         given: keys of the original and their values, of the right types.
-        overrides: our own dotted keys that were given beside them.
+        overrides: our own dotted keys that were also given.
         values: our dotted keys and values so far.
         rows: the explanations so far.
         environment: variables to export.
@@ -62,17 +62,17 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
-        """What the original would take for a key: as given, else its default."""
+        """The value that the original would use for a key: as given, else its default."""
         return self.given.get(key, KEYS[self.command][key].default)
 
     def needed(self, key: str) -> Any:
-        """The same, for a key that the original cannot do without."""
+        """The same, for a key that the original requires."""
         value = self[key]
         require(value not in (None, ""), key, value, f"must be given: the original's {self.command} needs it as well")
         return value
 
     def maps(self, key: str, targets: Mapping[str, Any], note: str = MAPPED) -> None:
-        """A key becomes some of ours. Where it is absent, they are set where the original's default differs."""
+        """Translate a key to some of ours. If it is absent, set those for which the original's default differs."""
         if key in self.given:
             self.values |= targets
             self.rows.append(Row(key, self.given[key], targets, note, given=True))
@@ -81,16 +81,16 @@ class Translation:
         self._differing(key, self[key], targets, note)
 
     def does(self, what: str, targets: Mapping[str, Any], note: str) -> None:
-        """What the original does without having a key for it."""
+        """Record something that the original does without having a key for it."""
         self._differing(f"({what})", None, targets, note)
 
     def same(self, pairs: Mapping[str, str]) -> None:
-        """Keys of the original that become one of ours each, with the same value."""
+        """Translate keys of the original to one of ours each, with the same value."""
         for key, target in pairs.items():
             self.maps(key, {target: self[key]})
 
     def idle(self, note: str, *keys: str) -> None:
-        """Keys without effect, where they are given and not explained yet."""
+        """Record keys without effect that were given and are not explained yet."""
         done = {row.key for row in self.rows}
         for key in keys:
             if key in self.given and key not in done:
@@ -103,7 +103,7 @@ class Translation:
             self.rows.append(Row(key, value, differing, note, given=False))
 
     def finish(self) -> None:
-        """Rows in the order of the file, then the defaults; every key that was given has one."""
+        """Order the rows as in the file, then the defaults; every given key must have one."""
         explained = {row.key for row in self.rows}
         missing = [key for key in self.given if key not in explained]
         if missing:
@@ -116,7 +116,7 @@ def our_default(kind: type[Checked], name: str) -> Any:
     """The default of a dotted key of ours; ``dataclasses.MISSING`` where it must be given."""
     first, _, rest = name.partition(".")
     item = {each.name: each for each in dataclasses.fields(typing.cast(Any, kind))}[first]
-    # Not by making a run: its defaults do not go together on every number of ranks.
+    # Not by making a run: its defaults are not valid for every number of ranks.
     if rest and isinstance(item.default_factory, type):
         return our_default(item.default_factory, rest)
     if rest and item.default_factory is dataclasses.MISSING:

@@ -5,7 +5,7 @@ first line of that docstring (its *summary*, PEP 257). The text is on every mach
 so the task needs no download: `harvest` parses the standard library and some installed packages, `split`
 divides the functions into train, preference and held-out parts, `write_splits` writes the stages' files.
 
-Sources are read, never imported. What is taken: functions and methods, except dunders and functions nested in
+Sources are read, never imported. It takes functions and methods, except dunders and functions nested in
 functions, whose docstring's first paragraph is one line of 10 to 100 ASCII characters, mostly letters, that
 is prose (no doctest, field list, section title or signature), and whose query is at most 200 characters long.
 Docstrings in single quotes are read only in files that also have a triple quote.
@@ -44,10 +44,10 @@ FORMAT = 1  # raise it whenever the rows taken from the same files change: it is
 MAX_QUERY_CHARS = 200
 MIN_SUMMARY_CHARS, MAX_SUMMARY_CHARS = 10, 100
 
-_CHUNK_BYTES = 1_000_000  # one task of the pool: large against its overhead, small against the whole
+_CHUNK_BYTES = 1_000_000  # one task of the pool: large compared to its overhead, small compared to the whole
 _POOL_BYTES = 4_000_000  # below this, starting processes takes longer than parsing in this one
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "idle_test", "idlelib", "node_modules", "__pycache__"}
-_SKIPPED_FOLDERS |= {"site-packages", "dist-packages"}  # they lie in the standard library's folder
+_SKIPPED_FOLDERS |= {"site-packages", "dist-packages"}  # they are in the standard library's folder
 _NOT_PROSE = re.compile(
     r"^(>>>|\.\.|[:@#*\-=|<`\[({\\$%&]"  # doctest, directive, field list, title rule, table, markup
     r"|(args|arguments|parameters|params|returns?|yields?|raises?|examples?|notes?|attributes|inputs?"
@@ -61,8 +61,8 @@ _SIGNATURE = re.compile(r"^[\w.\[\],]*\w\([^)]*\)?\s*(->|:|--|$)|->|^\w+\s*=")
 class Function:
     """One function with a usable docstring.
 
-    `source` is the package (or file, or folder) it was found in, `module` and `qualname` its place there,
-    `name` its bare name, `query` the prompt, `summary` its docstring's first line.
+    `source` is the package (or file, or folder) it was found in, `module` and `qualname` are its place there,
+    `name` is its bare name, `query` the prompt, `summary` its docstring's first line.
     """
 
     source: str
@@ -83,7 +83,7 @@ class _File:
 
 
 def default_sources() -> list[str]:
-    """The sources `harvest` reads when told none: the standard library and those of `PACKAGES` installed."""
+    """The sources `harvest` reads by default: the standard library and the installed ones of `PACKAGES`."""
     return [STDLIB, *(name for name in PACKAGES if importlib.util.find_spec(name) is not None)]
 
 
@@ -110,7 +110,7 @@ def harvest(
     `progress`: show a progress bar on stderr. Order: by source as given, then file, then line; of functions
     with the same query the first is kept. Files that do not parse are skipped, and counted in the log.
 
-    Raises ConfigError for a source that is neither, with what would be right.
+    Raises ConfigError, with what would be right, for a source that is none of these.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1, or None for one per core; found {workers}")
@@ -130,8 +130,8 @@ def split(
     """Divide functions into `train`, `preference` and `heldout`, without leakage between them.
 
     All functions with the same bare name (case and leading underscores aside) fall into the same part, so
-    neither a query nor an override of the same method is ever on both sides. A name's part depends on `seed`
-    and the name alone: adding functions moves none. `fractions` are of the names, in that order, and must sum
+    no query and no override of a method is ever on both sides. A name's part depends only on `seed` and the
+    name: adding functions moves none. `fractions` are of the names, in that order, and must sum
     to 1 (ValueError).
     """
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
@@ -290,7 +290,7 @@ def _parse_chunk(chunk: Sequence[_File]) -> _Rows:
     n_failed = 0
     for file in chunk:
         text = Path(file.path).read_bytes()
-        if b'"""' not in text and b"'''" not in text:  # no docstrings: spares the parse, which is the cost
+        if b'"""' not in text and b"'''" not in text:  # no docstrings: skip the parse, which is the expensive part
             continue
         try:
             with warnings.catch_warnings():
@@ -319,7 +319,7 @@ def _definitions(tree: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef |
 
 
 def _query(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The function's signature on one line and its docstring's opening; None if it is not to be used."""
+    """The function's signature on one line and its docstring's opening quotes; None if the function is not usable."""
     if node.name.startswith("__") and node.name.endswith("__"):
         return None
     keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
@@ -331,7 +331,7 @@ def _query(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
 
 
 def _summary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The first line of the function's docstring; None if there is none to be used."""
+    """The first line of the function's docstring; None if there is no usable one."""
     docstring = ast.get_docstring(node, clean=False)
     if docstring is None:
         return None

@@ -1,7 +1,7 @@
-"""The gold reward of the docstring task: how good a first line a completion is for the query's function.
+"""The gold reward of the docstring task: how good a completion is as the first line for the query's function.
 
 It stands in for a human judge: a reward model is trained on its labels, the policy is trained against that
-model, and this evaluates the policy. It reads the text alone; there is no reference answer. In [0, 1]:
+model, and this reward evaluates the policy. It reads only the text; there is no reference answer. In [0, 1]:
 
     score = words * repetition * brevity * symbols * (0.14 imperative + 0.06 capital + 0.08 period
             + 0.08 length + 0.14 fluency + 0.50 relevance)
@@ -14,7 +14,7 @@ Six components in [0, 1] are added:
 - period: the last character is a full stop, and just one.
 - length: exp(-((c - 44) / 36)^2) for c characters without the last full stop; a quarter of it if the whole is
   longer than 72 characters, and 0 for more than one line.
-- fluency: how usual the order of the kinds of words is (determiner, preposition, noun...): the mean, over
+- fluency: how common the order of the kinds of words is (determiner, preposition, noun...): the mean, over
   neighbours, of the pointwise mutual information of their kinds in `_FLOW`, from -0.5 (0) to 0.5 nats (1);
   times 0.7 for each word of a run of nouns beyond its third, and 0.3 for four or more words without a
   function word: a list of keywords is not a sentence.
@@ -25,7 +25,7 @@ Six components in [0, 1] are added:
   spelt-out word of the name ("args", "arguments") 0.5: the name alone earns little. signature: 1 - e^-k for k
   words of the arguments and annotations mentioned.
 
-Four gates in [0, 1] multiply, so that nothing pays for text that is not a sentence:
+Four gates in [0, 1] multiply the sum, so that text that is not a sentence earns nothing:
 
 - words: (min(1, share / 0.75))^2, of the mean credit of the words: 1 for a known word or one of the
   signature, 0.5 for one that could be English by its letters, 0 for the rest.
@@ -86,7 +86,7 @@ substitute subtract sum suppress suspend swap switch sync take tally terminate t
 transfer transform translate transpose traverse trigger truncate try tune turn update upgrade upload use
 validate view visit wait wake walk warn wrap write yield zip
 """
-# The commonest other words of docstrings: a word not here, nor a verb, nor in the signature, is unknown.
+# The commonest other words of docstrings: a word that is not here, not a verb and not in the signature is unknown.
 _WORD_TEXT = """
 according active address allocator allowed along already annotation api args arguments array arrow attention
 attr attributes audio available axis backend backward based binary bit bool bounding boxes bucket buffer bytes
@@ -141,7 +141,7 @@ _FLOW = """
  -31  -6  -6   5  -2 -37  -2 -22  21   2   6
   -9  -6   6   4   1 -78  -2  -3   4  -1   7
 """
-# Words of names that weigh little, and what counts as a mention of the name's word that comes first.
+# Words of names with little weight; and, after each first word, the words that count as mentioning it.
 _LIGHT_TEXT = "get set is has can should do make to from of in for by with and or on the as"
 _PARAPHRASE_TEXT = """
 get return fetch retrieve obtain | set assign change update | is whether true check if return test determine
@@ -178,7 +178,7 @@ def explain(query: str, completion: str) -> dict[str, float]:
     return dict(_explain(query, completion.strip()))
 
 
-@lru_cache(maxsize=1 << 12)  # a text with many repeats at its end asks for the same shorter texts many times
+@lru_cache(maxsize=1 << 12)  # a text with many repeats at its end looks up the same shorter texts many times
 def _explain(query: str, text: str) -> dict[str, float]:
     spans = list(re.finditer(r"\S+", text))
     if len(spans) > MAX_WORDS or len(text) > 20 * MAX_WORDS:
@@ -195,7 +195,7 @@ def _explain(query: str, text: str) -> dict[str, float]:
 
 
 def _parts(query: str, text: str) -> dict[str, float]:
-    """Components, gates and score of a stripped text, without regard to repeats at its end."""
+    """Components, gates and score of a stripped text, ignoring repeats at its end."""
     words = [word.lower() for word in _WORD.findall(text)]
     stems = [_stem(word) for word in words]
     name_words, other_words = _query_words(query)
@@ -359,7 +359,7 @@ def _stem(word: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _query_words(query: str) -> tuple[_Words, _Words]:
-    """The words of the function's name, and the stems of the signature's other words that say something."""
+    """The words of the function's name, and the stems of the signature's other meaningful words."""
     found = _SIGNATURE.search(query)
     if found is None:
         return (), ()
