@@ -88,7 +88,8 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
     engine = shared_engine(flying_args, policy, params, Parallel())  # for inline alone
     with closing(make_generator(flying_args, engine, Trace(), 1)) as generator:
         generator.publish(policy, 0)
-        generator.submit(1, None, PromptStream(PROMPTS, tokenizer).batch(1, 150))
+        # So large that a server which is too busy to answer for some seconds is still sampling it afterwards.
+        generator.submit(1, None, PromptStream(PROMPTS, tokenizer).batch(1, 600))
         deadline = time.monotonic() + 120
         while not sampling_has_begun(generator):
             assert time.monotonic() < deadline
@@ -101,7 +102,7 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
             generator.publish(new_policy(version, max_position_embeddings=LONGEST), version)
         batch = generator.collect(1)
     rollouts = list(map(drawn, batch.samples))
-    assert len(rollouts) == 300
+    assert len(rollouts) == 1200
     assert all(list(rollout.versions) == sorted(rollout.versions) for rollout in rollouts)
     assert batch.version == min(version for rollout in rollouts for version in rollout.versions) == 0
     assert {version for rollout in rollouts for version in rollout.versions} == {0, 1, 2}

@@ -118,8 +118,8 @@ def test_tensors_that_the_server_did_not_take_stop_the_run(train, tmp_path, monk
     """Here the server is handed a file with two tensors exchanged."""
     publish = SnapshotFolder.publish
 
-    def exchange(folder, policy, version):
-        published = publish(folder, policy, version)
+    def exchange(folder, policy, version, parallel):
+        published = publish(folder, policy, version, parallel)
         if version == 1:
             tensors = folder.views(version)
             tensors[SQUARE], tensors[TWIN] = tensors[TWIN], tensors[SQUARE]
