@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from asyncio import Semaphore
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,9 +56,9 @@ class ServerClient:
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = masked(url.rstrip("/"))
         """For messages."""
-        # Further prompts wait here: each connection takes a file descriptor.
-        limits = httpx.Limits(max_connections=256)
-        self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, **_access(url, key))
+        # Further prompts wait, because each connection takes a file descriptor. New weights do not wait behind them.
+        self._prompts = Semaphore(256)
+        self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=httpx.Limits(), **_access(url, key))
 
     async def __aenter__(self) -> ServerClient:
         return self
@@ -76,7 +77,8 @@ class ServerClient:
             ServerGoneError: some tokens come from weights with another label.
         """
         fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed)}
-        answer = await self._post("/inference/v1/generate", json=fields)
+        async with self._prompts:
+            answer = await self._post("/inference/v1/generate", json=fields)
         return tuple(_sample(tokens, choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
