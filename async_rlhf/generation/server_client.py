@@ -58,7 +58,9 @@ class ServerClient:
         """For messages."""
         # Further prompts wait, because each connection takes a file descriptor. New weights do not wait behind them.
         self._prompts = Semaphore(256)
-        self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=httpx.Limits(), **_access(url, key))
+        # vLLM's server closes connections that are idle for 5 s; one that is taken up just then would be lost.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, **_access(url, key))
 
     async def __aenter__(self) -> ServerClient:
         return self
