@@ -1,0 +1,98 @@
+"""The client of a server, against a real one that answers as slowly as it is told: nothing waits that need not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.server_client import ServerClient
+
+PROMPTS = 300
+"""More than are asked for at the same time."""
+ANSWER = {
+    "choices": [
+        {
+            "index": 0,
+            "token_ids": [5],
+            "logprobs": {"content": [{"logprob": -1.0}]},
+            "weight_versions": [{"version": "run:0", "start": 0, "end": 1}],
+            "finish_reason": "length",
+        }
+    ]
+}
+
+
+class SlowServer:
+    """Answers for its weights at once, and for completions when ``done`` is set."""
+
+    def __init__(self) -> None:
+        self.done, self.under_way, self.most, self.connections = asyncio.Event(), 0, 0, 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        while head := (await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b""):
+            lines = head.decode().split("\r\n")
+            sizes = [int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:")]
+            await reader.readexactly(sum(sizes))
+            answer: object = {"weight_version": "run:0"}
+            if "generate" in lines[0]:
+                self.under_way += 1
+                self.most = max(self.most, self.under_way)
+                await self.done.wait()
+                self.under_way -= 1
+                answer = ANSWER
+            body = json.dumps(answer).encode()
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def serving():
+    slow = SlowServer()
+
+    async def serve(reader, writer):
+        try:
+            await slow.serve(reader, writer)
+        except asyncio.IncompleteReadError:  # the client has closed the connection
+            writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=PROMPTS)
+    async with ServerClient(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}") as client:
+        yield slow, client
+    listener.close()
+
+
+def test_new_weights_do_not_wait_for_prompts_that_are_under_way():
+    """Else a server with a large share would get them when its first prompts were done, and not in flight."""
+
+    async def run() -> None:
+        async with serving() as (slow, client):
+            params = SamplingParams(1, 1.0, 1, (), 0)
+            prompts = [asyncio.create_task(client.generate((7,), params, i, "run:")) for i in range(PROMPTS)]
+            async with asyncio.timeout(60):
+                while slow.under_way < 256:
+                    await asyncio.sleep(0.01)
+                assert await client.weight_version() == "run:0"
+                assert not any(task.done() for task in prompts)
+                slow.done.set()
+                completions = await asyncio.gather(*prompts)
+            assert slow.most == 256  # each takes a file descriptor
+            assert {samples[0].tokens.tolist()[-1] for samples in completions} == {5}
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
+    """vLLM's closes those that were idle for 5 s."""
+
+    async def run() -> None:
+        async with serving() as (slow, client):
+            for pause, connections in ((0.0, 1), (0.1, 1), (2.5, 2)):
+                await asyncio.sleep(pause)
+                await client.weight_version()
+                assert slow.connections == connections
+
+    asyncio.run(run())
