@@ -65,7 +65,7 @@ COMMANDS = {
     "plan": Command(
         "predict speed and the best split of devices from measured or given times",
         "async_rlhf.config:PlanConfig",
-        "async_rlhf.planning.plan:run_plan",
+        "async_rlhf.commands.plan:run_plan",
     ),
     "replay": Command(
         "repeat a run from its record and compare",
@@ -75,22 +75,22 @@ COMMANDS = {
     "serve": Command(
         "start a vLLM server that samples for runs on other devices or hosts",
         "async_rlhf.config:ServeConfig",
-        "async_rlhf.generation.vllm_serve:run_serve",
+        "async_rlhf.commands.serve:run_serve",
     ),
     "generate": Command(
         "sample from models or from all checkpoints of a run on held-out prompts",
         "async_rlhf.config:GenerateConfig",
-        "async_rlhf.evaluation.generate:run_generate",
+        "async_rlhf.commands.generate:run_generate",
     ),
     "evaluate": Command(
         "compare models on held-out prompts: gold reward, win-rates, KL",
         "async_rlhf.config:EvaluateConfig",
-        "async_rlhf.evaluation.evaluate:run_evaluate",
+        "async_rlhf.commands.evaluate:run_evaluate",
     ),
     "config": Command(
         "migrate FILE: rewrite a YAML file of the original in our format",
-        "async_rlhf.compat.original.migrate:MigrateConfig",
-        "async_rlhf.compat.original.migrate:run_migrate",
+        "async_rlhf.commands.migrate:MigrateConfig",
+        "async_rlhf.commands.migrate:run_migrate",
     ),
 }
 

@@ -40,10 +40,10 @@ from overlap import PROMPT_TOKENS, VOCABULARY, policy, reward, tokenizer
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
+from async_rlhf.commands.plan import find_times, short
 from async_rlhf.config import PlanConfig
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, ScalingConfig, VariationConfig, WorkloadConfig
 from async_rlhf.planning.measured import MeasuredRun, read_run
-from async_rlhf.planning.plan import find_times, short
 from async_rlhf.planning.search import propose, search, try_split
 from async_rlhf.planning.times import Scaled, Split
 

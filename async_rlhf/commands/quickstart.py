@@ -113,11 +113,11 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     import transformers
 
     from async_rlhf.commands.data import run_data
+    from async_rlhf.commands.evaluate import run_evaluate
     from async_rlhf.commands.pairs import run_pairs
     from async_rlhf.commands.reward import run_reward
     from async_rlhf.commands.sft import run_sft
     from async_rlhf.commands.train import run_train
-    from async_rlhf.evaluation.evaluate import run_evaluate
 
     # Loading small models repeatedly is not worth reporting.
     transformers.logging.set_verbosity_error()

@@ -13,7 +13,7 @@ def format_table(results: Mapping[str, Any]) -> str:
     """Tables with one line per model, 95% intervals in brackets: first overall, then against each opponent.
 
     Args:
-        results: what :func:`~async_rlhf.evaluation.evaluate.run_evaluate` returns.
+        results: what :func:`~async_rlhf.commands.evaluate.run_evaluate` returns.
     """
     reference = results["reference"]
     columns = {

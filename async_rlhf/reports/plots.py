@@ -68,7 +68,7 @@ def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
     """Write a PNG: gold reward (or, with a pairwise judge, win-rate) against KL, and over the checkpoints of a run.
 
     Args:
-        results: of :func:`~async_rlhf.evaluation.evaluate.run_evaluate`.
+        results: of :func:`~async_rlhf.commands.evaluate.run_evaluate`.
         out: the image.
     """
     models = results["models"]

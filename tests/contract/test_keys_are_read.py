@@ -24,8 +24,13 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.commands import serve
 from async_rlhf.commands.data import run_data
+from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.generate import run_generate
+from async_rlhf.commands.migrate import MigrateConfig, run_migrate
 from async_rlhf.commands.pairs import run_pairs
+from async_rlhf.commands.plan import run_plan
 from async_rlhf.commands.quickstart import stage_configs
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.replay import run_replay
@@ -33,7 +38,6 @@ from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.train import run_train
-from async_rlhf.compat.original.migrate import MigrateConfig, run_migrate
 from async_rlhf.config import (
     AdapterConfig,
     EvaluateConfig,
@@ -57,10 +61,8 @@ from async_rlhf.config import (
 from async_rlhf.config.base import Checked
 from async_rlhf.config.plan import ModelSizeConfig, SecondsConfig, WorkloadConfig
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
-from async_rlhf.evaluation.evaluate import run_evaluate
-from async_rlhf.evaluation.generate import run_generate
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
-from async_rlhf.generation import server_generator, vllm_engine, vllm_serve
+from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.server_client import key_of
@@ -69,7 +71,6 @@ from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.strategies.deepspeed import ZeRO
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.loading import write_model
-from async_rlhf.planning.plan import run_plan
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
@@ -242,10 +243,10 @@ def _elsewhere(inputs: Inputs) -> None:
     """What goes to vLLM, DeepSpeed, other hosts and other ranks, up to the call of those."""
     args = partial(new_args, inputs.folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_serve, "find_spec", lambda name: object())
-        patch.setattr(vllm_serve.os, "execve", _stop)
+        patch.setattr(serve, "find_spec", lambda name: object())
+        patch.setattr(serve.os, "execve", _stop)
         with pytest.raises(StopError):
-            vllm_serve.run_serve(ServeConfig("policy", api_key="0123"))
+            serve.run_serve(ServeConfig("policy", api_key="0123"))
         vllm_engine._options(VLLMConfig(), on_cpu=True)
         patch.setattr(vllm_engine, "VLLMEngine", _stop)
         patch.setattr(server_generator, "check_server", lambda url, *_: key_of(served.generation))

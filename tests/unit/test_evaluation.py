@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from async_rlhf.commands.evaluate import format_table, run_evaluate, side_by_side
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.evaluation.evaluate import format_table, run_evaluate, side_by_side
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample

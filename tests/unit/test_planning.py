@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.cli import main
+from async_rlhf.commands.plan import run_plan
 from async_rlhf.config import ConfigError, PlanConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.plan import (
@@ -26,7 +27,6 @@ from async_rlhf.config.plan import (
     WorkloadConfig,
 )
 from async_rlhf.planning.measured import read_run
-from async_rlhf.planning.plan import run_plan
 from async_rlhf.planning.roofline import Roofline, batch_of
 from async_rlhf.planning.search import Choice, propose, search, try_split
 from async_rlhf.planning.simulate import LEARNER, Outcome, Work, simulate

@@ -21,13 +21,13 @@ from tiny import byte_tokenizer, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.cli import COMMANDS, main
+from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.evaluation.evaluate import run_evaluate
 from async_rlhf.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

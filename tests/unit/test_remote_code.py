@@ -16,6 +16,8 @@ from tiny import byte_tokenizer, count_letters
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from async_rlhf import OnlineDPOTrainer
+from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.reward import run_reward
@@ -23,8 +25,6 @@ from async_rlhf.commands.sft import run_sft
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, PairsConfig, RewardConfig, SFTConfig
 from async_rlhf.config.stages import RelabelConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.evaluation.evaluate import run_evaluate
-from async_rlhf.evaluation.generate import run_generate
 from async_rlhf.models.loading import (
     brings_code,
     load_policy,

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
+from async_rlhf.commands import serve
 from async_rlhf.config import ConfigError, GenerationConfig, ServeConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.generation import vllm_serve
 from async_rlhf.generation.vllm_middleware import OnlyWithKey
 
 
 def test_a_server_is_started_so_that_a_run_can_use_it():
-    words = vllm_serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True)
+    words = serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True)
     joined = " ".join(words)
     for expected in (
         "--model policy",
@@ -37,7 +37,7 @@ def test_a_server_is_started_so_that_a_run_can_use_it():
 
 def test_a_cpu_has_defaults_of_its_own_and_options_win():
     config = ServeConfig("policy", options={"block_size": 64, "compilation_config": {"mode": 0}}, max_model_len=512)
-    words = vllm_serve.arguments(config, has_gpu=False)
+    words = serve.arguments(config, has_gpu=False)
     value = dict(itertools.pairwise(words))
     assert value["--kv-cache-memory-bytes"] == str(2**30)
     assert value["--block-size"] == "64"
@@ -49,10 +49,10 @@ def test_a_cpu_has_defaults_of_its_own_and_options_win():
 
 def test_serving_becomes_the_server(monkeypatch):
     started = {}
-    monkeypatch.setattr(vllm_serve, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm_serve.os, "execve", lambda *given: started.update(given=given))
+    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    monkeypatch.setattr(serve.os, "execve", lambda *given: started.update(given=given))
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
-    vllm_serve.run_serve(ServeConfig("policy", num_threads=3))
+    serve.run_serve(ServeConfig("policy", num_threads=3))
     program, words, environment = started["given"]
     assert program == words[0] == sys.executable
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
@@ -64,16 +64,16 @@ KEY = "0123456789abcdef"
 
 def test_the_key_goes_by_the_environment_and_stands_in_front_of_every_route(monkeypatch, capsys):
     started = {}
-    monkeypatch.setattr(vllm_serve, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm_serve.os, "execve", lambda *given: started.update(given=given))
-    vllm_serve.run_serve(ServeConfig("policy", host="0.0.0.0", port=free_port(), api_key=KEY))
+    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    monkeypatch.setattr(serve.os, "execve", lambda *given: started.update(given=given))
+    serve.run_serve(ServeConfig("policy", host="0.0.0.0", port=free_port(), api_key=KEY))
     _, words, environment = started["given"]
     assert environment["ASYNC_RLHF_API_KEY"] == environment["VLLM_API_KEY"] == KEY
     assert not any(KEY in word for word in words)
     assert dict(itertools.pairwise(words))["--middleware"] == "async_rlhf.generation.vllm_middleware.OnlyWithKey"
     assert "--api-key" not in words
     assert KEY not in "".join(capsys.readouterr())
-    assert "--middleware" not in vllm_serve.arguments(ServeConfig("policy"), has_gpu=True)
+    assert "--middleware" not in serve.arguments(ServeConfig("policy"), has_gpu=True)
 
 
 def free_port() -> int:
@@ -162,8 +162,8 @@ def test_the_middleware_lets_only_the_key_through(monkeypatch):
 
 
 def test_serving_without_vllm_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(vllm_serve, "find_spec", lambda name: None)
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs vLLM; .* or on a CPU: make setup-vllm"):
-        vllm_serve.run_serve(ServeConfig("policy"))
+        serve.run_serve(ServeConfig("policy"))
     with pytest.raises(ConfigError, match="port: got 70000; must be below 65536"):
         ServeConfig("policy", port=70000)

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.commands.stage import Source, Stage, json_lines
-from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.config.base import require
-from async_rlhf.data.loading import check_columns
-from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
-from async_rlhf.evaluation.generate import (
+from async_rlhf.commands.generate import (
     Generation,
     generate,
     generation_files,
@@ -26,6 +21,11 @@ from async_rlhf.evaluation.generate import (
     read_generations,
     shared_tokenizer,
 )
+from async_rlhf.commands.stage import Source, Stage, json_lines
+from async_rlhf.config import ConfigError, EvaluateConfig
+from async_rlhf.config.base import require
+from async_rlhf.data.loading import check_columns
+from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
 from async_rlhf.evaluation.likelihood import (
     EncodedRow,
     loss_and_perplexity,
