@@ -182,7 +182,7 @@ class RayGenerator(RestartingGenerator):
             generation.num_threads or place.threads,
             autocast,
             vllm=generation.vllm if generation.engine == "vllm" else None,
-            max_length=config.max_prompt_length + generation.response_length,
+            max_length=config.prompt_cap + generation.response_length,
         )
         snapshots = ObjectStoreSnapshots(policy, dtype, config.staleness + 1, parallel)
         arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]] = queue.SimpleQueue()

@@ -20,6 +20,7 @@ from async_rlhf.commands.generate import (
     models_of,
     read_generations,
     shared_tokenizer,
+    with_prompt_cap,
 )
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
@@ -87,6 +88,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
+    if config.generations is None:
+        config = with_prompt_cap(config, models_of(config))
     folder = Path(config.output_dir)
     paths = {"samples": folder / "samples.jsonl", "text": folder / "evaluation.txt"}
     stage = Stage(folder, "evaluation", config, _inputs(config), outputs=tuple(paths.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.models.loading import default_device, load_policy, load_tokenizer
+from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
         prompts, dropped (prompts too long), pairs, ties (pairs dropped because both score the same),
         ended_share (samples that ended by themselves), score_mean and score_margin (mean of best minus worst).
     """
+    config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
     output = Path(config.output)
     inputs = {
         "model": config.model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import load_tokenizer
+from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
 from async_rlhf.run.config import RunConfig
@@ -44,6 +45,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     with watch.watching(), ExitStack() as stack:
         if ranks.leads:
             refuse_second(folder)  # check early: fingerprints of large models take a while
+        config = replace(config, train=with_prompt_cap(config.train, config.model))
         stage = train_stage(config)
         results = ranks.from_lead("finished run", lambda: _done(stage, config))
         if results is None:

@@ -149,8 +149,9 @@ class PairsConfig(Checked):
     """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1))
     """Take only this many prompts; null for all."""
-    max_prompt_length: int = key(512, at_least(1))
-    """Prompts with more tokens are dropped, and counted."""
+    max_prompt_length: int | None = key(None, at_least(1))
+    """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
+    besides those of the response."""
     batch_size: int = key(256, at_least(1))
     """Completions decoded together."""
     seed: int = key(0, *SEED)

@@ -13,12 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -315,8 +317,28 @@ def tokenizer_for(
 
 def positions_of(model: PreTrainedModel) -> int | None:
     """Most tokens that a row may have, or None if the model states no limit."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return _positions_in(model.config)
+
+
+def _positions_in(config: PretrainedConfig) -> int | None:
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit
+
+
+def positions_named(name: str, key: str, trust: bool) -> int | None:
+    """:func:`positions_of` of a model's folder or hub name, from its configuration alone.
+
+    None also if that cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
+
+    Raises:
+        ConfigError: there is no such folder, or it brings code that is not trusted.
+    """
+    try:
+        return _positions_in(_from_pretrained(AutoConfig, name, key, trust))
+    except ConfigError:
+        raise
+    except (OSError, ValueError):
+        return None
 
 
 def longest_row(model: PreTrainedModel, max_length: int) -> int:

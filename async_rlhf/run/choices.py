@@ -57,7 +57,7 @@ def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, thr
     policy, params, parallel = engine.model, engine.params, engine.parallel
     autocast = torch.bfloat16 if config.bf16 else None
     generation = replace(config.generation, num_threads=threads)
-    max_length = config.max_prompt_length + generation.response_length
+    max_length = config.prompt_cap + generation.response_length
     adapters_only = config.lora.publish == "adapter"
     if config.placement == "inline" and generation.engine == "transformers":
         return InlineGenerator(engine, trace, Agreement(generation, params, torch.float32, autocast, parallel))
