@@ -44,7 +44,7 @@ from async_rlhf.evaluation.statistics import (
     win_rate,
 )
 from async_rlhf.evaluation.tables import format_table, side_by_side
-from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.loading import check_source, check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -88,6 +88,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
+    check_source(config.ref_model, "ref_model")
     if config.generations is None:
         config = with_prompt_cap(config, models_of(config))
     folder = Path(config.output_dir)

@@ -21,6 +21,7 @@ from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, ro
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import response_logits
 from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row, new_gpt_neox
+from async_rlhf.reports.integrations import check_integrations
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
     if (results := stage.done()) is not None:
         return results
+    check_integrations(config.report_to)
     require_single_process("sft")
     rows = load_rows(config.train, config.train_split, key="train")
     heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None

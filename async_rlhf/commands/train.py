@@ -18,10 +18,11 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.learner.launch import start_ranks
-from async_rlhf.models.loading import load_tokenizer
+from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
+from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import hold_folder, refuse_second
 from async_rlhf.run.trainer import OnlineTrainer
@@ -39,6 +40,9 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The metrics of the last batch that was logged.
     """
+    check_integrations(config.train.report_to)
+    for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
+        check_source(getattr(config, name), name)
     ranks = start_ranks(config.train)
     watch = Watch(ranks)
     folder = Path(config.train.output_dir)

@@ -75,34 +75,36 @@ class OnlineConfig(Checked):
     prompt.
     """
 
-    output_dir: str = key("runs/online", FOLDER, role="place")
+    output_dir: str = key("runs/online", FOLDER, role="place", main="output")
     """Where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. Only one process at a time may write
     there; a second one is refused."""
     overwrite_output_dir: bool = key(False, role="place")
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
-    resume: bool = key(False, role="place")
+    resume: bool = key(False, role="place", main="output")
     """Resume from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning."""
     resume_from: str | None = key(None, role="place")
     """Resume from this checkpoint instead."""
     resume_anyway: bool = key(False, role="place")
     """Resume even if a key differs that makes the run a different one."""
-    staleness: int = key(1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"))
+    staleness: int = key(
+        1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"), main="training"
+    )
     """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous."""
     staleness_mode: Literal["exact", "bounded"] = "exact"
     """ "exact" samples with exactly those weights; "bounded" takes the newest weights available when a worker starts,
     never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
     replay_from: str | None = None
     """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
-    completions_per_batch: int | None = key(None, at_least(1))
+    completions_per_batch: int | None = key(None, at_least(1), main="sizes")
     """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is
     completions_per_batch / samples_per_prompt prompts, a multiple of num_mini_batches. null takes the size from
     per_device_train_batch_size and gradient_accumulation_steps. With it, per_device_train_batch_size only bounds a
     pass, and an optimiser step has as many passes as that takes."""
-    batches: int | None = key(None, at_least(1), may_change=_LONGER)
+    batches: int | None = key(None, at_least(1), may_change=_LONGER, main="sizes")
     """Batches to train on in all; null for total_episodes."""
     total_episodes: int = key(TOTAL_EPISODES, at_least(1), may_change=_LONGER)
     """Prompts to train on in all; a multiple of the batch. Another way to say batches."""
-    samples_per_prompt: int = key(2, at_least(1))
+    samples_per_prompt: int = key(2, at_least(1), main="sizes")
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
     per_device_train_batch_size: int = key(8, at_least(1))
     """Size of one forward and backward pass: pairs of completions for DPO, else completions."""
@@ -114,7 +116,7 @@ class OnlineConfig(Checked):
     """N, optimiser steps per epoch over a batch."""
     num_epochs: int = key(1, at_least(1))
     """T, epochs over each batch."""
-    learning_rate: float = key(3e-6, *LEARNING_RATE)
+    learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
     """Peak rate of AdamW."""
     lr_scheduler_type: LRSchedule = "linear"
     """transformers' schedule of that name, stepped once after every optimiser step."""

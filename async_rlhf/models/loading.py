@@ -31,6 +31,7 @@ from async_rlhf.models.adapters import has_adapters, save_adapters
 from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
+from async_rlhf.system.hub import is_path, why_nowhere
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,10 +43,21 @@ def default_device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def _check_source(name: str, key: str) -> None:
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model")
+def check_source(name: str | None, key: str) -> None:
+    """Require a name to be that of a folder, or one that the hub may have.
+
+    Raises:
+        ConfigError: it can only be a folder's, and there is none.
+    """
+    if name is None or Path(name).expanduser().is_dir():
+        return
+    right = "must be a folder with a model, or a hub name such as owner/model"
+    if Path(name).expanduser().exists():
+        raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
+    if name.count("/") != 1 or is_path(name):
+        raise ConfigError(f"{key}: got {name!r}; there is no such folder; {right}")
+    if (why := why_nowhere(name, "model")) is not None:
+        raise ConfigError(f"{key}: got {name!r}; {why}; {right}")
 
 
 def brings_code(kind: type) -> bool:
@@ -64,7 +76,7 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
     Raises:
         ConfigError: it brings code that the user did not allow.
     """
-    _check_source(name, key)
+    check_source(name, key)
     try:
         return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
     except ValueError as error:

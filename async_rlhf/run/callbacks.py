@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config import OnlineConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.system.files import naming
 
@@ -86,13 +85,6 @@ def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
     )
     arguments.online_config = config
     return arguments
-
-
-def check_integrations(names: Sequence[str]) -> None:
-    """Require names that transformers knows."""
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"report_to: got {name!r}; must be one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
 
 
 class ProgressCallback(TrainerCallback):

@@ -43,7 +43,8 @@ from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.ranks.watch import Watch
-from async_rlhf.run.callbacks import Callbacks, check_integrations
+from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.run.callbacks import Callbacks
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.choices import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
