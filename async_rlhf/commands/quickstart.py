@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,13 +143,13 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 
 
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    from async_rlhf.evaluation.tables import format_table
+    from async_rlhf.evaluation.tables import WIDTH, format_table
     from async_rlhf.reports.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
     with whole_file(out / "summary.json") as file:
         json.dump(summary, file, indent=2)
-    print(format_table(summary["results"]["evaluate"]))
+    print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
     picture = out / "training.png"
     try:
         plot_training({name: out / name / "metrics.jsonl" for name in RUNS}, picture, evaluation)

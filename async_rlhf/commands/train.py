@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,11 +25,14 @@ from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
 from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.reports.summary import training_summary
 from async_rlhf.run.config import RunConfig
-from async_rlhf.run.folder import hold_folder, refuse_second
+from async_rlhf.run.folder import FINAL, METRICS, hold_folder, refuse_second
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 from async_rlhf.system.files import whole_file
+
+logger = logging.getLogger(__name__)
 
 MARKER = "train"
 RUN_FILE = "run.yml"
@@ -99,10 +104,13 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
             os.fchmod(file.fileno(), 0o600)
             yaml.safe_dump(without_secrets(asdict(config)), file, sort_keys=False)
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
+    started = time.monotonic()
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
     if ranks.leads:
         stage.publish_files({}, results)
+        folder = Path(config.train.output_dir)
+        logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
     return results
 
 

@@ -101,6 +101,9 @@ class EvaluateConfig(HeldOutConfig):
     """A language model that compares completions, in place of a gold reward."""
     reward_tokenizer: str | None = None
     """Tokenizer of the reward model; null takes the one saved with it."""
+    penalties: Literal["training"] | None = None
+    """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for
+    length, by the run.yml beside them; null leaves penalties out, and says what they would change."""
     num_samples: int = key(10, at_least(0), main="judging")
     """Prompts shown side by side."""
 
@@ -135,6 +138,7 @@ class EvaluateConfig(HeldOutConfig):
             require(alone, "reward_tokenizer", self.reward_tokenizer, right)
         else:
             right = "must be left out with judge.url"
+            require(self.penalties is None, "penalties", self.penalties, right)
             for name in ("reward_model", "reward_tokenizer"):
                 require(getattr(self, name) is None, name, getattr(self, name), right)
             require(not self.reward_funcs, "reward_funcs", self.reward_funcs, right)

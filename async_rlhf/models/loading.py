@@ -28,6 +28,7 @@ from transformers import (
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
@@ -78,7 +79,8 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
     """
     check_source(name, key)
     try:
-        return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
+        with quietly(bytes_of(name)):
+            return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
     except ValueError as error:
         if trust or "trust_remote_code" not in str(error):
             raise
@@ -171,6 +173,10 @@ def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTra
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")
+    if report["unexpected_keys"]:
+        extra = sorted(report["unexpected_keys"])
+        told = f"{len(extra)} weights belong to no {what} and are left out: {extra[0]}"
+        logger.warning("%s: %r: %s%s", key, name, told, " ..." if len(extra) > 1 else "")
     return model
 
 
@@ -435,7 +441,8 @@ def write_model(
             bos_token_id=tokenizer.bos_token_id,
         )
     try:
-        _plain(model, parallel).save_pretrained(folder, state_dict=whole)
+        with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
+            _plain(model, parallel).save_pretrained(folder, state_dict=whole)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)
