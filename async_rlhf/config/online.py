@@ -345,6 +345,11 @@ class OnlineConfig(Checked):
         return self.completions_per_batch // self.samples_per_prompt
 
     @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.prompt_cap + self.generation.response_length
+
+    @property
     def num_batches(self) -> int:
         """B, batches of the whole run."""
         return self.total_episodes // self.batch_size if self.batches is None else self.batches

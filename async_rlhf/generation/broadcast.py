@@ -1,9 +1,9 @@
 """Sends weights from the learner's memory to a server's over the network, without a shared folder.
 
-Each transfer has a door of its own (:mod:`async_rlhf.system.doors`), on the address under which the server sees the
-learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
+Each transfer has a port of its own (:mod:`async_rlhf.system.guarded_port`), on the address under which the server sees
+the learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
 join again, nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go
-over the connections that the door let in; between GPUs by NCCL, whose group is made over them.
+over the connections that this port has accepted; between GPUs by NCCL, whose group is made over them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rlhf.system.doors import Door, knock
+from async_rlhf.system.guarded_port import GuardedPort, connect
 
 TIMEOUT = timedelta(seconds=120)
 _BLOCK = 1 << 24
@@ -44,16 +46,16 @@ class Sender:
         self.device = device
         self._receivers = receivers
         self._host = own_address(url)
-        self._door = Door(self._host)
+        self._port = GuardedPort(self._host)
 
     def invitation(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """The arguments of :func:`receive`, for JSON."""
         return {
             "host": self._host,
-            "port": self._door.port,
-            "secret": self._door.secret.hex(),
+            "port": self._port.port,
+            "secret": self._port.secret.hex(),
             "world": self._receivers + 1,
-            "backend": "nccl" if self.device.type == "cuda" else "tcp",
+            "backend": "nccl" if by_nccl(self.device) else "tcp",
             "tensors": [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()],
         }
 
@@ -65,11 +67,11 @@ class Sender:
         """
         try:
             with ExitStack() as stack:
-                inside = self._door.admit(range(1, self._receivers + 1), TIMEOUT.total_seconds())
-                channels = [stack.enter_context(channel) for channel in inside.values()]
+                accepted = self._port.accept(range(1, self._receivers + 1), TIMEOUT.total_seconds())
+                channels = [stack.enter_context(channel) for channel in accepted.values()]
                 for channel in channels:
                     channel.settimeout(TIMEOUT.total_seconds())
-                if self.device.type == "cuda":
+                if by_nccl(self.device):
                     self._send_by_nccl(channels, tensors)
                 else:
                     with ThreadPoolExecutor(len(channels)) as pool:
@@ -79,10 +81,9 @@ class Sender:
 
     def _send_by_nccl(self, channels: Sequence[socket.socket], tensors: Mapping[str, Tensor]) -> None:
         store = dist.HashStore()
-        with telling(store, channels):
-            group = _nccl_group(store, 0, self._receivers + 1)
+        with forwarded(store, channels), _NCCLGroup(store, 0, self._receivers + 1) as group, own_stream(self.device):
             for tensor in tensors.values():
-                _broadcast(group, tensor.to(self.device))
+                group.broadcast(tensor.to(self.device))
 
 
 def receive(
@@ -107,20 +108,20 @@ def receive(
     """
     seconds = TIMEOUT.total_seconds()
     with ExitStack() as stack:
-        channel = stack.enter_context(knock(host, port, bytes.fromhex(secret), rank, seconds))
+        channel = stack.enter_context(connect(host, port, bytes.fromhex(secret), rank, seconds))
         channel.settimeout(seconds)
         group = None
-        if device.type == "cuda":
+        if by_nccl(device):
             store = dist.HashStore()
             store.set_timeout(TIMEOUT)
-            stack.enter_context(hearing(store, channel))
-            group = _nccl_group(store, rank, world)
+            stack.enter_context(received(store, channel))
+            group = stack.enter_context(_NCCLGroup(store, rank, world))
         for name, shape, dtype in tensors:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if group is None:
                 _receive_into(channel, _bytes(tensor))
             else:
-                _broadcast(group, tensor)
+                group.broadcast(tensor)
             yield name, tensor
         if group is None:
             channel.sendall(_TAKEN)
@@ -150,20 +151,69 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _nccl_group(store: dist.Store, rank: int, world: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, world, options)
+def by_nccl(device: torch.device) -> bool:
+    """Whether tensors reach this device by NCCL."""
+    return device.type == "cuda"
 
 
-def _broadcast(group: Any, tensor: Tensor) -> None:
-    if tensor.numel():
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, the device works on a stream of its own, so that training does not wait for a server."""
+    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+
+class _NCCLGroup:
+    """NCCL's group for one transfer.
+
+    NCCL only queues a broadcast, and a group that is dropped aborts what is still queued. So the group waits until the
+    device has done everything, and is shut down after that. After an error it is aborted at once.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 2 * TIMEOUT  # we notice first; NCCL would end the process
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def __enter__(self) -> _NCCLGroup:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._group.abort()
+            return
+        self._finish(0)
+        self._group.shutdown()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast from rank 0. What this thread queues on the device after it waits for it, but not this thread."""
+        if tensor.numel() == 0:
+            return
         # As bytes: not every backend supports every type.
-        group.broadcast([tensor.contiguous().view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        work = self._group.broadcast([data], dist.BroadcastOptions())
+        work.wait()
+        self._under_way.append((work, data))
+        self._finish(1)  # the next one is copied to the device meanwhile
+
+    def _finish(self, left: int) -> None:
+        """Wait until no more than ``left`` broadcasts are under way.
+
+        Raises:
+            ConnectionError: one takes too long.
+        """
+        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        while len(self._under_way) > left:
+            if self._under_way[0][0].is_completed():
+                self._under_way.popleft()
+            elif time.monotonic() > deadline:
+                self._group.abort()
+                raise ConnectionError(f"NCCL has not sent a tensor within {TIMEOUT.total_seconds():g} s")
+            else:
+                time.sleep(0.0002)
 
 
 @contextmanager
-def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
+def forwarded(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
     """Within, forward what NCCL writes to this store, such as its group's id, to every receiver: no other port."""
     over = threading.Event()
 
@@ -187,7 +237,7 @@ def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[No
 
 
 @contextmanager
-def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
+def received(store: dist.Store, channel: socket.socket) -> Iterator[None]:
     """Within, write to this store what the learner forwards."""
 
     def hear() -> None:
