@@ -163,6 +163,9 @@ class OnlineConfig(Checked):
     """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     run_name: str | None = key(None, role="log")
     """Name for those integrations."""
+    project: str | None = key(None, role="log")
+    """The project of W&B or trackio, the experiment of MLflow; null for what $WANDB_PROJECT or $MLFLOW_EXPERIMENT_NAME
+    says, or else "huggingface", as transformers has it."""
     progress: bool = key(True, role="log")
     """Show a progress bar."""
     trace: bool = key(True, role="log")

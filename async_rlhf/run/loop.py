@@ -189,6 +189,7 @@ class TrainingLoop:
             for sample, score in zip(group.samples, scores, strict=True)
         ][: self.run.config.num_samples_logged]
         texts = decode_samples(self.run.tokenizer, [sample for _, sample, _ in samples])
+        table = []
         for (group, sample, score), text in zip(samples, texts, strict=True):
             # A completion without a reward has the score null: JSON knows no NaN.
             reward = None if math.isnan(score) else score
@@ -196,3 +197,6 @@ class TrainingLoop:
             prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
             self.logs[SAMPLES].write(row)
+            lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())
+            table.append({**row, "episode": self.run.callbacks.state.episode, "lag": lag})
+        self.run.callbacks.table("completions", table)

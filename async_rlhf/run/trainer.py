@@ -25,6 +25,7 @@ from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.choices import make_generator
 from async_rlhf.run.folder import log_names
 from async_rlhf.run.loop import TrainingLoop
+from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import Rollouts
 from async_rlhf.run.wiring import Inputs, Model, Run, build
 from async_rlhf.scoring.functions import RewardFunction
@@ -49,6 +50,7 @@ class OnlineTrainer:
         callbacks: transformers' callbacks.
         prompt_field: the column with the prompt's text.
         algorithm: an algorithm of your own; ``args`` must be its configuration.
+        record: what run.yml says; None writes what can be said of these arguments.
 
     Raises:
         ConfigError: the arguments do not fit together; raised before anything is trained or written.
@@ -72,6 +74,7 @@ class OnlineTrainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         prompt_field: str = "query",
         algorithm: Algorithm | None = None,
+        record: Record | None = None,
     ) -> None:
         inputs = Inputs(
             model=model,
@@ -85,6 +88,7 @@ class OnlineTrainer:
             eval_dataset=eval_dataset,
             callbacks=callbacks,
             prompt_field=prompt_field,
+            record=record,
         )
         self.run = build(args, inputs)
         self._started = False
@@ -143,7 +147,10 @@ def train(run: Run) -> OnlineTrainerState:
         run.require_folder()
         logs = {}
         if run.ranks.leads:
+            goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.state.best_model_checkpoint)
+            run.record.write(run.folder.path)
+            note_start(run.folder.path, goes_on, run.ranks.count)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
