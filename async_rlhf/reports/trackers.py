@@ -217,16 +217,23 @@ class Trackio(Tracker, TrackioCallback):
         """Begin the run, or go on with it."""
         trackio = self._trackio
         project = self.found.get("project") or args.tracker_project or args.project
-        config = dict(args.to_dict())
+        # Once more what is known of the run: trackio replaces its configuration as a whole.
+        config = {**self.found.get("config", {}), **args.to_dict()}
         if getattr(model, "config", None) is not None:
             config = {**model.config.to_dict(), **config}
+        # Keys that begin with "_" are trackio's own.
+        self._config = {key: value for key, value in config.items() if not key.startswith("_")}
         name = self.found.get("name")
         if name is None and args.run_name is not None:
-            name = _free_name(args.run_name, [run.name for run in trackio.Api().runs(project)])
+            try:
+                taken = [run.name for run in trackio.Api().runs(project)]
+            except ValueError:  # there is no such project yet
+                taken = []
+            name = _free_name(args.run_name, taken)
         self._run = trackio.init(
             project,
             name,
-            config=config,
+            config=self._config,
             resume="allow" if self.found else "never",
             space_id=args.trackio_space_id,
             private=args.hub_private_repo,
@@ -236,8 +243,8 @@ class Trackio(Tracker, TrackioCallback):
         self._initialized = self.begun = True
 
     def identity(self) -> dict[str, Any]:
-        """Project and name."""
-        return {"project": self._run.project, "name": self._run.name}
+        """Project, name and configuration."""
+        return {"project": self._run.project, "name": self._run.name, "config": self._config}
 
     def table(self, name: str, rows: Rows, step: int) -> None:
         """Log a trackio.Table."""

@@ -270,7 +270,8 @@ class Callbacks:
         self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
         if self._trackers:
             with whole_file(Path(self.arguments.online_config.output_dir) / TRACKERS) as file:
-                json.dump({name: tracker.identity() for name, tracker in self._trackers.items()}, file, indent=1)
+                identities = {name: tracker.identity() for name, tracker in self._trackers.items()}
+                json.dump(identities, file, indent=1, default=str)
 
     def step_begin(self) -> None:
         """Before each batch."""

@@ -21,7 +21,7 @@ from tiny import count_letters  # noqa: E402
 from async_rlhf import OnlineDPOTrainer  # noqa: E402
 from async_rlhf.commands.evaluate import run_evaluate  # noqa: E402
 from async_rlhf.config import EvaluateConfig  # noqa: E402
-from async_rlhf.run.callbacks import training_arguments  # noqa: E402
+from async_rlhf.run.callbacks import TRACKERS, training_arguments  # noqa: E402
 
 GENERATION = {"response_length": 6, "num_threads": 1}
 
@@ -84,7 +84,9 @@ def events(folder: Path):
     texts: dict[str, dict[int, str]] = {}
     for tag in found.Tags()["tensors"]:
         for event in found.Tensors(tag):
-            texts.setdefault(tag.removesuffix("/text_summary"), {})[event.step] = event.tensor_proto.string_val[0].decode()
+            texts.setdefault(tag.removesuffix("/text_summary"), {})[event.step] = event.tensor_proto.string_val[
+                0
+            ].decode()
     scalars = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
     content = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     hparams = HParamsPluginData.FromString(content).session_start_info.hparams
@@ -119,3 +121,125 @@ def test_tensorboard_has_configuration_completions_and_evaluation(make_policy, t
     assert [step for step, _ in scalars["evaluation/gold_mean"]] == [2, 4]
     assert "&lt;b&gt;" in texts["evaluation_completions"][4]
     assert "q0&#124;" in texts["evaluation_completions"][4]
+
+
+@needs("tensorboard")
+def test_a_resumed_run_goes_on_in_tensorboards_same_folder(make_policy, tokenizer, prompts, make_args):
+    known = {"generation": GENERATION, "report_to": ["tensorboard"], "save_steps": 2}
+    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=24, **known))
+    (folder / "checkpoint-2").rename(folder / "kept")
+    (place,) = (folder / "runs").iterdir()
+    train(
+        make_policy,
+        tokenizer,
+        prompts,
+        make_args(total_episodes=48, resume=True, **known | {"overwrite_output_dir": False}),
+    )
+    assert list((folder / "runs").iterdir()) == [place]
+    scalars, texts, _ = events(folder)
+    assert [step for step, _ in scalars["train/episode"]] == [1, 2, 3, 4, 5, 6]
+    assert sorted(texts["completions"]) == [1, 2, 3, 4, 5, 6]
+
+
+@needs("trackio")
+def test_trackio_has_configuration_completions_and_evaluation(make_policy, tokenizer, prompts, make_args, tmp_path):
+    known = {"staleness": 1, "generation": GENERATION, "report_to": ["trackio"], "save_steps": 2}
+    known |= {"run_name": "mine", "project": tmp_path.name}
+    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
+    train(make_policy, tokenizer, prompts, make_args(total_episodes=32, resume=True, **known))
+    other = train(make_policy, tokenizer, prompts, make_args("other", total_episodes=8, **known | {"staleness": 0}))
+    assert json.loads((folder / TRACKERS).read_text())["trackio"]["name"] == "mine"
+    assert json.loads((other / TRACKERS).read_text())["trackio"]["name"] == "mine-2"
+    evaluate(folder, tmp_path)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert sorted(SQLiteStorage.get_runs(tmp_path.name)) == ["mine", "mine-2"]
+    config = SQLiteStorage.get_run_config(tmp_path.name, "mine")
+    assert (config["staleness"], config["algorithm"], config["batches"]) == (1, "online_dpo", 4)
+    assert SQLiteStorage.get_run_config(tmp_path.name, "mine-2")["staleness"] == 0
+    logs = SQLiteStorage.get_logs(tmp_path.name, "mine")
+    trained = [(one["train/global_step"], one["train/episode"]) for one in logs if "train/episode" in one]
+    assert trained == [(b, 8 * b) for b in range(1, 5)]
+    tables = {one["train/global_step"]: one["completions"]["_value"] for one in logs if "completions" in one}
+    for row in samples_of(folder):
+        assert row.items() - {("batch", row["batch"])} <= tables[row["batch"]].pop(0).items()
+    assert not any(tables.values())
+    found = {one["train/global_step"]: one for one in logs if "evaluation/gold_mean" in one}
+    assert sorted(found) == [2, 4]
+    (table,) = [one["evaluation_completions"]["_value"] for one in logs if "evaluation_completions" in one]
+    assert {row["model"] for row in table} == {"checkpoint-2", "checkpoint-4", "final"}
+
+
+@needs("mlflow")
+def test_mlflow_has_configuration_completions_and_evaluation(
+    make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch
+):
+    import mlflow
+
+    place = "sqlite:///" + str(tmp_path / "mlflow.db") if find_spec("sqlalchemy") else f"file:{tmp_path / 'mlruns'}"
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    monkeypatch.chdir(tmp_path)
+    known = {"staleness": 1, "generation": GENERATION, "report_to": ["mlflow"], "save_steps": 2, "project": "ours"}
+    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
+    train(make_policy, tokenizer, prompts, make_args(total_episodes=32, resume=True, **known))
+    evaluate(folder, tmp_path)
+    client = mlflow.MlflowClient()
+    (experiment,) = [one for one in client.search_experiments() if one.name == "ours"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["staleness"] == "1"
+    assert (run.data.params["batches"], run.data.params["batches.resumed"]) == ("2", "4")
+    episodes = client.get_metric_history(run.info.run_id, "episode")
+    assert [(one.step, one.value) for one in episodes] == [(b, 8 * b) for b in range(1, 5)]
+    scores = client.get_metric_history(run.info.run_id, "evaluation/gold_mean")
+    assert [one.step for one in scores] == [2, 4]
+    tables = [mlflow.load_table(f"{name}.json", [run.info.run_id]) for name in ("completions", "completions-from-2")]
+    shown = [text for table in tables for text in table["completion"]]
+    assert shown == [row["completion"].replace("\0", "\N{SYMBOL FOR NULL}") for row in samples_of(folder)]
+    assert len(mlflow.load_table("evaluation_completions.json", [run.info.run_id])) == 9
+
+
+def records(path: Path):
+    """The records of a file of W&B: a head of 7 bytes, then LevelDB's log format, in blocks of 32 KiB."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # it is whole, or this was its last part
+            yield whole
+            whole = b""
+
+
+@needs("wandb")
+def test_wandb_has_configuration_completions_and_evaluation(
+    make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch
+):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.chdir(tmp_path)
+    known = {"staleness": 1, "generation": GENERATION, "report_to": ["wandb"], "save_steps": 2, "project": "ours"}
+    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
+    evaluate(folder, tmp_path)
+    number = json.loads((folder / TRACKERS).read_text())["wandb"]["id"]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert [path.name for path in files] == [f"run-{number}.wandb"] * 2
+    config, history = {}, []
+    for path in files:
+        for record in map(Record.FromString, records(path)):
+            updates = [*record.config.update, *record.run.config.update]
+            config |= {one.key or one.nested_key[0]: json.loads(one.value_json) for one in updates}
+            if record.history.item:
+                items = {tuple(one.nested_key) or (one.key,): one.value_json for one in record.history.item}
+                history.append({"/".join(key): json.loads(value) for key, value in items.items()})
+    assert (config["staleness"], config["algorithm"], config["batches"]) == (1, "online_dpo", 2)
+    assert [one["train/episode"] for one in history if "train/episode" in one] == [8, 16]
+    tables = tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json")
+    shown = sorted(json.loads(path.read_text())["data"] for path in tables)
+    rows = [list(row.values()) for row in samples_of(folder)]
+    assert [row[: len(rows[0])] for table in shown for row in table] == rows
+    assert [one["train/global_step"] for one in history if "evaluation/gold_mean" in one] == [2]
