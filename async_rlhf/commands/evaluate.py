@@ -130,7 +130,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     _plot(results, folder / "evaluation.png")
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
     logger.info("%s", text)
-    if config.run is not None and config.track:
+    if config.track and config.run is not None:
         log_to_trackers(Path(config.run), results, samples[: config.num_samples])
     return results
 

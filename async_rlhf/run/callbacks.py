@@ -22,6 +22,7 @@ from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
 from async_rlhf.reports.trackers import Rows, Tracker, in_unicode, tracker_callbacks
+from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
 from async_rlhf.system.files import naming, whole_file
 
@@ -127,14 +128,15 @@ def training_arguments(
         use_cpu=not torch.cuda.is_available(),
     )
     # After its own checks, which are about what its Trainer does with bf16.
+    values = asdict(config)
     passed = {item.name for item in fields(TrainingArguments)} & {item.name for item in fields(config)}
     for name in passed - _TRANSLATED:
-        setattr(arguments, name, getattr(config, name))
+        setattr(arguments, name, values[name])
     sizes = derived(config, rows)
     arguments.num_train_epochs = sizes.get("num_train_epochs", 1.0)
     arguments.online_config, arguments.tracker_project = config, config.project
-    values = dotted(without_secrets(asdict(config), HIDDEN)) if known is None else known
-    arguments.logged_config = {**values, **sizes}
+    logged = dotted(without_secrets(values, HIDDEN)) if known is None else known
+    arguments.logged_config = {**logged, **sizes}
     return arguments
 
 
@@ -237,8 +239,10 @@ class Callbacks:
         integrations = tracker_callbacks(config.report_to if leads else (), found or {})
         self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}
         self._whole = False
+        self.uploads = HubUploads(config) if config.push_to_hub and leads else None
         if leads:
             called += [*([self._progress] if self._progress else []), *integrations.values(), *callbacks]
+        called += [self.uploads] if self.uploads else []
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
