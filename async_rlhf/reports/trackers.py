@@ -10,7 +10,8 @@ from __future__ import annotations
 import html
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,15 @@ logger = logging.getLogger(__name__)
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a table, which all have the same columns: texts, numbers and None."""
+
+
+@contextmanager
+def forgiving(tracker: str, what: str) -> Iterator[None]:
+    """Within, an error is a warning: what is logged here is in files of the run, too."""
+    try:
+        yield
+    except Exception as error:  # of any kind: what a network or a service does
+        logger.warning("WARNING: %s has no %s: %s: %s", tracker, what, type(error).__name__, error)
 
 
 class Tracker:
@@ -182,10 +192,11 @@ class MLflow(Tracker, MLflowCallback):
         self._ml_flow.log_metrics(dict(values), step=step)
 
     def _write_tables(self) -> None:
-        for name, rows in self._waiting.items():
+        waiting, self._waiting = self._waiting, {}
+        for name, rows in waiting.items():
             columns = {column: [row[column] for row in rows] for column in rows[0]}
-            self._ml_flow.log_table(columns, f"{name}{self._suffix}.json")
-        self._waiting.clear()
+            with forgiving("mlflow", name):
+                self._ml_flow.log_table(columns, f"{name}{self._suffix}.json")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the tables."""
@@ -306,7 +317,7 @@ def report(
     """
     told = []
     for name, identity in found.items():
-        try:
+        with forgiving(name, "results"):
             tracker = _OURS[name](identity)
             _go_on(tracker, folder)
             try:
@@ -318,8 +329,6 @@ def report(
             finally:
                 tracker.close(whole=True)
             told.append(name)
-        except Exception as error:  # of any kind: what a network or a service does
-            logger.warning("WARNING: the results are not in %s: %s: %s", name, type(error).__name__, error)
     return told
 
 

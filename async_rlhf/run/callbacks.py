@@ -21,7 +21,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
-from async_rlhf.reports.trackers import Rows, Tracker, in_unicode, tracker_callbacks
+from async_rlhf.reports.trackers import Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
 from async_rlhf.system.files import naming, whole_file
@@ -238,7 +238,7 @@ class Callbacks:
         called: list[Any] = [DefaultFlowCallback]
         integrations = tracker_callbacks(config.report_to if leads else (), found or {})
         self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}
-        self._whole = False
+        self._found, self._leads, self._whole = dict(found or {}), leads, False
         self.uploads = HubUploads(config) if config.push_to_hub and leads else None
         if leads:
             called += [*([self._progress] if self._progress else []), *integrations.values(), *callbacks]
@@ -272,10 +272,13 @@ class Callbacks:
     def begin(self) -> None:
         """Before the first batch."""
         self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
-        if self._trackers:
-            with whole_file(Path(self.arguments.online_config.output_dir) / TRACKERS) as file:
-                identities = {name: tracker.identity() for name, tracker in self._trackers.items()}
+        identities = self._found | {name: tracker.identity() for name, tracker in self._trackers.items()}
+        path = Path(self.arguments.online_config.output_dir) / TRACKERS
+        if identities:
+            with whole_file(path) as file:
                 json.dump(identities, file, indent=1, default=str)
+        elif self._leads:
+            path.unlink(missing_ok=True)  # an earlier run's
 
     def step_begin(self) -> None:
         """Before each batch."""
@@ -297,8 +300,9 @@ class Callbacks:
 
     def table(self, name: str, rows: Rows) -> None:
         """Show a table in all trackers that can."""
-        for tracker in self._trackers.values() if rows else ():
-            tracker.table(name, in_unicode(rows), self.state.global_step)
+        for tracker, callback in self._trackers.items() if rows else ():
+            with forgiving(tracker, f"table of batch {self.state.global_step}"):
+                callback.table(name, in_unicode(rows), self.state.global_step)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """An evaluation is done."""
@@ -332,10 +336,8 @@ class Callbacks:
         if self._progress is not None:
             self._progress.stop()
         for name, tracker in self._trackers.items():
-            try:
+            with forgiving(name, "end of the run"):
                 tracker.close(self._whole)
-            except Exception as error:  # of any kind; and another one may be on its way
-                logger.warning("WARNING: %s: %s: %s", name, type(error).__name__, error)
 
 
 def tracked_runs(folder: Path) -> dict[str, dict[str, Any]]:

@@ -206,7 +206,7 @@ def _callbacks(
 ) -> Callbacks:
     """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
     known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
-    found = tracked_runs(folder.path) if folder.goes_on else {}
+    found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.leads else {}
     rows = None if prompts.stream is None else len(prompts.stream)
     return Callbacks(config, learner, tokenizer, inputs.callbacks, known, rows, found)
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def checkout_of(place: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": changed != ""}
+    return {"commit": commit, "dirty": None if changed is None else changed != ""}
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -71,8 +72,12 @@ def _git(folder: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@cache
 def code() -> dict[str, Any]:
-    """This package's version, and its commit if it runs from a checkout or was installed from a repository's commit."""
+    """This package's version, and its commit if it runs from a checkout or was installed from a repository's commit.
+
+    As it was at the first call: the code that is loaded stays the same when files change.
+    """
     found: dict[str, Any] = {"version": version_of("async-rlhf") or "unknown"}
     checkout = checkout_of(Path(__file__).resolve())
     return found | (checkout or _installed_commit() or {"commit": None, "dirty": None})
@@ -91,7 +96,7 @@ def _installed_commit() -> dict[str, Any] | None:
 def environment() -> dict[str, Any]:
     """The code and the machine that a run starts on."""
     return {
-        "async_rlhf": code(),
+        "async_rlhf": dict(code()),
         "working_directory": checkout_of(Path.cwd()),
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
         "python": platform.python_version(),
