@@ -112,6 +112,8 @@ class Wandb(Tracker, WandbCallback):
 class TensorBoard(Tracker, TensorBoardCallback):
     """Event files in the run's folder. A resumed run hides what was logged after its checkpoint."""
 
+    tb_writer: Any
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the event file, and write the configuration as text and for the tab "hparams"."""
         if self.found:

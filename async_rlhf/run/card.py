@@ -73,7 +73,7 @@ class Card:
         return "\n\n".join(parts) + "\n"
 
     def _metadata(self, values: Mapping[str, Any]) -> ModelCardData:
-        model, data = values["model"], values.get("data.train")
+        model, data = values["model"], str(values.get("data.train"))
         algorithm = str(values["algorithm"]).rpartition(":")[2].replace("_", "-").lower()
         return ModelCardData(
             base_model=model if _on_hub(model) else None,
