@@ -172,25 +172,15 @@ class RayGenerator(RestartingGenerator):
         parallel: Parallel = ALONE,
     ) -> None:
         generation, place = config.generation, generator_place(config.ray)
-        dtype = getattr(torch, generation.dtype)
-        autocast = torch.bfloat16 if config.bf16 else None
-        spec = ModelSpec(
-            parallel.architecture_of(policy),
-            policy.config,
-            dtype,
-            place.device,
-            generation.num_threads or place.threads,
-            autocast,
-            vllm=generation.vllm if generation.engine == "vllm" else None,
-            max_length=config.max_prompt_length + generation.response_length,
-        )
-        snapshots = ObjectStoreSnapshots(policy, dtype, config.staleness + 1, parallel)
+        threads = generation.num_threads or place.threads
+        spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
+        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.staleness + 1, parallel)
         arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]] = queue.SimpleQueue()
         workers = [
             _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
             for number in range(generation.workers)
         ]
-        super().__init__(arrived, policy, params, workers, snapshots, generation, trace, autocast, parallel)
+        super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into the object store, and have every actor fetch them."""
