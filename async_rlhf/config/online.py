@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,13 +34,20 @@ LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
 MAX_COEFFICIENT = 1e15
 _STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
 _FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {_STAYS}")
+
+
+def _names_repository(name: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 _HUB_NAME = Rule(
-    lambda name: (
-        re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", name) is not None
-        and not re.search(r"--|\.\.", name)
-        and len(name) <= 96
-    ),
-    'must be "name" or "owner/name", of letters, digits, "_", "-" and "."; at most 96 of them, no "--" and no ".."',
+    _names_repository, 'must be "name" or "owner/name" as the Hub has them: letters, digits, "_", "-", "."'
 )
 _KEPT = "it decides what is kept, not what is trained"
 

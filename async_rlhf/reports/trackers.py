@@ -275,7 +275,8 @@ class Trackio(Tracker, TrackioCallback):
         self._initialized = self.begun = False
 
 
-_OURS: dict[str, type[Any]] = {"wandb": Wandb, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
+TRACKED: dict[str, type[Any]] = {"wandb": Wandb, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
+"""By transformers' names of the integrations."""
 
 
 def tracker_callbacks(
@@ -286,7 +287,9 @@ def tracker_callbacks(
     Raises:
         RuntimeError: a package is not installed.
     """
-    return {name: _OURS[name](found.get(name)) if name in _OURS else INTEGRATION_TO_CALLBACK[name] for name in names}
+    return {
+        name: TRACKED[name](found.get(name)) if name in TRACKED else INTEGRATION_TO_CALLBACK[name] for name in names
+    }
 
 
 def in_unicode(rows: Rows) -> Rows:
@@ -320,7 +323,7 @@ def report(
     told = []
     for name, identity in found.items():
         with forgiving(name, "results"):
-            tracker = _OURS[name](identity)
+            tracker = TRACKED[name](identity)
             _go_on(tracker, folder)
             try:
                 for step, values in sorted(scalars.items()):

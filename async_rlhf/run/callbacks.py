@@ -21,7 +21,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
-from async_rlhf.reports.trackers import Rows, Tracker, forgiving, in_unicode, tracker_callbacks
+from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
 from async_rlhf.system.files import naming, whole_file
@@ -277,8 +277,8 @@ class Callbacks:
         if identities:
             with whole_file(path) as file:
                 json.dump(identities, file, indent=1, default=str)
-        elif self._leads:
-            path.unlink(missing_ok=True)  # an earlier run's
+        elif self._leads and tracked_runs(path.parent):  # an earlier run's
+            path.unlink()
 
     def step_begin(self) -> None:
         """Before each batch."""
@@ -344,6 +344,6 @@ def tracked_runs(folder: Path) -> dict[str, dict[str, Any]]:
     """The runs of trackers in which the run in this folder is logged: tracker -> how to find it."""
     try:
         found = json.loads((folder / TRACKERS).read_text(encoding="utf-8"))
-        return {str(name): dict(identity) for name, identity in found.items()}
+        return {name: dict(identity) for name, identity in found.items() if name in TRACKED}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

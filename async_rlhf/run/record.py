@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,8 @@ from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
 from async_rlhf.scoring.functions import name_loaded_by
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.versions import environment
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.yml"
 """The whole configuration of a run, next to its logs: ``async-rlhf train --config run.yml`` runs it again."""
@@ -40,7 +43,8 @@ class Record:
         """The configuration as trackers show it: dotted keys, those of training without a prefix."""
         values = without_secrets(dict(self.values), HIDDEN)
         train = values.pop("train", {})
-        values["reward_funcs"] = [_without_secret_arguments(name) for name in values.get("reward_funcs", [])]
+        for key in ("reward_funcs", "callbacks"):
+            values[key] = [_without_secret_arguments(name) for name in values.get(key, [])]
         return dotted(values) | dotted(train)
 
     def write(self, folder: Path) -> None:
@@ -119,25 +123,33 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
     return sizes if not rows else {**sizes, "prompts": rows, "num_train_epochs": config.total_episodes / rows}
 
 
-def note_start(folder: Path, goes_on: bool, rank_count: int) -> dict[str, Any]:
-    """Add this start to environment.json, and return what is noted. A run that begins afresh begins a new list."""
+def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) -> None:
+    """Add this start to environment.json. A run that begins afresh begins a new list."""
     path = folder / ENVIRONMENT
-    earlier = []
-    if goes_on and path.is_file():
-        try:
-            earlier = list(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            earlier = []
+    earlier = _starts(path)
+    if earlier is None:
+        logger.warning("WARNING: %s was not written by a run, and is left as it is", path)
+        return
     now = environment() | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ranks": rank_count,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ranks": ranks,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
     now["command"] = without_secret_words(now["command"])
     with whole_file(path) as file:
-        json.dump([*earlier, now], file, indent=1)
+        json.dump([*(earlier if goes_on else []), now], file, indent=1)
         file.write("\n")
-    return now
+
+
+def _starts(path: Path) -> list[dict[str, Any]] | None:
+    """The starts noted so far; None if it is another file."""
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, list) and all("async_rlhf" in one for one in found) else None
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def without_secret_words(words: list[str]) -> list[str]:

@@ -140,7 +140,7 @@ class OnlineTrainer:
         private: bool | None = None,
         token: str | None = None,
         commit_message: str = "End of training",
-    ) -> str:
+    ) -> str | None:
         """Upload the final policy to the Hugging Face Hub and wait for it; ``push_to_hub`` of the configuration does
         so beside training.
 
@@ -151,11 +151,13 @@ class OnlineTrainer:
             commit_message: of the upload.
 
         Returns:
-            The URL of the commit.
+            The URL of the commit; None on the other ranks, which upload nothing.
 
         Raises:
             RuntimeError: there is no final policy yet.
         """
+        if not self.run.ranks.leads:
+            return None
         folder = self.run.folder.path / FINAL
         if not folder.is_dir():
             raise RuntimeError(f"push_to_hub: there is no {str(folder)!r}; call train() first")
@@ -188,7 +190,7 @@ def train(run: Run) -> OnlineTrainerState:
             goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.state.best_model_checkpoint)
             run.record.write(run.folder.path)
-            note_start(run.folder.path, goes_on, run.ranks.count)
+            note_start(run.folder.path, goes_on, run.ranks.count, run.device)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))

@@ -17,7 +17,7 @@ from async_rlhf import OnlineDPOTrainer, RLOOTrainer
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.models.loading import write_model
-from async_rlhf.run.callbacks import training_arguments
+from async_rlhf.run.callbacks import TRACKERS, training_arguments
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, of_python, without_secret_words
 from async_rlhf.run.wiring import Inputs
@@ -53,6 +53,17 @@ def test_a_run_from_python_has_run_yml_and_what_was_an_object_is_said(make_polic
     assert parse(RunConfig, "train", words)[0].train == args
 
 
+def test_a_folder_that_is_used_again_is_not_logged_in_the_earlier_runs_trackers(
+    make_policy, tokenizer, prompts, make_args
+):
+    args = make_args(total_episodes=8)
+    path = Path(args.output_dir) / TRACKERS
+    path.parent.mkdir()
+    path.write_text('{"tensorboard": {"folder": "runs/old"}}')
+    OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
+    assert not path.exists()
+
+
 def test_every_start_is_noted_with_code_and_commit(make_policy, tokenizer, prompts, make_args):
     def train(**changes):
         args = make_args(save_steps=1, **changes)
@@ -68,6 +79,17 @@ def test_every_start_is_noted_with_code_and_commit(make_policy, tokenizer, promp
     assert again[0] == first
     assert len(again) == 2
     assert len(train(total_episodes=8, overwrite_output_dir=True)) == 1
+
+
+def test_files_of_the_same_names_that_no_run_has_written_are_left_alone(make_policy, tokenizer, prompts, make_args):
+    args = make_args(total_episodes=8)
+    folder = Path(args.output_dir)
+    folder.mkdir()
+    texts = {ENVIRONMENT: '{"python": "mine"}', TRACKERS: '{"phones": 1}'}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
+    assert {name: (folder / name).read_text() for name in texts} == texts
 
 
 def git(folder: Path, *words: str) -> str:
