@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -231,19 +232,10 @@ def records(path: Path):
             whole = b""
 
 
-@needs("wandb")
-def test_wandb_has_configuration_completions_and_evaluation(
-    make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch
-):
+def wandb_files(files: list[Path]):
+    """Configuration and history of a run, from all files of it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    monkeypatch.chdir(tmp_path)
-    known = {"staleness": 1, "generation": GENERATION, "report_to": ["wandb"], "save_steps": 2, "project": "ours"}
-    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
-    evaluate(folder, tmp_path)
-    number = json.loads((folder / TRACKERS).read_text())["wandb"]["id"]
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert [path.name for path in files] == [f"run-{number}.wandb"] * 2
     config, history = {}, []
     for path in files:
         for record in map(Record.FromString, records(path)):
@@ -252,6 +244,25 @@ def test_wandb_has_configuration_completions_and_evaluation(
             if record.history.item:
                 items = {tuple(one.nested_key) or (one.key,): one.value_json for one in record.history.item}
                 history.append({"/".join(key): json.loads(value) for key, value in items.items()})
+    return config, history
+
+
+@needs("wandb")
+def test_wandb_has_configuration_completions_and_evaluation(
+    make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    known = {"staleness": 1, "generation": GENERATION, "report_to": ["wandb"], "save_steps": 2, "project": "ours"}
+    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
+    evaluate(folder, tmp_path)
+    number = json.loads((folder / TRACKERS).read_text())["wandb"]["id"]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert [path.name for path in files] == [f"run-{number}.wandb"] * 2
+    until = time.monotonic() + 60
+    config, history = wandb_files(files)
+    while not any("evaluation/gold_mean" in one for one in history) and time.monotonic() < until:
+        time.sleep(0.1)  # its service, a process of its own, may still be writing
+        config, history = wandb_files(files)
     assert (config["staleness"], config["algorithm"], config["batches"]) == (1, "online_dpo", 2)
     assert [one["train/episode"] for one in history if "train/episode" in one] == [8, 16]
     tables = tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json")
