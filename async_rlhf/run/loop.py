@@ -19,7 +19,7 @@ from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.manifest import write_whole
-from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Run
 from async_rlhf.system import random_state
 from async_rlhf.types import Batch, Group, ScoredBatch
@@ -43,7 +43,7 @@ class TrainingLoop:
     """
 
     run: Run
-    rollouts: Rollouts
+    rollouts: RolloutSchedule
     trace: Trace
     logs: Mapping[str, JsonLines]
     stop_asked: Callable[[], bool]

@@ -27,7 +27,7 @@ from async_rlhf.run.folder import FINAL, log_names
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.record import Record, note_start
-from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Inputs, Model, Run, build
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.signals import ending_on_signals
@@ -208,9 +208,9 @@ def _log(run: Run, name: str) -> JsonLines:
     return JsonLines(run.folder.path / name, keep)
 
 
-def _rollouts(run: Run, generator: Generator, trace: Trace) -> Rollouts:
+def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:
     config, resumed = run.config, run.resumed
-    return Rollouts(
+    return RolloutSchedule(
         generator,
         run.prompts,
         batch_size=config.batch_size,

@@ -24,8 +24,8 @@ NO_RANK: Mapping[str, str | None] = dict.fromkeys(OF_A_RANK)
 """Changes of the environment so that a process does not count as a rank."""
 
 _NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""With flash-attn installed, importing transformers asks whether there is a GPU. torch would initialise CUDA to find out,
-and no process forked after that could use it; with this, it asks the driver's library instead."""
+"""With flash-attn installed, importing transformers asks whether there is a GPU. torch would initialise CUDA to find
+out, and no process forked after that could use it; with this, it asks the driver's library instead."""
 
 
 def context_of(method: str = "forkserver") -> Any:
