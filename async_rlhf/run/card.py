@@ -6,15 +6,16 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import decides_result, dotted
-from async_rlhf.run.record import Record
+from async_rlhf.run.record import Record, without_text_arguments
 from async_rlhf.system.versions import code, version_of
 
 CARD = "README.md"
@@ -66,7 +67,8 @@ class Card:
             "\n".join(results) or "No metrics have been logged.",
             "## How it was made",
             "```\n" + " \\\n  ".join(_command(self.config, values)) + "\n```",
-            "What is not named has its default value; local files and folders are shown without their place.",
+            "What is not named has its default value. Local files and folders are shown without their place; engine "
+            "options and texts that rewards are called with are not shown.",
             "## Versions",
             "\n".join(f"- {key}: {value}" for key, value in versions.items()),
         ]
@@ -87,7 +89,7 @@ class Card:
     def _facts(self, values: Mapping[str, Any]) -> dict[str, str]:
         config = self.config
         lag = f"{config.staleness}, {'exactly' if config.staleness_mode == 'exact' else 'at most'}, for every token"
-        rewards = [values.get("reward_model"), *values["reward_funcs"]]
+        rewards = [values.get("reward_model"), *map(without_text_arguments, values["reward_funcs"])]
         prompts = _place(values.get("data.train")) or "rows given in Python"
         return {
             "algorithm": _place(str(values["algorithm"])),
@@ -110,17 +112,21 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _command(config: OnlineConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    """The command of the run, with every key that decides the result and differs from its default."""
+    """The command of the run, with every key that decides the result and differs from its default. A card is public, so
+    free texts, which may be secrets, are left out: options of engines, and texts as arguments of rewards.
+    """
     yield "async-rlhf train"
     for key in ("model", "reward_model", "ref_model", "value_model", "data.train", "data.eval", "data.prompt_field"):
         if values.get(key) is not None and not (key == "data.prompt_field" and values[key] == "query"):
             yield f"--{key} {shlex.quote(_place(values[key]))}"
     for name in values["reward_funcs"]:
-        yield f"--reward {shlex.quote(_place(name))}"
+        yield f"--reward {shlex.quote(_place(without_text_arguments(name)))}"
     yield f"--algorithm {shlex.quote(_place(str(values['algorithm'])))}"
-    default = dotted(asdict(type(config)()))
+    default: dict[str, Any] = {}
+    with suppress(TypeError, ConfigError):  # the keys of one's own algorithm may have no defaults
+        default = dotted(asdict(type(config)()))
     for key, value in dotted(asdict(config)).items():
-        if value != default.get(key) and decides_result(config, key):
+        if value != default.get(key) and decides_result(config, key) and ".options." not in key:
             shown = values.get(key)  # without its secrets
             yield f"--train.{key} {shlex.quote(shown if isinstance(shown, str) else json.dumps(shown))}"
 

@@ -174,15 +174,24 @@ def _public(word: str) -> str:
     return masked(_without_secret_arguments(word))
 
 
+def without_text_arguments(name: str) -> str:
+    """A function's name as in reward_funcs, with those of its arguments that are numbers, true, false or null."""
+    return _with_arguments(name, lambda key, value: is_secret(key) or not isinstance(value, (int, float, type(None))))
+
+
 def _without_secret_arguments(name: str) -> str:
-    """A function's name as in reward_funcs, without the values of arguments such as api_key."""
+    """The same without the values of arguments such as api_key."""
+    return _with_arguments(name, lambda key, value: is_secret(key))
+
+
+def _with_arguments(name: str, hides: Callable[[str, Any], bool]) -> str:
     if "(" not in name:
         return name
     try:
         wanted = FunctionName.parse(name, "")
     except ConfigError:
         return name
-    arguments = (f"{k}={HIDDEN if is_secret(k) else repr(v)}" for k, v in (wanted.arguments or {}).items())
+    arguments = (f"{k}={HIDDEN if hides(k, v) else repr(v)}" for k, v in (wanted.arguments or {}).items())
     return f"{wanted.place}:{wanted.attribute}({', '.join(arguments)})"
 
 

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,13 +18,15 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from tiny import count_letters
+from tiny import count_letters, new_args
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, VLLMConfig
+from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState
 from async_rlhf.run.manifest import verify
+from async_rlhf.run.record import Record
 
 TOKEN = "hf_T0kenOfNobody"
 
@@ -298,6 +301,19 @@ def test_the_card_says_how_the_policy_was_made(make_policy, tokenizer, prompts, 
     assert "--train.beta 0.25" in card.text
     assert str(args.output_dir) not in card.text
     assert "async_rlhf: " in card.text
+
+
+def test_a_card_has_no_text_that_may_be_a_secret(tmp_path):
+    words = {"options": {"anything": "s3cret"}}
+    args = new_args(tmp_path, staleness=0, generation={"engine": "vllm", "vllm": VLLMConfig(**words)})
+    names = [f"{tmp_path}/judge.py:judge(auth='s3cret', limit=3)"]
+    values = {"model": "o/m", "algorithm": "online_dpo", "data": {"train": "o/d"}, "reward_funcs": names}
+    text = Card("a", args, Record({**values, "train": asdict(args)}), None).text({}, {})
+    assert "s3cret" not in text
+    assert "--reward 'judge.py:judge(auth=***, limit=3)'" in text
+    assert str(tmp_path) not in text
+    meta = ModelCard(text).data.to_dict()
+    assert (meta["base_model"], meta["datasets"]) == ("o/m", ["o/d"])
 
 
 def test_keys_of_the_hub_need_push_to_hub_and_a_name_that_can_be_one(make_args):
