@@ -102,6 +102,9 @@ class EvaluateConfig(HeldOutConfig):
     """Tokenizer of the reward model; null takes the one saved with it."""
     num_samples: int = key(10, at_least(0))
     """Prompts shown side by side."""
+    track: bool = key(True, role="log")
+    """With run, log the results of its checkpoints in the same runs of W&B, TensorBoard, MLflow or trackio, each at its
+    batch; report_to of the training says which."""
 
     def check(self) -> None:
         if self.generations is None:

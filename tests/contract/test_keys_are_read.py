@@ -77,6 +77,7 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.choices import make_generator
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
 
 HAS_RAY = find_spec("ray") is not None
@@ -264,6 +265,11 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(dist, "init_process_group", _stop)
         with pytest.raises(StopError):
             start_ranks(args(device="cpu"))
+        uploads = HubUploads(args(push_to_hub=True))
+        patch.setattr(uploads._api, "create_repo", _stop)
+        with pytest.raises(StopError):
+            uploads._name()
+        uploads.on_save(None, SimpleNamespace(global_step=1), None)
     zero = ZeRO.__new__(ZeRO)  # without DeepSpeed
     zero.config, zero.run = ParallelConfig("zero2"), args()
     zero._options(2)
