@@ -135,8 +135,8 @@ class RowReader:
                 "prompts (add_generation_prompt) are the start of the whole"
             )
         rest, answer = whole[len(start) :], str(chat[-1]["content"]).strip()
-        before, found, after = rest.rpartition(answer)
-        if not found:  # the template changes the answer's text
+        before, found, after = rest.rpartition(answer) if answer else ("", "", rest)
+        if not found:  # it is empty, or the template changes its text
             before, after = "", rest
         # The end of sequence that the template writes, not one within the answer's text.
         ended, eos, _ = after.partition(self.tokenizer.eos_token)

@@ -73,7 +73,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
     special = list(dict.fromkeys(_SPECIAL.findall(template) + _SPECIAL.findall(whole)))
     known = tokenizer.get_vocab()
     added = [token for token in special if token not in known]
-    tokenizer.add_special_tokens({"additional_special_tokens": special}, replace_additional_special_tokens=False)
+    tokenizer.add_tokens(added, special_tokens=True)
     after = whole.rpartition(_ANSWER)[2]
     ends = [token for token in {*special, tokenizer.eos_token} if token in after]
     if ends:

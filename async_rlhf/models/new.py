@@ -74,7 +74,7 @@ def new_language_model(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def embed_added_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """The model with an embedding for every token of the tokenizer; new ones are drawn like the old, by the seed."""
+    """The model with an embedding for every token of the tokenizer; new ones are drawn near the mean of the old."""
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > model.get_input_embeddings().num_embeddings:
         with torch.random.fork_rng(devices=[]):
