@@ -114,10 +114,8 @@ def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
         right = "must be 0 with ratings, whose mean is the zero"
         weight = config.center_rewards_coefficient
         require(weight == 0, "center_rewards_coefficient", weight, right)
-    elif field != SCORE:
-        right = "must be a column of train, beside a text"
-        require(not any("chosen" in row for row in rows[:1]), "score_field", field, "must be left out with pairs")
-        require(False, "score_field", field, right)
+    else:
+        _require_pairs(rows, field)
     if config.prompt_words is not None:
         rows = first_words(rows, config.prompt_words, "train")
         heldout = None if heldout is None else first_words(heldout, config.prompt_words, "eval")
@@ -126,6 +124,15 @@ def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
     if rated:
         require_different(read_ratings(rows, field, "train"), field, "train, less what is held out")
     return rows, heldout, rated
+
+
+def _require_pairs(rows: Rows, field: str) -> None:
+    """Require the first row to be a pair, and no other column to be named for ratings."""
+    columns = ", ".join(map(repr, rows[0]))
+    if "chosen" not in rows[0] and "rejected" not in rows[0]:
+        right = f"must have `chosen` and `rejected`, or a rating in {field!r} (score_field)"
+        raise ConfigError(f"train: row 1 has {columns}; {right}")
+    require(field == SCORE, "score_field", field, "must be left out with pairs (`chosen` and `rejected`)")
 
 
 def _pairs(

@@ -257,5 +257,5 @@ def test_a_template_file_counts_by_its_content(tmp_path):
     file.write_text(CHATML.replace("im_", "in_"))
     with pytest.raises(ConfigError, match=r"chat_template: was '.*own.jinja' \(xxh3:\w+\), is "):
         run_sft(config)
-    with pytest.raises(ConfigError, match="chat_template: was '.*own.jinja' .*, is 'chatml' "):
+    with pytest.raises(ConfigError, match=r"chat_template: was '.*own.jinja' .*, is 'chatml' "):
         run_sft(replace(config, chat_template="chatml"))
