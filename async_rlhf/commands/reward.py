@@ -59,7 +59,7 @@ class _Task:
     trainer: StageTrainer
     counts: dict[str, Any]
     reference: list[tuple[int, ...]]
-    """Rows whose mean score is 0 by default."""
+    """Rows whose mean score is made 0 by default; none with ratings, whose mean is 0 already."""
     evaluate: Callable[[], dict[str, Any]]
     told: Callable[[dict[str, Any]], str]
     """The results in one line."""
@@ -93,10 +93,11 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
     task = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
     found: dict[str, Any] = {"train_loss": train(task.trainer), **task.counts, "score_offset": 0.0}
-    if config.center:
-        found["score_offset"] = center_scores(model, reference or task.reference, 2 * size)
+    if config.center and (zero := reference or task.reference):
+        found["score_offset"] = center_scores(model, zero, 2 * size)
     found |= task.evaluate()
-    logger.info("reward: %s; scores moved by %.3f", task.told(found), -found["score_offset"])
+    moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
+    logger.info("reward: %s%s", task.told(found), moved)
     publish_model(stage, task.trainer, tokenizer, found)
     return found
 
@@ -176,7 +177,7 @@ def _ratings(
     return _Task(
         trainer=RatingTrainer(model, rated, scale, config, evaluate),
         counts={"rows": len(rated), "dropped": dropped, "rating_mean": scale.mean, "rating_sd": scale.sd},
-        reference=[row.tokens for row in rated],
+        reference=[],
         evaluate=evaluate,
         told=told_ratings,
     )
