@@ -7,38 +7,10 @@ import random
 import sys
 from pathlib import Path
 
-DISHES = [
-    "soup",
-    "bread",
-    "fish",
-    "rice",
-    "cake",
-    "salad",
-    "pasta",
-    "tea",
-    "pie",
-    "stew",
-    "curry",
-    "cheese",
-    "beans",
-    "eggs",
-    "juice",
-    "jam",
-]
-PLACES = [
-    "harbour",
-    "station",
-    "market",
-    "corner",
-    "garden",
-    "castle",
-    "river",
-    "museum",
-    "bridge",
-    "mill",
-    "tower",
-    "lake",
-]
+DISHES = ["soup", "bread", "fish", "rice", "cake", "salad", "pasta", "tea", "pie", "stew", "curry", "cheese"]
+DISHES += ["beans", "eggs", "juice", "jam"]
+PLACES = ["harbour", "station", "market", "corner", "garden", "castle", "river", "museum", "bridge", "mill"]
+PLACES += ["tower", "lake"]
 WORDS = {
     **dict.fromkeys(["superb", "fresh", "tender", "friendly", "generous", "lovely"], 1.0),
     **dict.fromkeys(["warm", "quick", "simple", "plain", "small", "usual"], 0.0),

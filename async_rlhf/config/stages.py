@@ -268,8 +268,8 @@ class RewardConfig(StageConfig):
     in the bias of the last normalisation, so every program that loads the model applies it; a model without that bias
     (Llama) is left as it is, with a warning."""
     reference: str | None = None
-    """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs, and leaves a model that
-    learns ratings as it is: its zero is the mean rating."""
+    """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs. A model that learns
+    ratings is left as it is by null: its zero is the mean rating."""
     reference_split: str = "train"
     """The split to take where there are several."""
     center_rewards_coefficient: float = key(0.0, at_least(0))
