@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from async_rlhf.config.base import shown
 from async_rlhf.data.loading import Rows
 
 _ROUNDING = 1e-9
+_LARGEST = 1e30
+"""Its square still is a number of 64 bits, and no rating is larger."""
 
 
 def is_rated(rows: Rows, field: str) -> bool:
@@ -44,8 +45,8 @@ def _rating(value: object, place: str, field: str, columns: Sequence[str]) -> fl
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         right = "must be 1 or 0" if isinstance(value, bool) else "must be a finite number, without quotes or units"
         raise ConfigError(f"{place}: {field!r} is {shown(value)}, a {type(value).__name__}; {right}")
-    if not math.isfinite(value) or abs(value) > 1e30:
-        raise ConfigError(f"{place}: {field!r} is {value}; must be a finite number, at most 1e30 in size")
+    if not abs(value) <= _LARGEST:  # NaN neither
+        raise ConfigError(f"{place}: {field!r} is {shown(value)}; must be a finite number, at most 1e30 in size")
     return float(value)
 
 

@@ -127,6 +127,8 @@ def test_statistics_by_hand():
     assert spearman([1, 1, 2], [3, 3, 9]) == pytest.approx(1.0)
     # Ranks 1.5, 1.5, 3 and 1, 2, 3: the correlation of these.
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
+    # 1.5, 1.5, 3, 4 and 1 to 4.
+    assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
     assert pearson([1, 1], [1, 2]) is pearson([1], [2]) is None
     low, high = correlation_interval(0.5, 28)[1:]
     assert (low, high) == pytest.approx((0.1560, 0.7358), abs=1e-3)  # tanh(0.5493 -+ 1.96 / 5)
@@ -261,6 +263,7 @@ BAD = [
     (rated(1, 2, None), r"row 3 has null as 'score'; it has 'text', 'score'; must have a rating"),
     (rated(1, float("nan"), 3), r"row 2: 'score' is nan; must be a finite number"),
     (rated(1, float("-inf"), 3), r"row 2: 'score' is -inf; must be a finite number"),
+    (rated(1, 10**400, 3), r"row 2: 'score' is 10+\.\.\.; must be a finite number, at most 1e30 in size"),
     (rated(1, "4 stars", 3), r"row 2: 'score' is '4 stars', a str; must be a finite number, without quotes or units"),
     (rated(1, [4], 3), r"row 2: 'score' is \[4\], a list; must be a finite number"),
     (rated(1, 0, True), r"row 3: 'score' is True, a bool; must be 1 or 0"),
