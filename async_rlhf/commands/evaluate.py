@@ -46,6 +46,7 @@ from async_rlhf.evaluation.statistics import (
     win_rate,
 )
 from async_rlhf.evaluation.tables import WIDTH, format_table, side_by_side
+from async_rlhf.evaluation.tracking import log_to_trackers
 from async_rlhf.models.loading import check_source, check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
 
@@ -133,6 +134,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     text = f"{format_table(results)}\n\n{beside}"
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
     logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), beside)
+    if config.track and config.run is not None:
+        log_to_trackers(Path(config.run), results, samples[: config.num_samples])
     return results
 
 

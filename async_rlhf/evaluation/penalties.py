@@ -9,8 +9,7 @@ from pathlib import Path
 from async_rlhf.config import ConfigError
 from async_rlhf.config.online import NonEosPenalty
 from async_rlhf.config.yaml_text import read_yaml
-
-RUN_FILE = "run.yml"
+from async_rlhf.run.record import RUN_FILE
 
 
 @dataclass(frozen=True)
