@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 from tiny import PROMPTS, count_letters, new_args
 from transformers import AutoModelForCausalLM
 
@@ -87,6 +88,8 @@ def _loud(_size: float):
 
 
 def test_loading_and_saving_a_small_model_says_nothing(make_policy, tokenizer, tmp_path, capfd, caplog, monkeypatch):
+    transformers.logging.enable_progress_bar()  # an earlier run in this process may have turned bars off
+
     def load_and_save() -> str:
         write_model(make_policy(), tokenizer, tmp_path / "m")
         load_policy(str(tmp_path / "m"))
