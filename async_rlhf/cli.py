@@ -15,6 +15,7 @@ import async_rlhf
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
+from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.signals import RankError, ending_signals
 
 
@@ -55,7 +56,8 @@ def usage() -> str:
             "commands:",
             *lines,
             "",
-            "async-rlhf COMMAND --help lists the options of a command; --dry-run prints its resolved configuration.",
+            "async-rlhf COMMAND --help shows the options of a command that matter most, --help-all shows all of them; "
+            "--dry-run prints its resolved configuration.",
         ]
     )
 
@@ -109,6 +111,9 @@ def _run(name: str, words: list[str]) -> int:
         if lead or (launched_rank() == 1 and str(error).startswith("rank 0 ")):
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 1
+    except UserCodeError as error:
+        print(f"async-rlhf {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"async-rlhf {name}: error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -122,7 +127,7 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
         return ["--run", *words]
     if name == "config" and words[:1] == ["migrate"]:
         return [*(["--file"] if words[1:] and not words[1].startswith("-") else []), *words[1:]]
-    if name == "config" and words not in (["-h"], ["--help"]):
+    if name == "config" and words not in (["-h"], ["--help"], ["--help-all"]):
         raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]

@@ -16,7 +16,7 @@ from async_rlhf.types import Experience, LossOutput, PolicyOutput
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples."""
 
-    beta: float = key(0.1, above(0), IN_LOSS)
+    beta: float = key(0.1, above(0), IN_LOSS, main="training")
     """Strength of the implicit KL penalty: smaller lets the policy move further. It applies to log-probabilities at
     generation.temperature, whose differences are larger than those at temperature 1."""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"

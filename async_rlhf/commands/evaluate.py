@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from async_rlhf.commands.generate import (
     models_of,
     read_generations,
     shared_tokenizer,
+    with_prompt_cap,
 )
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
@@ -33,6 +35,7 @@ from async_rlhf.evaluation.likelihood import (
     response_logprob_sums,
 )
 from async_rlhf.evaluation.pairwise import Pair, PairwiseJudge
+from async_rlhf.evaluation.penalties import training_penalties
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.statistics import (
     Interval,
@@ -42,9 +45,9 @@ from async_rlhf.evaluation.statistics import (
     paired_difference,
     win_rate,
 )
-from async_rlhf.evaluation.tables import format_table, side_by_side
+from async_rlhf.evaluation.tables import WIDTH, format_table, side_by_side
 from async_rlhf.evaluation.tracking import log_to_trackers
-from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.loading import check_source, check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -88,6 +91,9 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
+    check_source(config.ref_model, "ref_model")
+    if config.generations is None:
+        config = with_prompt_cap(config, models_of(config))
     folder = Path(config.output_dir)
     paths = {"samples": folder / "samples.jsonl", "text": folder / "evaluation.txt"}
     stage = Stage(folder, "evaluation", config, _inputs(config), outputs=tuple(paths.values()))
@@ -107,17 +113,14 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     everyone = ({HUMAN: human} if human is not None else {}) | answers
     if pairwise is not None and len(everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
-    if judge is not None:
-        prompts = [line.query for line in lines]
-        for name, one in everyone.items():
-            logger.info("evaluate: scoring %s", name)
-            one.scores = judge(prompts, [line.columns for line in lines], one.texts, one.ended)
+    notes = [] if judge is None else _score(config, judge, lines, answers, everyone)
     results: dict[str, Any] = {
         "reference": reference,
         "prompts": len(lines),
         "dropped": dropped,
         "reference_response": None if human is None else _gold(human, lines),
         "models": {name: _gold(one, lines) for name, one in answers.items()},
+        "notes": notes,
     }
     for name, one in answers.items():
         for opponent in (HUMAN, reference):
@@ -126,13 +129,45 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
                 results["models"][name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
     _likelihoods(config, temperature, results["models"], answers, human, reference, device, _clusters(lines))
     samples = _sample_rows(lines, answers, human)
-    text = f"{format_table(results)}\n\n{side_by_side(samples, config.num_samples)}"
+    beside = side_by_side(samples, config.num_samples)
     _plot(results, folder / "evaluation.png")
+    text = f"{format_table(results)}\n\n{beside}"
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
-    logger.info("%s", text)
+    logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), beside)
     if config.track and config.run is not None:
         log_to_trackers(Path(config.run), results, samples[: config.num_samples])
     return results
+
+
+def _score(
+    config: EvaluateConfig,
+    judge: RewardJudge,
+    lines: Sequence[Generation],
+    answers: dict[str, _Answers],
+    everyone: dict[str, _Answers],
+) -> list[str]:
+    """Score all answers; returns how the scores differ from those of training, in words."""
+    try:
+        penalties = training_penalties(one.source for one in answers.values() if one.source is not None)
+    except ConfigError:
+        if config.penalties is not None:
+            raise
+        penalties = None
+    for name, one in everyone.items():
+        logger.info("evaluate: scoring %s", name)
+        one.scores = judge([line.query for line in lines], [line.columns for line in lines], one.texts, one.ended)
+    if penalties is None:
+        right = "must be null: no model is in the folder of a run with penalties, beside its run.yml"
+        require(config.penalties is None, "penalties", config.penalties, right)
+        return []
+    penalised = {name: penalties.applied(one.scores or (), one.ended, one.lengths) for name, one in everyone.items()}
+    if config.penalties is None:
+        means = ", ".join(f"{name} {sum(penalised[name]) / len(lines):.3f}" for name in answers)
+        told = f"Scores here are without penalties; {penalties}"
+        return [f"{told}. With that the means are: {means} (--penalties training)."]
+    for name, one in everyone.items():
+        one.scores = penalised[name]
+    return [f"Scores here are those of training: {penalties}."]
 
 
 def _inputs(config: EvaluateConfig) -> dict[str, Source]:

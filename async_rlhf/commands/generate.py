@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.models.snapshots import named_weights
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
@@ -94,6 +95,7 @@ def generate(
 ) -> tuple[list[Prompt], int, dict[str, list[Generation]]]:
     """The prompts, how many were dropped, and every model's answers, from the files in ``folder`` or sampled now."""
     models = models_of(config)
+    config = with_prompt_cap(config, models)
     rows = load_prompts(config.data, config.split, config.prompt_field, config.prompt_words, "data")
     if config.eval_fraction is not None:
         rows = hold_out(rows, config.eval_fraction, "data", config.prompt_field)[1]
@@ -112,6 +114,16 @@ def generate(
             anew = judged and config.overwrite
             found[name] = _generated(name, each, prompts, tokenizer, engines, folder, anew)
     return prompts, dropped, found
+
+
+Config = TypeVar("Config", bound=HeldOutConfig)
+
+
+def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:
+    """The configuration with ``max_prompt_length`` resolved."""
+    return replace(
+        config, max_prompt_length=sampling_prompt_cap(config, {f"models.{name}": at for name, at in models.items()})
+    )
 
 
 def models_of(config: HeldOutConfig) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.models.loading import default_device, load_policy, load_tokenizer
+from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     """
     if config.from_ratings is not None:
         return run_pairs_from_ratings(config)
+    assert config.model is not None
+    config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
     assert config.model is not None
     assert config.prompts is not None
     output = Path(config.output)

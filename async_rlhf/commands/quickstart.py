@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from async_rlhf.config import EvaluateConfig, GenerationConfig, NewModelConfig, 
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.run.config import DataConfig, RunConfig
-from async_rlhf.run.folder import FINAL
+from async_rlhf.run.folder import FINAL, METRICS
 from async_rlhf.system.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             eval=str(data / "heldout.jsonl"),
             output_dir=str(out / "sft"),
             new_model=NewModelConfig(),
-            num_epochs=3 * config.scale,
+            num_epochs=2 * config.scale,
             learning_rate=3e-3,
             per_device_train_batch_size=16,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
@@ -56,6 +57,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             reward_funcs=[GOLD_REWARD],
             samples_per_prompt=8,
             pairs_per_prompt=3,
+            max_prompts=max(100, round(1200 * config.scale)),
             **sampling,
         ),
         "reward": RewardConfig(
@@ -83,7 +85,6 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
 
 
 def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> RunConfig:
-    batch = 64
     return RunConfig(
         model=str(out / "sft"),
         reward_model=str(out / "reward"),
@@ -91,14 +92,15 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
         train=OnlineDPOConfig(
             output_dir=str(out / name),
             overwrite_output_dir=config.overwrite,
-            resume=not config.overwrite,  # an interrupted run resumes from its last checkpoint
+            # An interrupted run resumes from its last checkpoint.
+            resume=not config.overwrite and (out / name).exists(),
             save_steps=20,
             save_total_limit=1,
             staleness=staleness,
-            total_episodes=batch * max(2, round(80 * config.scale)),
+            completions_per_batch=128,
+            batches=max(2, round(40 * config.scale)),
             # Small micro-batches, sorted by length, save more on padding than they lose by being small.
             per_device_train_batch_size=8,
-            gradient_accumulation_steps=batch // 8,
             learning_rate=2e-4,
             max_prompt_length=MAX_PROMPT_LENGTH,
             annotate_batch_size=16,
@@ -110,8 +112,6 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
 
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     """Run every stage that is not done yet, and report. Returns the content of ``summary.json``."""
-    import transformers
-
     from async_rlhf.commands.data import run_data
     from async_rlhf.commands.evaluate import run_evaluate
     from async_rlhf.commands.pairs import run_pairs
@@ -119,9 +119,6 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     from async_rlhf.commands.sft import run_sft
     from async_rlhf.commands.train import run_train
 
-    # Loading small models repeatedly is not worth reporting.
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     functions: dict[type, Callable[[Any], Any]] = {
         DocstringsConfig: run_data,
         SFTConfig: run_sft,
@@ -142,13 +139,17 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 
 
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    from async_rlhf.evaluation.tables import format_table
+    import torch
+
+    from async_rlhf.evaluation.tables import WIDTH, format_table
+    from async_rlhf.generation.placement import available_cores
+    from async_rlhf.reports.asynchrony import asynchrony, read_rows
     from async_rlhf.reports.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
     with whole_file(out / "summary.json") as file:
         json.dump(summary, file, indent=2)
-    print(format_table(summary["results"]["evaluate"]))
+    print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
     picture = out / "training.png"
     try:
         plot_training({name: out / name / "metrics.jsonl" for name in RUNS}, picture, evaluation)
@@ -156,6 +157,9 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
         logger.warning("no picture: pip install 'async-rlhf[report]' brings matplotlib")
     accuracy = summary["results"]["reward"]["eval_accuracy"]
     print(f"reward model: {accuracy:.1%} of held-out pairs right")
+    in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
+    print(asynchrony(in_turn, at_once, cores=available_cores(), gpus=torch.cuda.device_count()))
+    print(f"{sum(summary['seconds'].values()):.0f} s in all, by stage: {summary['seconds']}")
     for text, path in {
         "summary": out / "summary.json",
         "picture": picture,

@@ -35,6 +35,7 @@ from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import reward_scores
 from async_rlhf.models.loading import load_tokenizer, longest_row, new_reward_model
 from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.reports.integrations import check_integrations
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     stage = Stage(Path(config.output_dir), "reward", config, inputs, owns_folder=True)
     if (results := stage.done()) is not None:
         return results
+    check_integrations(config.report_to)
     require_single_process("reward")
     rows, heldout, rated = _read(config)
     trust = config.trust_remote_code

@@ -26,6 +26,7 @@ from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import response_logits
 from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row
 from async_rlhf.models.new import embed_added_tokens, new_language_model
+from async_rlhf.reports.integrations import check_integrations
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
     if (results := stage.done()) is not None:
         return results
+    check_integrations(config.report_to)
     require_single_process("sft")
     rows, heldout, short = load_stage_rows(config)
     model, tokenizer = _start(config, rows)

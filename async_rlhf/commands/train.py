@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,19 @@ from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows
 from async_rlhf.learner.launch import start_ranks
-from async_rlhf.models.loading import load_tokenizer
+from async_rlhf.models.loading import check_source, load_tokenizer
+from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
+from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.reports.summary import training_summary
 from async_rlhf.run.config import RunConfig
-from async_rlhf.run.folder import hold_folder, refuse_second
+from async_rlhf.run.folder import FINAL, METRICS, hold_folder, refuse_second
 from async_rlhf.run.record import of_command
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring.functions import load_object, load_reward_functions
+
+logger = logging.getLogger(__name__)
 
 MARKER = "train"
 
@@ -34,12 +42,16 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The metrics of the last batch that was logged.
     """
+    check_integrations(config.train.report_to)
+    for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
+        check_source(getattr(config, name), name)
     ranks = start_ranks(config.train)
     watch = Watch(ranks)
     folder = Path(config.train.output_dir)
     with watch.watching(), ExitStack() as stack:
         if ranks.leads:
             refuse_second(folder)  # check early: fingerprints of large models take a while
+        config = replace(config, train=with_prompt_cap(config.train, config.model))
         stage = train_stage(config)
         results = ranks.from_lead("finished run", lambda: _done(stage, config))
         if results is None:
@@ -89,10 +101,13 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     )
     if ranks.leads:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
+    started = time.monotonic()
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
     if ranks.leads:
         stage.publish_files({}, results)
+        folder = Path(config.train.output_dir)
+        logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
     return results
 
 

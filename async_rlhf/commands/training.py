@@ -29,6 +29,7 @@ from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.models.loading import write_model
+from async_rlhf.reports.progress import Lines, on_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,27 @@ class QuietProgress(ProgressCallback):
         if self.training_bar is not None and logs is not None:
             shown = {key: f"{logs[key]:.4g}" for key in ("loss", "learning_rate") if key in logs}
             self.training_bar.set_postfix(shown, refresh=False)
+
+
+class _ProgressLines(TrainerCallback):
+    """Lines in a log, where no bar can be drawn."""
+
+    def __init__(self) -> None:
+        self._loss = ""
+        self._lines = Lines("step", 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count."""
+        self._lines = Lines("step", state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say how far it is."""
+        self._lines.say(state.global_step, self._loss)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Keep the newest loss."""
+        if logs is not None and "loss" in logs:
+            self._loss = f"loss {logs['loss']:.4g}"
 
 
 class _EvaluateEvery(TrainerCallback):
@@ -120,7 +142,7 @@ class StageTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.remove_callback(ProgressCallback)
-        self.add_callback(QuietProgress)
+        self.add_callback(QuietProgress if on_terminal() else _ProgressLines)
         self.add_callback(_EvaluateEvery(self, config.eval_steps, evaluate))
 
     def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:

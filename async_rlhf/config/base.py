@@ -134,7 +134,9 @@ class Rule(NamedTuple):
     """What is right, for the error, such as "must be at least 1"."""
 
 
-def key(default: Any, *rules: Rule, role: Role = "result", may_change: str = "", must_stay: str = "") -> Any:
+def key(
+    default: Any, *rules: Rule, role: Role = "result", may_change: str = "", must_stay: str = "", main: str = ""
+) -> Any:
     """A field of a configuration.
 
     Args:
@@ -143,8 +145,9 @@ def key(default: Any, *rules: Rule, role: Role = "result", may_change: str = "",
         role: what the key decides.
         may_change: why a run may be resumed with another value although the key decides the result.
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
+        main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
     """
-    known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay}
+    known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
     if isinstance(default, (list, dict)):  # each configuration gets its own copy

@@ -16,13 +16,13 @@ from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_prompt_wor
 class HeldOutConfig(Checked):
     """Models that answer held-out prompts, and how."""
 
-    models: dict[str, str] = key({})
+    models: dict[str, str] = key({}, main="data and models")
     """Name -> folder or hub name, e.g. {"sft": "runs/sft", "policy": "runs/policy"}."""
-    run: str | None = None
+    run: str | None = key(None, main="data and models")
     """The output folder of ``train``: all its checkpoints and its final model, under those names."""
     checkpoints: list[str] = key([])
     """Only these checkpoints of ``run``, e.g. ["checkpoint-128", "final"]; empty for all."""
-    data: str = ""
+    data: str = key("", main="data and models")
     """Rows with `query` (see prompt_field)."""
     split: str = "validation"
     """The split to take if there are several."""
@@ -32,32 +32,33 @@ class HeldOutConfig(Checked):
     """For rows of plain `text`: its first so many words are the prompt, the rest is the human answer."""
     eval_fraction: float | None = key(None, EVAL_FRACTION)
     """Take only the rows that other commands hold out of this data with the same eval_fraction; null for all."""
-    output_dir: str = key(REQUIRED, FOLDER, role="place")
+    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
     """Where the results go."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """ "transformers" or "vllm"."""
-    temperature: float = key(0.7, *TEMPERATURE)
+    temperature: float = key(0.7, *TEMPERATURE, main="sampling")
     """Temperature of sampling, and of the log-probabilities in the KL; with generations, the one that they were sampled
     at."""
-    response_length: int = key(53, at_least(1))
+    response_length: int = key(53, at_least(1), main="sampling")
     """Most new tokens of a completion."""
-    max_prompts: int | None = key(None, at_least(1))
+    max_prompts: int | None = key(None, at_least(1), main="sampling")
     """Take only this many prompts; null for all."""
-    max_prompt_length: int = key(512, at_least(1))
-    """Prompts with more tokens are dropped, and counted."""
+    max_prompt_length: int | None = key(None, at_least(1))
+    """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
+    besides those of the response."""
     batch_size: int = key(256, at_least(1))
     """Completions decoded together."""
     dtype: Dtype = "float32"
     """Type of the weights that sample."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
-    seed: int = key(0, *SEED)
+    seed: int = key(0, *SEED, main="sampling")
     """Seed of sampling."""
     device: str | None = key(None, DEVICE, role="place")
     """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model; with false, a model that needs this is an error."""
-    overwrite: bool = key(False, role="place")
+    overwrite: bool = key(False, role="place", main="output")
     """Do it again even if it is done already."""
 
     def check(self) -> None:
@@ -92,21 +93,24 @@ class EvaluateConfig(HeldOutConfig):
     Rows may have `reference_response` or `query_reference_response`, the human answers.
     """
 
-    generations: str | None = None
+    generations: str | None = key(None, main="data and models")
     """The output folder of ``generate`` to judge, instead of models or a run with data."""
-    reference: str | None = None
+    reference: str | None = key(None, main="judging")
     """The name of the model that win-rates and KL are taken against; null for the first."""
     ref_model: str | None = None
     """A folder or hub name: KL and perplexity are taken under this model instead."""
-    reward_model: str | None = None
+    reward_model: str | None = key(None, main="judging")
     """The gold reward: a reward model, or else reward_funcs or judge."""
-    reward_funcs: list[str] = key([])
+    reward_funcs: list[str] = key([], main="judging")
     """The gold reward as functions, as in ``train``."""
     judge: JudgeConfig = key(JudgeConfig)
     """A language model that compares completions, in place of a gold reward."""
     reward_tokenizer: str | None = None
     """Tokenizer of the reward model; null takes the one saved with it."""
-    num_samples: int = key(10, at_least(0))
+    penalties: Literal["training"] | None = None
+    """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for
+    length, by the run.yml beside them; null leaves penalties out, and says what they would change."""
+    num_samples: int = key(10, at_least(0), main="judging")
     """Prompts shown side by side."""
     track: bool = key(True, role="log")
     """With run, log the results of its checkpoints in the same runs of W&B, TensorBoard, MLflow or trackio, each at its
@@ -145,6 +149,7 @@ class EvaluateConfig(HeldOutConfig):
             require(alone, "reward_tokenizer", self.reward_tokenizer, right)
         else:
             right = "must be left out with judge.url"
+            require(self.penalties is None, "penalties", self.penalties, right)
             for name in ("reward_model", "reward_tokenizer"):
                 require(getattr(self, name) is None, name, getattr(self, name), right)
             require(not self.reward_funcs, "reward_funcs", self.reward_funcs, right)

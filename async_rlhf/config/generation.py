@@ -114,7 +114,7 @@ class GenerationConfig(Checked):
     "bounded". Each token is recorded with the version that drew it."""
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
-    response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"))
+    response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
     """Most new tokens of a completion, the stop token included."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""

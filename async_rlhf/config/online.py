@@ -50,6 +50,10 @@ _HUB_NAME = Rule(
     _names_repository, 'must be "name" or "owner/name" as the Hub has them: letters, digits, "_", "-", "."'
 )
 _KEPT = "it decides what is kept, not what is trained"
+PROMPT_CAP = 512
+"""Tokens of the longest prompt where nothing is said of it and the model has room."""
+TOTAL_EPISODES = 131_072
+_LONGER = "the run becomes longer"
 
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
@@ -80,43 +84,54 @@ class LoRAConfig(AdapterConfig):
 class OnlineConfig(Checked):
     """What every online algorithm shares.
 
-    One *batch* is ``per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches`` prompts, times the
-    ranks of the learner, with ``samples_per_prompt`` completions each. It is trained on for ``num_epochs`` epochs of
-    ``num_mini_batches`` optimiser steps. An *episode* is a prompt.
+    One *batch* is ``completions_per_batch`` completions, ``samples_per_prompt`` of each prompt; or, if that is null,
+    ``per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches`` prompts, times the ranks of the
+    learner. It is trained on for ``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. An *episode* is a
+    prompt.
     """
 
-    output_dir: str = key("runs/online", FOLDER, role="place")
+    output_dir: str = key("runs/online", FOLDER, role="place", main="output")
     """Where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. Only one process at a time may write
     there; a second one is refused."""
     overwrite_output_dir: bool = key(False, role="place")
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
-    resume: bool = key(False, role="place")
+    resume: bool = key(False, role="place", main="output")
     """Resume from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning."""
     resume_from: str | None = key(None, role="place")
     """Resume from this checkpoint instead."""
     resume_anyway: bool = key(False, role="place")
     """Resume even if a key differs that makes the run a different one."""
-    staleness: int = key(1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"))
+    staleness: int = key(
+        1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"), main="training"
+    )
     """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous."""
     staleness_mode: Literal["exact", "bounded"] = "exact"
     """ "exact" samples with exactly those weights; "bounded" takes the newest weights available when a worker starts,
     never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
     replay_from: str | None = None
     """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
-    total_episodes: int = key(131_072, at_least(1), may_change="the run becomes longer")
-    """Prompts to train on in all; a multiple of the batch."""
-    samples_per_prompt: int = key(2, at_least(1))
+    completions_per_batch: int | None = key(None, at_least(1), main="sizes")
+    """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is
+    completions_per_batch / samples_per_prompt prompts, a multiple of num_mini_batches. null takes the size from
+    per_device_train_batch_size and gradient_accumulation_steps. With it, per_device_train_batch_size only bounds a
+    pass, and an optimiser step has as many passes as that takes."""
+    batches: int | None = key(None, at_least(1), may_change=_LONGER, main="sizes")
+    """Batches to train on in all; null for total_episodes."""
+    total_episodes: int = key(TOTAL_EPISODES, at_least(1), may_change=_LONGER)
+    """Prompts to train on in all; a multiple of the batch. Another way to say batches."""
+    samples_per_prompt: int = key(2, at_least(1), main="sizes")
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
     per_device_train_batch_size: int = key(8, at_least(1))
     """Size of one forward and backward pass: pairs of completions for DPO, else completions."""
     gradient_accumulation_steps: int = key(1, at_least(1))
-    """Part of the batch size, see above. An optimiser step has this many passes; if every completion is trained on (all
-    algorithms but online_dpo and best_of_k), samples_per_prompt times as many."""
+    """Part of the batch size, see above, unless completions_per_batch says it. An optimiser step has this many passes;
+    if every completion is trained on (all algorithms but online_dpo and best_of_k), samples_per_prompt times as
+    many."""
     num_mini_batches: int = key(1, at_least(1))
     """N, optimiser steps per epoch over a batch."""
     num_epochs: int = key(1, at_least(1))
     """T, epochs over each batch."""
-    learning_rate: float = key(3e-6, *LEARNING_RATE)
+    learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
     """Peak rate of AdamW."""
     lr_scheduler_type: LRSchedule = "linear"
     """transformers' schedule of that name, stepped once after every optimiser step."""
@@ -141,8 +156,9 @@ class OnlineConfig(Checked):
     """Trade compute for memory in the models being trained."""
     annotate_batch_size: int = key(64, at_least(1))
     """Rows per pass without gradient (reference, reward and value model, old policy)."""
-    max_prompt_length: int = key(512, at_least(1))
-    """Prompts with more tokens are dropped, and counted."""
+    max_prompt_length: int | None = key(None, at_least(1))
+    """Prompts with more tokens are dropped, and counted; null for 512, or less if the model has not so many positions
+    besides those of the response."""
     non_eos_penalty: NonEosPenalty = True
     """For a completion that did not end by itself: "replace" (or true) replaces its score by penalty_reward_value,
     "add" adds penalty_reward_value to its score, false changes nothing."""
@@ -222,16 +238,7 @@ class OnlineConfig(Checked):
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
-        require(
-            self.total_episodes % self.batch_size == 0,
-            "total_episodes",
-            self.total_episodes,
-            f"must be a multiple of the batch of {self.batch_size} prompts (per_device_train_batch_size "
-            f"{self.per_device_train_batch_size} x gradient_accumulation_steps "
-            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.ranks} "
-            f"ranks), such as "
-            f"{max(1, round(self.total_episodes / self.batch_size)) * self.batch_size}",
-        )
+        self._check_sizes()
         require(
             self.generation.placement != "inline" or self.staleness == 0,
             "staleness",
@@ -260,6 +267,44 @@ class OnlineConfig(Checked):
         self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
+
+    def _check_sizes(self) -> None:
+        """Refuse sizes that do not divide, or that are said twice and differ."""
+        completions, per_unit = self.completions_per_batch, self.samples_per_prompt * self.num_mini_batches
+        factors = (
+            f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.ranks} "
+            "ranks"
+        )
+        if completions is not None:
+            nearest = max(1, round(completions / per_unit)) * per_unit
+            right = (
+                f"must be a multiple of samples_per_prompt {self.samples_per_prompt} x num_mini_batches "
+                f"{self.num_mini_batches}, such as {nearest}"
+            )
+            require(completions % per_unit == 0, "completions_per_batch", completions, right)
+            agree = self.gradient_accumulation_steps == 1 or self._prompts_by_passes == self.batch_size
+            right = (
+                f"must be {self._prompts_by_passes * self.samples_per_prompt}, as {factors} x samples_per_prompt "
+                f"{self.samples_per_prompt} say, or gradient_accumulation_steps be left out"
+            )
+            require(agree, "completions_per_batch", completions, right)
+        if self.batches is not None:
+            prompts = self.batches * self.batch_size
+            right = (
+                f"must be {self.total_episodes / self.batch_size:g}, as total_episodes {self.total_episodes} of "
+                f"{self.batch_size} prompts a batch says, or one of the two be left out"
+            )
+            require(self.total_episodes in (TOTAL_EPISODES, prompts), "batches", self.batches, right)
+            return
+        said = factors if completions is None else f"completions_per_batch {completions}"
+        require(
+            self.total_episodes % self.batch_size == 0,
+            "total_episodes",
+            self.total_episodes,
+            f"must be a multiple of the batch of {self.batch_size} prompts ({said}), such as "
+            f"{max(1, round(self.total_episodes / self.batch_size)) * self.batch_size}; or say batches instead",
+        )
 
     def _check_generation(self) -> None:
         """Check what an engine needs to load only adapters, and to change weights in flight."""
@@ -320,20 +365,31 @@ class OnlineConfig(Checked):
         return self.resume or self.resume_from is not None
 
     @property
-    def batch_size(self) -> int:
-        """Prompts of one batch."""
+    def _prompts_by_passes(self) -> int:
         per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
         return per_rank * self.parallel.ranks
 
     @property
+    def batch_size(self) -> int:
+        """Prompts of one batch."""
+        if self.completions_per_batch is None:
+            return self._prompts_by_passes
+        return self.completions_per_batch // self.samples_per_prompt
+
+    @property
     def max_length(self) -> int:
         """Most tokens of prompt and response together."""
-        return self.max_prompt_length + self.generation.response_length
+        return self.prompt_cap + self.generation.response_length
 
     @property
     def num_batches(self) -> int:
         """B, batches of the whole run."""
-        return self.total_episodes // self.batch_size
+        return self.total_episodes // self.batch_size if self.batches is None else self.batches
+
+    @property
+    def prompt_cap(self) -> int:
+        """Most tokens of a prompt: ``max_prompt_length``, or what stands in for null while no model is known."""
+        return PROMPT_CAP if self.max_prompt_length is None else self.max_prompt_length
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -362,6 +418,10 @@ class OnlineConfig(Checked):
             "prompts per batch": self.batch_size,
             "completions per batch": self.batch_size * self.samples_per_prompt,
             "batches": self.num_batches,
+            "prompts": self.num_batches * self.batch_size,
+            "longest prompt in tokens": self.prompt_cap
+            if self.max_prompt_length is not None
+            else f"{PROMPT_CAP}, or the model's positions less {self.generation.response_length} if that is less",
             "optimiser steps": self.num_optimizer_steps,
             "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
             "generation": f"{self.generation.engine}, {'Ray actors' if self.launch == 'ray' else self.placement}",

@@ -8,7 +8,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from async_rlhf.config.base import Checked, ConfigError, require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.yaml_text import read_by_jsonargparse, read_yaml
+from async_rlhf.config.spelling import check_file, check_words, keys_of
+from async_rlhf.config.yaml_text import key_lines, read_by_jsonargparse, read_yaml
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
@@ -66,6 +69,46 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
     return parser
 
 
+def short_help(kind: type[Checked], command: str) -> str:
+    """The help of the keys that matter most, in groups; of all keys where a command has few.
+
+    A key is among them if its field says so: ``key(..., main="the group's title")``.
+    """
+    parser = make_parser(kind, command)
+    main = dict(_main_keys(kind))
+    if not main:
+        return parser.format_help()
+    actions: list[Any] = parser._actions
+    told = {action.dest: action for action in actions if action.dest in main}
+    more = dict(_rules_and_roles(kind))
+    defaults = parser.get_defaults()
+    width = min(100, shutil.get_terminal_size().columns)
+    usage = f"usage: async-rlhf {command} [--config FILE.yml] [--key value ...] [--dry-run]"
+    lines = [usage, "", str(parser.description)]
+    for title in sorted(dict.fromkeys(main.values()), key=lambda title: title == "output"):
+        lines += ["", f"{title}:"]
+        for key in [key for key, one in main.items() if one == title]:
+            text = told[key].help.removesuffix(more.get(key, "")) if more.get(key) else told[key].help
+            first = re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", " ".join(text.split()))[0]
+            default = "required" if told[key].required else f"default: {json.dumps(defaults.get(key))}"
+            shown = f"{first} ({default})"
+            lines += [f"  --{key}", *textwrap.wrap(shown, width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    number = sum(1 for _ in keys_of(kind))
+    lines += ["", f"async-rlhf {command} --help-all explains all {number} keys."]
+    return "\n".join(lines)
+
+
+def _main_keys(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of the short help, and the title that each stands under."""
+    hints = get_type_hints(kind)
+    for item in dataclasses.fields(typing.cast(Any, kind)):
+        hint = hints[item.name]
+        if isinstance(hint, type) and issubclass(hint, Checked):
+            yield from _main_keys(hint, f"{prefix}{item.name}.")
+        elif item.metadata.get("main"):
+            yield f"{prefix}{item.name}", item.metadata["main"]
+
+
 def _rules_and_roles(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, str]]:
     """What the help says about each key besides its explanation."""
     hints = get_type_hints(kind)
@@ -82,8 +125,14 @@ def _rules_and_roles(kind: type[Checked], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{item.name}", text
 
 
-def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[Config, str]:
+def parse(kind: type[Config], command: str, arguments: Sequence[str], translated: bool = False) -> tuple[Config, str]:
     """A checked configuration, and the same as YAML.
+
+    Args:
+        kind: the configuration.
+        command: its command.
+        arguments: the command line.
+        translated: the file is not the user's own, so errors do not say where in it a key stands.
 
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
@@ -93,17 +142,46 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str]) -> tuple[C
     whole = kind.with_all_keys(lambda key: _early(key, arguments, read))
     arguments = _plain_lists(arguments, set(_list_keys(whole)))
     parser = make_parser(whole, command, config_file)
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        print(parser.format_help() if "--help-all" in arguments else short_help(whole, command))
+        sys.exit(0)
+    places = {} if config_file is None or translated else _places(config_file)
+    check_words(arguments, parser._option_string_actions, whole, command)
+    check_file(read, whole, command, lambda key: places.get(key, "the file"))
     _check_environment(parser)
     try:
         with read_by_jsonargparse():
             values: Namespace = parser.parse_args(list(arguments))
             text = parser.dump(_shown(values), skip_unset=False)
             config = kind(**vars(parser.instantiate(values)))
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise _placed(error, places, arguments) from error.__cause__
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     return config, text
+
+
+def _places(config_file: str) -> dict[str, str]:
+    """File and line of every key of a file."""
+    lines = key_lines(Path(config_file).read_text(encoding="utf-8-sig"))
+    return {key: f"{config_file!r}, line {line}" for key, line in lines.items()}
+
+
+def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[str]) -> ConfigError:
+    """The error with the place of the key that it names, if that key's value is from the file."""
+    told = re.match(r'(?:Parser key "([\w.]+)"|([\w.]+)): ', str(error))
+    if told is None:
+        return error
+    name = told[1] or told[2]
+    keys = [key for key in places if key == name or key.endswith(f".{name}")]
+    given = {word.partition("=")[0] for word in arguments}
+    above = len(keys) == 1 and (f"--{keys[0]}" in given or _variable(keys[0]) in os.environ)
+    return error if len(keys) != 1 or above else ConfigError(f"{error} ({places[keys[0]]})")
+
+
+def _variable(key: str) -> str:
+    """The environment variable that sets a key."""
+    return f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}"
 
 
 def _shown(values: Namespace) -> Namespace:
@@ -171,7 +249,7 @@ def _plain_lists(arguments: Sequence[str], keys: set[str]) -> list[str]:
 
 def _check_environment(parser: ArgumentParser) -> None:
     """Refuse variables with our prefix that set no key: they are misspelt."""
-    known = {f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}" for key in _keys(parser)}
+    known = {_variable(key) for key in _keys(parser)}
     known |= {f"{ENVIRONMENT_PREFIX}_CACHE", API_KEY_VARIABLE}
     for name in os.environ:
         if name.startswith(f"{ENVIRONMENT_PREFIX}_") and name not in known:

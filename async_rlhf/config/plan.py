@@ -15,11 +15,11 @@ _SHARE_OF_TIME = inside("[0, 1]", ", a share of the time")
 class SecondsConfig(Checked):
     """Seconds that one batch takes, if you know them and no run has measured them."""
 
-    generate: float | None = key(None, above(0))
+    generate: float | None = key(None, above(0), main="where times come from")
     """Time of each generator for its share, including loading the weights."""
     score: float = key(0.0, at_least(0))
     """Time of rewards, and of the reference and value models' passes over the batch."""
-    train: float | None = key(None, above(0))
+    train: float | None = key(None, above(0), main="where times come from")
     """Time of the update."""
     publish: float = key(0.0, at_least(0))
     """Time of publishing the weights."""
@@ -96,11 +96,11 @@ class HardwareConfig(Checked):
 class ModelSizeConfig(Checked):
     """Sizes of the models, to estimate times that have not been measured."""
 
-    parameters: float | None = key(None, above(0))
+    parameters: float | None = key(None, above(0), main="where times come from")
     """Parameters of the policy, such as 8.0e9."""
-    layers: int = key(0, at_least(0))
+    layers: int = key(0, at_least(0), main="where times come from")
     """Transformer blocks."""
-    kv_width: int = key(0, at_least(0))
+    kv_width: int = key(0, at_least(0), main="where times come from")
     """Key heads x head size: the numbers that a token adds to each layer's cache, once for keys and once for values."""
     reference_parameters: float | None = key(None, at_least(0))
     """Parameters of the reference policy; null for the policy's, 0 for none."""
@@ -132,13 +132,13 @@ class ModelSizeConfig(Checked):
 class WorkloadConfig(Checked):
     """Size of a batch. null takes a value from the recipe that ``run`` names."""
 
-    prompts: int | None = key(None, at_least(1))
+    prompts: int | None = key(None, at_least(1), main="size of a batch")
     """Prompts of a batch."""
-    samples_per_prompt: int | None = key(None, at_least(1))
+    samples_per_prompt: int | None = key(None, at_least(1), main="size of a batch")
     """K, completions of a prompt."""
     prompt_tokens: float | None = key(None, above(0))
     """Mean length of a prompt; null for the recipe's longest."""
-    response_length: int | None = key(None, at_least(1))
+    response_length: int | None = key(None, at_least(1), main="size of a batch")
     """Most tokens of a completion, and the number of decoding steps, as one of many completions gets there."""
     response_tokens: float | None = key(None, above(0))
     """Mean length of a completion; null for response_length."""
@@ -158,12 +158,14 @@ class PlanConfig(Checked):
     ``model``.
     """
 
-    run: str | None = None
+    run: str | None = key(None, main="where times come from")
     """The output folder of a run, whose batches give the measured times; or a run's YAML file, from which ``workload``
     takes batch size and lengths."""
-    devices: int | None = key(None, at_least(1), at_most(100_000, "each is simulated, for every choice"))
+    devices: int | None = key(
+        None, at_least(1), at_most(100_000, "each is simulated, for every choice"), main="choices"
+    )
     """Devices to split between generators and learners; null for as many as were measured."""
-    max_staleness: int = key(4, at_least(0), at_most(MAX_STALENESS, "train takes no more"))
+    max_staleness: int = key(4, at_least(0), at_most(MAX_STALENESS, "train takes no more"), main="choices")
     """The largest S to try."""
     in_turn: bool = False
     """Also propose that all devices alternate between sampling and training, synchronously; false only compares with
@@ -181,7 +183,7 @@ class PlanConfig(Checked):
     """How many of the fastest splits to show."""
     seed: int = key(0, *SEED)
     """Seed of the variation."""
-    output_dir: str | None = key(None, FOLDER, role="place")
+    output_dir: str | None = key(None, FOLDER, role="place", main="output")
     """Where plan.json goes, and trace.json, the proposed schedule as ui.perfetto.dev shows it; null for nowhere."""
     seconds: SecondsConfig = key(SecondsConfig)
     """Seconds of a batch, if you know them."""

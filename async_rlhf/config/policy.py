@@ -15,7 +15,7 @@ IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
 class KLConfig(Checked):
     """The penalty that keeps the policy near the reference policy."""
 
-    coef: float = key(0.05, at_least(0), IN_LOSS)
+    coef: float = key(0.05, at_least(0), IN_LOSS, main="training")
     """Its coefficient; with 0 no reference policy is loaded. This and every other KL here compares the distributions at
     generation.temperature, not at 1."""
     where: Literal["reward", "loss"] = "reward"

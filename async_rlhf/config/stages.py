@@ -69,11 +69,11 @@ class NewModelConfig(Checked):
 class StageConfig(Checked):
     """What the supervised stages share."""
 
-    train: str
+    train: str = key(REQUIRED, main="data and models")
     """Training data: a .jsonl, .json, .parquet or .csv file, a datasets folder, or a name on the hub."""
-    output_dir: str = key(REQUIRED, FOLDER, role="place")
+    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
     """Where the trained model goes."""
-    eval: str | None = None
+    eval: str | None = key(None, main="data and models")
     """Held-out data in the same format; null for none, or for eval_fraction."""
     eval_fraction: float | None = key(None, EVAL_FRACTION)
     """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
@@ -85,9 +85,9 @@ class StageConfig(Checked):
     """The split to take if there are several."""
     eval_split: str = "validation"
     """The same, for held-out data."""
-    num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"))
+    num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"), main="training")
     """Passes over the data."""
-    learning_rate: float = key(1e-3, *LEARNING_RATE)
+    learning_rate: float = key(1e-3, *LEARNING_RATE, main="training")
     """Peak rate of AdamW."""
     warmup_ratio: float = key(0.05, at_least(0), below(1, ", a share of the steps"))
     """Share of the steps in which the rate rises."""
@@ -95,11 +95,11 @@ class StageConfig(Checked):
     """Number of steps in which the rate rises instead; 0 for warmup_ratio."""
     weight_decay: float = key(0.0, at_least(0))
     """Of AdamW."""
-    per_device_train_batch_size: int = key(32, at_least(1))
+    per_device_train_batch_size: int = key(32, at_least(1), main="training")
     """Rows (for pairs: pairs) of one forward and backward pass."""
     gradient_accumulation_steps: int = key(1, at_least(1))
     """Such passes per optimiser step."""
-    max_length: int = key(512, at_least(1))
+    max_length: int = key(512, at_least(1), main="training")
     """Rows with more tokens are dropped, and counted."""
     bf16: bool = False
     """bfloat16 autocast."""
@@ -117,11 +117,11 @@ class StageConfig(Checked):
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
     report_to: list[str] = key([], role="log")
     """transformers' integrations, e.g. ["wandb"]."""
-    seed: int = key(0, *SEED)
+    seed: int = key(0, *SEED, main="training")
     """Seed of order and initialisation."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with the model; with false, a model that needs this is an error."""
-    overwrite: bool = key(False, role="place")
+    overwrite: bool = key(False, role="place", main="output")
     """Do the stage again even if it is done already."""
 
     def check(self) -> None:
@@ -141,7 +141,7 @@ class SFTConfig(StageConfig):
     `prompt` and `completion`; or `messages`, a chat that ends with the assistant's answer; or `text`.
     """
 
-    model: str | None = None
+    model: str | None = key(None, main="data and models")
     """The model to start from, a folder or a name on the hub; null makes a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
     """Architecture and size of the new model."""
@@ -150,7 +150,7 @@ class SFTConfig(StageConfig):
     chat_template: str | None = key(None, Rule(lambda text: text.strip() != "", "must not be empty"))
     """How chats become text: "chatml", a Jinja file, or Jinja text; null takes the tokenizer's. Its special tokens are
     added to the vocabulary, and the one that it writes after an answer becomes the end of sequence."""
-    completion_only: bool = True
+    completion_only: bool = key(True, main="training")
     """Train on the response alone; false trains on prompts too."""
 
     def check(self) -> None:
@@ -166,35 +166,36 @@ class SFTConfig(StageConfig):
 class PairsConfig(Checked):
     """Preference pairs from a model's own samples, judged by a reward, or from ratings: ``async-rlhf pairs``."""
 
-    model: str | None = None
+    model: str | None = key(None, main="data and models")
     """The model that samples, a folder or a name on the hub."""
-    prompts: str | None = None
+    prompts: str | None = key(None, main="data and models")
     """Rows with `query` (see prompt_field): a file, a folder, or a name on the hub."""
-    output: str = key("", Rule(bool, "name the .jsonl file to write"), role="place")
+    output: str = key("", Rule(bool, "name the .jsonl file to write"), role="place", main="output")
     """The .jsonl file to write, with `prompt`, `chosen`, `rejected` and the two scores."""
     split: str = "train"
     """The split to take where there are several."""
     prompt_field: str = "query"
     """The column with the prompt, as text or as messages of a chat."""
-    reward_model: str | None = None
+    reward_model: str | None = key(None, main="data and models")
     """The judge: a reward model, or else reward_funcs."""
-    reward_funcs: list[str] = key([])
+    reward_funcs: list[str] = key([], main="data and models")
     """Or functions, as in ``train``."""
-    samples_per_prompt: int = key(2, at_least(2))
+    samples_per_prompt: int = key(2, at_least(2), main="sampling")
     """Completions per prompt."""
-    pairs_per_prompt: int = 1
+    pairs_per_prompt: int = key(1, main="sampling")
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
-    temperature: float = key(0.7, *TEMPERATURE)
+    temperature: float = key(0.7, *TEMPERATURE, main="sampling")
     """Temperature of sampling."""
-    response_length: int = key(53, at_least(1))
+    response_length: int = key(53, at_least(1), main="sampling")
     """Most new tokens of a completion."""
-    max_prompts: int | None = key(None, at_least(1))
+    max_prompts: int | None = key(None, at_least(1), main="sampling")
     """Take only this many prompts; null for all."""
-    max_prompt_length: int = key(512, at_least(1))
-    """Prompts with more tokens are dropped, and counted."""
+    max_prompt_length: int | None = key(None, at_least(1))
+    """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
+    besides those of the response."""
     batch_size: int = key(256, at_least(1))
     """Completions decoded together."""
-    from_ratings: str | None = None
+    from_ratings: str | None = key(None, main="data and models")
     """Instead of sampling, draw pairs from rated rows: `prompt` and `completion`, or `text`, with a `score`. A pair has
     one prompt; texts without a prompt are paired with each other."""
     score_field: str = key(SCORE, COLUMN)
@@ -207,13 +208,13 @@ class PairsConfig(Checked):
     """For rows of plain `text`: its first so many words are the prompt."""
     eval_fraction: float = key(0.1, EVAL_FRACTION)
     """No pair joins a text that ``reward`` holds out with this eval_fraction to one that it trains on."""
-    seed: int = key(0, *SEED)
+    seed: int = key(0, *SEED, main="sampling")
     """Seed of sampling, or of drawing pairs."""
     device: str | None = key(None, DEVICE, role="place")
     """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model; false makes it an error that a model needs that."""
-    overwrite: bool = key(False, role="place")
+    overwrite: bool = key(False, role="place", main="output")
     """Do it again where it is done already."""
 
     def check(self) -> None:
@@ -255,9 +256,9 @@ class RewardConfig(StageConfig):
     without a common prompt. Or they have a `score`, with `prompt` and `completion`, `messages` or `text`.
     """
 
-    model: str = key("", Rule(bool, "give the model to start from"))
+    model: str = key("", Rule(bool, "give the model to start from"), main="data and models")
     """The language model to start from, a folder or a name on the hub."""
-    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    eval_fraction: float | None = key(None, EVAL_FRACTION, main="data and models")
     """Hold out about this share of the training data where eval is null; null for a tenth. A hash of the prompt
     (without one, of the text) decides, so rows of one prompt stay together."""
     score_field: str = key(SCORE, COLUMN)

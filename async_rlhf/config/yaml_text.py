@@ -103,6 +103,29 @@ def parse_yaml(text: str, place: str) -> Any:
             loader.dispose()
 
 
+def key_lines(text: str) -> dict[str, int]:
+    """The line of every key of a YAML text, by its name with dots; the text is one that :func:`parse_yaml` has read."""
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.Node, prefix: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.tag == "tag:yaml.org,2002:merge":
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    walk(merged, prefix)
+                continue
+            lines[f"{prefix}{key.value}"] = key.start_mark.line + 1
+            walk(value, f"{prefix}{key.value}.")
+
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None:
+            walk(node, "")
+    finally:
+        loader.dispose()
+    return lines
+
+
 def _check_depth(text: str, place: str) -> None:
     """Check the depth by parser events: building the values would recurse as deep as the text is nested."""
     depth = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
+from async_rlhf.system.hub import is_path, why_nowhere
 
 Rows = Sequence[Mapping[str, Any]]
 _FILE_FORMATS = {".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -31,8 +32,10 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
     path = next((file for file in files if file.is_file()), path)
     if path.suffix in (".jsonl", *_FILE_FORMATS) and not path.is_file():
         raise ConfigError(f"{key}: got {source!r}; there is no such file")
-    if _is_path(source) and not path.exists():
+    if is_path(source) and not path.exists():
         raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
+    if not path.exists() and (why := why_nowhere(source.partition(":")[0], "dataset")) is not None:
+        raise ConfigError(f"{key}: got {source!r}; {why}; must be a file, a folder, or a name on the hub")
     rows = _load_jsonl(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)
     if len(rows) == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
@@ -80,11 +83,6 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
     return made
-
-
-def _is_path(source: str) -> bool:
-    """Whether it can only be a path: hub names have at most one slash, and do not start with a dot or slash."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
 def _load_with_datasets(path: Path, source: str, split: str, key: str) -> Rows:

@@ -21,6 +21,7 @@ def first_prompts(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, config: HeldOutConfig | PairsConfig
 ) -> tuple[list[Prompt], int]:
     """The first ``max_prompts`` rows that fit, in order, and how many of all rows were dropped for their length."""
+    assert config.max_prompt_length is not None
     stream = PromptStream(
         rows,
         tokenizer,

@@ -8,12 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+WIDTH = 160
+"""Columns where there is no terminal."""
 
-def format_table(results: Mapping[str, Any]) -> str:
+
+def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
     """Tables with one line per model, 95% intervals in brackets: first overall, then against each opponent.
 
     Args:
         results: what :func:`~async_rlhf.commands.evaluate.run_evaluate` returns.
+        width: columns of the terminal; wider headers and cells are broken into lines.
     """
     reference = results["reference"]
     columns = {
@@ -24,7 +28,7 @@ def format_table(results: Mapping[str, Any]) -> str:
         "tokens": "mean_length",
         "ended": "ended_share",
     }
-    tables = [_table(f"{results['prompts']} held-out prompts, 95% intervals", columns, results)]
+    tables = [_table(f"{results['prompts']} held-out prompts, 95% intervals", columns, results, width)]
     for title, opponent in (("human responses", "reference_response"), (reference, reference)):
         columns = {
             f"wins against {title}": f"win_rate_vs_{opponent}",
@@ -34,11 +38,11 @@ def format_table(results: Mapping[str, Any]) -> str:
             "contradictory": f"inconsistent_vs_{opponent}",
             "unreadable": f"unreadable_vs_{opponent}",
         }
-        tables.append(_table("", columns, {**results, "reference_response": None}))
-    return "\n".join(filter(None, tables))
+        tables.append(_table("", columns, {**results, "reference_response": None}, width))
+    return "\n".join([*filter(None, tables), *results.get("notes", ())])
 
 
-def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any]) -> str:
+def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any], width: int) -> str:
     """The columns that any model has, and the models that have any of them; "" if there are none."""
     models = {name: one for name, one in results["models"].items() if any(key in one for key in columns.values())}
     if not models:
@@ -53,7 +57,7 @@ def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any]) -
     human = results["reference_response"]
     if human is not None:
         table.add_row("(human)", *(_cell(key, human.get(key)) for key in shown.values()))
-    return _render(table)
+    return _render(table, width)
 
 
 def side_by_side(samples: Sequence[Mapping[str, Any]], n: int) -> str:
@@ -90,8 +94,8 @@ def _cell(key: str, value: Any) -> str:
     return f"{value:.1%}" if share else f"{value:.2f}"
 
 
-def _render(table: Table) -> str:
-    console = Console(width=160, no_color=True, force_terminal=False, legacy_windows=False)
+def _render(table: Table, width: int) -> str:
+    console = Console(width=width, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -25,6 +25,11 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.system import random_state
 
 
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> Iterator[int | None]:
     """Within, the learner uses its share of the CPU's cores. Yields the threads for each generator process.
@@ -33,7 +38,7 @@ def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> 
     workers. A learner on a GPU, or without workers beside it, keeps torch's own choice.
     """
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     here = config.placement == "process" and config.launch == "local"
     workers = config.generation.workers if here else 0
     alone = workers + ranks == 1 or device.type != "cpu"

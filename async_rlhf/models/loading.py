@@ -13,10 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -24,9 +26,11 @@ from transformers import (
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
+from async_rlhf.system.hub import is_path, why_nowhere
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,10 +42,21 @@ def default_device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def _check_source(name: str, key: str) -> None:
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model")
+def check_source(name: str | None, key: str) -> None:
+    """Require a name to be that of a folder, or one that the hub may have.
+
+    Raises:
+        ConfigError: it can only be a folder's, and there is none.
+    """
+    if name is None or Path(name).expanduser().is_dir():
+        return
+    right = "must be a folder with a model, or a hub name such as owner/model"
+    if Path(name).expanduser().exists():
+        raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
+    if name.count("/") != 1 or is_path(name):
+        raise ConfigError(f"{key}: got {name!r}; there is no such folder; {right}")
+    if (why := why_nowhere(name, "model")) is not None:
+        raise ConfigError(f"{key}: got {name!r}; {why}; {right}")
 
 
 def brings_code(kind: type) -> bool:
@@ -60,9 +75,10 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
     Raises:
         ConfigError: it brings code that the user did not allow.
     """
-    _check_source(name, key)
+    check_source(name, key)
     try:
-        return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
+        with quietly(bytes_of(name)):
+            return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
     except ValueError as error:
         if trust or "trust_remote_code" not in str(error):
             raise
@@ -155,6 +171,10 @@ def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTra
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")
+    if report["unexpected_keys"]:
+        extra = sorted(report["unexpected_keys"])
+        told = f"{len(extra)} weights belong to no {what} and are left out: {extra[0]}"
+        logger.warning("%s: %r: %s%s", key, name, told, " ..." if len(extra) > 1 else "")
     return model
 
 
@@ -313,8 +333,28 @@ def tokenizer_for(
 
 def positions_of(model: PreTrainedModel) -> int | None:
     """Most tokens that a row may have, or None if the model states no limit."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return _positions_in(model.config)
+
+
+def _positions_in(config: PretrainedConfig) -> int | None:
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit
+
+
+def positions_named(name: str, key: str, trust: bool) -> int | None:
+    """:func:`positions_of` of a model's folder or hub name, from its configuration alone.
+
+    None also if that cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
+
+    Raises:
+        ConfigError: there is no such folder, or it brings code that is not trusted.
+    """
+    try:
+        return _positions_in(_from_pretrained(AutoConfig, name, key, trust))
+    except ConfigError:
+        raise
+    except (OSError, ValueError):
+        return None
 
 
 def longest_row(model: PreTrainedModel, max_length: int) -> int:
@@ -375,7 +415,8 @@ def write_model(
             bos_token_id=tokenizer.bos_token_id,
         )
     try:
-        _plain(model, parallel).save_pretrained(folder, state_dict=whole)
+        with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
+            _plain(model, parallel).save_pretrained(folder, state_dict=whole)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)

@@ -70,7 +70,7 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
     return WorkloadConfig(
         prompts=train.batch_size,
         samples_per_prompt=train.samples_per_prompt,
-        prompt_tokens=float(train.max_prompt_length),
+        prompt_tokens=float(train.prompt_cap),
         response_length=train.generation.response_length,
         trained_per_prompt=find(recipe.algorithm).rows_per_prompt(train),
         num_epochs=train.num_epochs,

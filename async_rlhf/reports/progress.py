@@ -1,13 +1,19 @@
-"""Progress bars on the terminal's error stream, with rate and time left."""
+"""Progress on the error stream: a bar with rate and time left on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+SECONDS = 5.0
+"""Between two lines in a log: often enough to see that it goes on, seldom enough for a run of days."""
 
 
 class _RateColumn(ProgressColumn):
@@ -18,9 +24,53 @@ class _RateColumn(ProgressColumn):
         return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
 
 
+def on_terminal() -> bool:
+    """Whether the error stream is a terminal, where a bar can be drawn."""
+    return Console(stderr=True).is_terminal
+
+
+class Lines:
+    """Says how far something is, in lines for a log: the first, the last, and between them one every few seconds.
+
+    Args:
+        what: is done, with its unit, such as "train: batch".
+        total: units.
+        done: units that are done already.
+        brief: say nothing of what takes less than a few seconds.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0, brief: bool = False) -> None:
+        self.what, self.total, self.begun, self.brief = what, total, done, brief
+        self._started = time.monotonic()
+        self._said = self._started if brief else -SECONDS
+        self._last = done
+
+    def say(self, done: int, more: str = "") -> None:
+        """Say that so many units are done, if it is time.
+
+        Args:
+            done: units, those from before included.
+            more: whatever else is to be on the line.
+        """
+        now = time.monotonic()
+        late = now - (self._started if self.brief and done >= self.total else self._said) >= SECONDS
+        due = late or (done >= self.total and not self.brief)
+        if not due or done <= self._last:
+            return
+        self._said, self._last = now, done
+        rate = (done - self.begun) / max(now - self._started, 1e-9)
+        left = timedelta(seconds=round((self.total - done) / rate))
+        shown = [f"{self.what} {done} of {self.total}", f"{rate:.3g}/s", f"{left} left", *([more] if more else [])]
+        print(", ".join(shown), file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar during the block. Yields a function to call with how much is done so far."""
+    """Show the progress during the block. Yields a function to call with how much is done so far."""
+    if not on_terminal():
+        lines = Lines(f"{description}:", total, brief=True)
+        yield lines.say
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total)

@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
+from async_rlhf.reports.progress import Lines, on_terminal
 from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
@@ -140,15 +140,11 @@ def training_arguments(
     return arguments
 
 
-def check_integrations(names: Sequence[str]) -> None:
-    """Require names that transformers knows."""
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"report_to: got {name!r}; must be one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+_SHOWN = {"objective/scores": "score {:.3f}", "objective/kl": "kl {:.2f}", "val/ended_share": "ended {:.0%}"}
 
 
 class ProgressCallback(TrainerCallback):
-    """A progress bar over batches, with the rate, the time left and the latest score."""
+    """Batches done, with the rate, the time left and the latest scores: a bar on a terminal, else lines in the log."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -163,16 +159,24 @@ class ProgressCallback(TrainerCallback):
             console=Console(stderr=True),
         )
         self._task = self._progress.add_task("train", total=None, rate="", score="")
+        self._lines: Lines | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Show the bar."""
+        if not on_terminal():
+            self._lines = Lines("train: batch", state.max_steps, state.global_step)
+            return
         self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
         self._progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the bar by one batch."""
+        """Advance by one batch."""
+        if self._lines is not None:
+            if not control.should_log:  # else the line waits for the batch's scores
+                self._lines.say(state.global_step)
+            return
         speed = self._progress.tasks[0].speed
         rate = f"{speed:.2f} batches/s" if speed else ""
         self._progress.update(self._task, completed=state.global_step, rate=rate)
@@ -185,10 +189,14 @@ class ProgressCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Show the score of the latest batch."""
-        score, kl = (logs or {}).get("objective/scores"), (logs or {}).get("objective/kl")
-        if score is not None and kl is not None:
-            self._progress.update(self._task, score=f"score {score:.3f} kl {kl:.2f}")
+        """Show score, KL and the share of ended answers of the latest batch."""
+        shown = [
+            form.format(round(logs[key], 3) + 0.0) for key, form in _SHOWN.items() if logs is not None and key in logs
+        ]
+        if self._lines is not None:
+            self._lines.say(state.global_step, ", ".join(shown))
+        elif shown:
+            self._progress.update(self._task, score=" ".join(shown))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -198,8 +206,9 @@ class ProgressCallback(TrainerCallback):
 
     def stop(self) -> None:
         """Release the terminal; safe to call twice."""
-        with suppress(OSError):  # it may have been closed
-            self._progress.stop()
+        if self._progress.live.is_started:  # else it would print an empty line
+            with suppress(OSError):  # the terminal may have been closed
+                self._progress.stop()
 
 
 class Callbacks:

@@ -128,7 +128,9 @@ class ResumeState:
         """
         seen = self.batch * config.batch_size
         right = f"must be at least the {seen} that the checkpoint has seen"
-        require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
+        name = "total_episodes" if config.batches is None else "batches"
+        right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
+        require(self.batch <= config.num_batches, name, getattr(config, name), right)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
             for values in (without_secrets(self.config), as_saved(config, algorithm))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.config.base import FOLDER, Checked, key, require
+from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions
 from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_one_held_out, check_prompt_words
@@ -17,9 +17,9 @@ from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_one_held_o
 class DataConfig(Checked):
     """Where prompts come from."""
 
-    train: str
+    train: str = key(REQUIRED, main="data and models")
     """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
-    eval: str | None = None
+    eval: str | None = key(None, main="data and models")
     """Held-out prompts, in the same way; null for none, or for eval_fraction."""
     eval_fraction: float | None = key(None, EVAL_FRACTION)
     """Hold out about this share of the training prompts instead, the same as in ``sft``; null for none."""
@@ -42,13 +42,13 @@ class DataConfig(Checked):
 class RunConfig(Checked):
     """Online training: ``async-rlhf train``."""
 
-    model: str
+    model: str = key(REQUIRED, main="data and models")
     """The policy to start from, a folder or a name on the hub."""
-    data: DataConfig
+    data: DataConfig = key(REQUIRED)
     """Where prompts come from."""
-    reward_model: str | None = None
+    reward_model: str | None = key(None, main="data and models")
     """A sequence-classification model with one output, read at the last token: a folder or a name on the hub."""
-    reward_funcs: list[str] = key([])
+    reward_funcs: list[str] = key([], main="data and models")
     """Instead of or besides reward_model, Python functions as "module:function" or "file.py:function", optionally with
     literal keyword arguments, called as f(prompts=..., completions=..., **columns) and returning one number per
     completion. They may be async; all are called at the same time."""
@@ -63,7 +63,7 @@ class RunConfig(Checked):
     """transformers' callbacks as "module:Class" or "file.py:Class"."""
     train: OnlineConfig = key(lambda: find("online_dpo").config())
     """Everything about the training itself; the keys depend on the algorithm."""
-    algorithm: str = "online_dpo"
+    algorithm: str = key("online_dpo", main="training")
     """The objective: online_dpo, best_of_k, rloo, reinforce_pp, ppo, grpo, dr_grpo, gspo or cispo, or a record of your
     own as "module:RECORD" or "path/to/file.py:RECORD"."""
 
@@ -77,7 +77,7 @@ class RunConfig(Checked):
         """This class with one algorithm's keys for ``train``, for parsing."""
         kind = find(algorithm).config
         # No default for train: that would be a run of default size, which not every number of ranks can divide.
-        fields = [("train", kind, field(kw_only=True)), ("algorithm", str, field(default=algorithm))]
+        fields = [("train", kind, field(kw_only=True)), ("algorithm", str, key(algorithm, main="training"))]
         namespace = {"__doc__": RunConfig.__doc__}
         return make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, namespace=namespace)
 

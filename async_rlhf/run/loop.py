@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -17,12 +18,15 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
+from async_rlhf.run.cut_off import cut_off_warning
 from async_rlhf.run.folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Run
 from async_rlhf.system import random_state
 from async_rlhf.types import Batch, Group, ScoredBatch
+
+logger = logging.getLogger(__name__)
 
 PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
 """Spans of the learner whose durations are logged."""
@@ -153,6 +157,8 @@ class TrainingLoop:
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         if SCHEDULE in self.logs:
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
+        if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
+            logger.warning("%s", warning)
         if everything:
             logs = self._log_metrics({"completions": float(self.run.callbacks.state.completions), **metrics})
             self._log_samples(scored)

@@ -38,11 +38,13 @@ from async_rlhf.models.loading import (
     tokenizer_for,
     value_model_for,
 )
+from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.ranks.watch import Watch
-from async_rlhf.run.callbacks import Callbacks, check_integrations, tracked_runs
+from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.choices import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
@@ -135,6 +137,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     watch = Watch(ranks)
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks)
+        config = with_prompt_cap(config, inputs.model)
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
         run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:
@@ -242,7 +245,7 @@ def _read_prompts(
             rows,
             tokenizer,
             prompt_field=inputs.prompt_field,
-            max_length=config.max_prompt_length,
+            max_length=config.prompt_cap,
             seed=config.seed,
             shuffle=key == "train_dataset",
             key=key,
@@ -284,7 +287,7 @@ def _load_models(
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
     named = isinstance(model, str)
     policy = load_policy(model, device, trust=trust) if named else in_float32(unwrap(model).to(device))
-    check_positions(policy, config.max_prompt_length, config.generation.response_length)
+    check_positions(policy, config.prompt_cap, config.generation.response_length)
     params = _sampling(config, policy, tokenizer)
     # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, call_together
+from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.named import load_attribute
 
 logger = logging.getLogger(__name__)
@@ -27,7 +32,7 @@ time, so a function that draws random numbers needs its own generator if the run
 """
 
 
-class RewardError(RuntimeError):
+class RewardError(UserCodeError):
     """A reward that cannot be trained on. The message names the reward and the row."""
 
 
@@ -207,9 +212,20 @@ def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout:
     if isinstance(outcome, ProcessDiedError):
         return RewardError(f"reward function {name}: {outcome}")
     raised = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
-    error = RewardError(f"reward function {name} raised {raised[0]}: {raised[1]}")
+    error = RewardError(f"reward function {name} raised {raised[0]}: {raised[1]}{_line(outcome)}")
     error.__cause__ = outcome  # as `raise ... from` does, so that its traceback is shown
     return error
+
+
+def _line(outcome: BaseException) -> str:
+    """File and line where the function failed: the innermost of its own, not of a library that it called."""
+    if isinstance(outcome, RemoteError):
+        places = re.findall(r'File "(.+)", line (\d+)', outcome.trace)
+    else:
+        places = [(one.filename, str(one.lineno)) for one in traceback.extract_tb(outcome.__traceback__)]
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+    own = [place for place in places if not place[0].startswith((*libraries, "<"))]
+    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 def _number(value: Any) -> float:

@@ -243,7 +243,7 @@ def test_an_unknown_key_in_the_file_is_named(files):
         ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
         ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),
         ({"reward.py": None}, "reward_funcs: got .*there is no file"),
-        ({"model": None}, "model: got .*model'; must be a folder with a model, or a hub name"),
+        ({"model": None}, "model: got .*model'; there is no such folder; must be a folder with a model, or"),
     ],
 )
 def test_bad_files_are_named(files, change, expected):

@@ -44,7 +44,7 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str], export:
     the file's variables in the environment, after the whole file has been checked.
     """
     file, rest = take_config_file(words)
-    if file is None or command not in KEYS or {"-h", "--help"} & set(words):
+    if file is None or command not in KEYS or {"-h", "--help", "--help-all"} & set(words):
         return parse(kind, command, words)
     t, rest = translate(kind, command, file, rest)
     if t is None:
@@ -54,7 +54,7 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str], export:
     with tempfile.TemporaryDirectory() as folder:  # the parser reads only files
         translated = Path(folder) / "config.yml"
         translated.write_text(as_yaml(t, Path(file).name), encoding="utf-8")
-        parsed = parse(kind, command, ["--config", str(translated), *rest])
+        parsed = parse(kind, command, ["--config", str(translated), *rest], translated=True)
     if export:
         os.environ.update(t.environment)
     return parsed

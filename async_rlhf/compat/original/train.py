@@ -60,9 +60,10 @@ def _models_and_data(t: Translation) -> None:
             "sft_model_path": "model",
             "reward_model_path": "reward_model",
             "dataset_train_split": "data.train_split",
-            "max_length": "train.max_prompt_length",
         }
     )
+    if "max_length" in t.given:  # else 512 in both, but here a model with fewer positions is no error
+        t.same({"max_length": "train.max_prompt_length"})
     tokenizer = t["model_name_or_path"]
     if tokenizer in (None, t["sft_model_path"]):
         t.idle("mapped: the tokenizer is the one of sft_model_path", "model_name_or_path")

@@ -1,0 +1,104 @@
+"""Keys that do not exist: where they stand, and which key may be meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
+
+from async_rlhf.config.base import Checked, ConfigError
+
+_ELSEWHERE = {
+    "num_generations": "train.samples_per_prompt",
+    "max_completion_length": "train.generation.response_length",
+    "max_new_tokens": "train.generation.response_length",
+    "max_steps": "train.batches",
+    "num_iterations": "train.num_epochs",
+    "num_ppo_epochs": "train.num_epochs",
+    "missing_eos_penalty": "train.penalty_reward_value",
+    "model_name_or_path": "model",
+    "dataset_name": "data.train",
+    "reward_model_path": "reward_model",
+    "use_vllm": "train.generation.engine",
+    "per_device_batch_size": "train.per_device_train_batch_size",
+}
+"""What other trainers call a key, and our name for it."""
+
+
+def keys_of(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Every key with dots, and whether any keys may stand below it, as in ``models``."""
+    for name, hint in get_type_hints(kind).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(hint, type) and issubclass(hint, Checked):
+            yield from keys_of(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", any(get_origin(one) is dict for one in (hint, *get_args(hint)))
+
+
+def check_file(
+    values: Mapping[str, Any], kind: type[Checked], command: str, place: Callable[[str], str], prefix: str = ""
+) -> None:
+    """Require every key of a file to exist.
+
+    Args:
+        values: the file's content.
+        kind: the command's configuration.
+        command: its name.
+        place: says where a key stands: file and line.
+        prefix: of the keys, with its dot.
+
+    Raises:
+        ConfigError: names the first that does not, its place and the nearest.
+    """
+    known = dict(keys_of(kind))
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if any(other.startswith(f"{key}.") for other in known):
+            if isinstance(value, Mapping):
+                check_file(value, kind, command, place, f"{key}.")
+        elif not _exists(key, known):
+            raise ConfigError(f"{key}: {place(key)}: async-rlhf {command} has no such key{_meant(key, known, '')}")
+
+
+def check_words(words: Sequence[str], options: Collection[str], kind: type[Checked], command: str) -> None:
+    """Require every ``--key`` on the command line to exist.
+
+    Args:
+        words: of the command line.
+        options: what the parser takes beside keys, such as ``--help``.
+        kind: the command's configuration.
+        command: its name.
+
+    Raises:
+        ConfigError: names the first that does not, and the nearest.
+    """
+    known = dict(keys_of(kind))
+    for word in words:
+        option = word.partition("=")[0].removesuffix("+")
+        key = option.removeprefix("--")
+        if word.startswith("--") and option not in options and not _exists(key, known):
+            raise ConfigError(f"{option}: async-rlhf {command} has no such option{_meant(key, known, '--')}")
+
+
+def _exists(key: str, known: Mapping[str, bool]) -> bool:
+    return key in known or any(free and key.startswith(f"{name}.") for name, free in known.items())
+
+
+def _meant(key: str, known: Collection[str], dashes: str) -> str:
+    found = nearest(key, known)
+    return "" if found is None else f"; did you mean {dashes}{found}?"
+
+
+def nearest(key: str, known: Collection[str]) -> str | None:
+    """The key that is most likely meant: the same name elsewhere, another trainer's name, or a similar spelling."""
+    last = key.rpartition(".")[2].replace("-", "_")
+    alike = [name for name in known if name.rpartition(".")[2] == last]
+    if alike:  # the one nearest to the top, as train.num_threads before train.generation.num_threads
+        return min(alike, key=lambda name: (name.count("."), name))
+    if _ELSEWHERE.get(last) in known:
+        return _ELSEWHERE[last]
+    whole = difflib.get_close_matches(key, known, 1, 0.75)
+    lasts = {name.rpartition(".")[2]: name for name in sorted(known, key=lambda name: -name.count("."))}
+    part = difflib.get_close_matches(last, lasts, 1, 0.7)
+    return whole[0] if whole else lasts[part[0]] if part else None

@@ -1,0 +1,59 @@
+"""How long a prompt may be where the configuration leaves it to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from transformers import PreTrainedModel
+
+from async_rlhf.config import OnlineConfig, PairsConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.evaluation import HeldOutConfig
+from async_rlhf.config.online import PROMPT_CAP
+from async_rlhf.models.loading import positions_named, positions_of
+
+Model: TypeAlias = PreTrainedModel | str
+
+
+def with_prompt_cap(config: OnlineConfig, model: Model) -> OnlineConfig:
+    """The configuration with ``max_prompt_length`` resolved: the only place where a run does that.
+
+    Raises:
+        ConfigError: the model is nowhere, or has no room for a prompt beside the response.
+    """
+    if config.max_prompt_length is not None:
+        return config
+    length, trust = config.generation.response_length, config.trust_remote_code
+    cap = prompt_cap({"model": model}, "generation.response_length", length, trust)
+    return replace(config, max_prompt_length=cap)
+
+
+def sampling_prompt_cap(config: HeldOutConfig | PairsConfig, models: Mapping[str, str]) -> int:
+    """``max_prompt_length`` resolved for all models, by the keys that errors name; see :func:`with_prompt_cap`."""
+    if config.max_prompt_length is not None:
+        return config.max_prompt_length
+    return prompt_cap(models, "response_length", config.response_length, config.trust_remote_code)
+
+
+def prompt_cap(models: Mapping[str, Model], key: str, response_length: int, trust: bool) -> int:
+    """min(512, positions - response_length) tokens, by the model with the fewest positions.
+
+    Args:
+        models: models, folders or hub names, by the keys that errors name.
+        key: what errors call ``response_length``.
+        response_length: most tokens of a response.
+        trust: whether Python code that comes with a model may be run.
+
+    Raises:
+        ConfigError: a folder is missing, or a model has no room for a prompt beside the response.
+    """
+    cap = PROMPT_CAP
+    for name, model in models.items():
+        positions = positions_named(model, name, trust) if isinstance(model, str) else positions_of(model)
+        if positions is not None:
+            right = f"must be below {positions}, the positions of {name}, to leave room for a prompt"
+            require(response_length < positions, key, response_length, right)
+            cap = min(cap, positions - response_length)
+    return cap

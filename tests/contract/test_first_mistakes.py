@@ -1,0 +1,206 @@
+"""What a newcomer gets wrong on the first day: each mistake is answered by one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tiny import PROMPTS
+
+from async_rlhf.algorithms.table import BUILT_IN
+from async_rlhf.cli import COMMANDS, _find, main
+from async_rlhf.config.parsing import _main_keys
+from async_rlhf.config.spelling import _ELSEWHERE, keys_of
+from async_rlhf.config.yaml_text import key_lines
+from async_rlhf.models.loading import write_model
+from async_rlhf.reports import integrations
+from async_rlhf.run.config import RunConfig
+
+RECIPE = """\
+model: model  # the first line
+data: {train: prompts.jsonl}
+reward_funcs: [reward.py:reward]
+train:
+  seed: 1
+  generation:
+    response_length: 8
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yml").write_text(RECIPE)
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return tmp_path
+
+
+def ends(capsys, *words: str) -> tuple[int, str]:
+    """The exit code of a command, and what it prints."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    code = ended.value.code
+    said = capsys.readouterr()
+    return code if isinstance(code, int) else 0, said.err + said.out
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line", "meant"),
+    [
+        ("model: model", "modle: model", 1, "model"),
+        ("train: prompts", "trian: prompts", 2, "data.train"),
+        ("  seed:", "  sed:", 5, "train.seed"),
+        ("    response_length", "    response_lenght", 7, "train.generation.response_length"),
+        ("  seed:", "  max_new_tokens:", 5, "train.generation.response_length"),
+        ("  seed:", "  temperature:", 5, "train.generation.temperature"),
+    ],
+)
+def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(capsys, right, wrong, line, meant):
+    Path("recipe.yml").write_text(RECIPE.replace(right, wrong))
+    code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run")
+    assert code == 2
+    assert f"'recipe.yml', line {line}: " in said
+    assert f"did you mean {meant}?" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--learning_rate=1e-5", "train.learning_rate"),
+        ("--learning-rate=1e-5", "train.learning_rate"),
+        ("--num_generations=4", "train.samples_per_prompt"),
+        ("--max_completion_length=9", "train.generation.response_length"),
+        ("--output_dir=x", "train.output_dir"),
+        ("--train.stalness=1", "train.staleness"),
+        ("--num_threads=1", "train.num_threads"),  # and not that of the generator, which is deeper
+    ],
+)
+def test_other_trainers_names_and_typing_errors_get_ours(capsys, word, meant):
+    code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", word)
+    assert (code, said.strip().endswith(f"no such option; did you mean --{meant}?")) == (2, True), said
+
+
+def test_what_is_like_no_key_gets_no_suggestion(capsys):
+    code, said = ends(capsys, "train", "--config", "recipe.yml", "--qqqqq", "1")
+    assert (code, "did you mean" in said, "--qqqqq" in said) == (2, False, True)
+
+
+def test_a_bad_value_gets_its_line_unless_the_command_line_sets_it(capsys):
+    Path("recipe.yml").write_text(RECIPE.replace("seed: 1", "staleness: -1"))
+    assert "staleness: got -1; must be at least 0 ('recipe.yml', line 5)" in ends(
+        capsys, "train", "--config", "recipe.yml"
+    )[1].replace("\n", "")
+    said = ends(capsys, "train", "--config", "recipe.yml", "--train.staleness=-2")[1]
+    assert "got -2" in said
+    assert "line" not in said
+
+
+def test_keys_have_lines_through_anchors_and_merges():
+    assert key_lines("a: &x\n  b: 1\nc:\n  <<: *x\n  d: [1]\n'e.f': 2\n") == {
+        "a": 1,
+        "a.b": 2,
+        "c": 3,
+        "c.b": 2,
+        "c.d": 5,
+        "e.f": 6,
+    }
+    assert key_lines("") == {}
+
+
+def test_names_of_other_trainers_lead_to_keys():
+    known = {key for name in BUILT_IN for key, _ in keys_of(RunConfig.of(name))}
+    assert set(_ELSEWHERE.values()) <= known
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_short_help_shows_what_matters(capsys, command):
+    code, short = ends(capsys, command, "--help")
+    whole = ends(capsys, command, "--help-all")[1]
+    kind = _find(COMMANDS[command].config)
+    kind = RunConfig.of("online_dpo") if kind is RunConfig else kind
+    main_keys = dict(_main_keys(kind))
+    shown = re.findall(r"^ +--([\w.]+)", short, re.MULTILINE)
+    assert code == 0
+    if not main_keys:
+        assert short == whole
+        return
+    assert set(shown) == set(main_keys)
+    assert 8 <= len(shown) <= 15
+    assert "--help-all explains all" in short
+    assert len(short) < len(whole) / 2
+    for key, _ in keys_of(kind):
+        assert f"--{key} " in whole.replace("\n", " "), key
+
+
+def test_the_short_help_of_an_algorithm_has_its_own_keys(capsys):
+    assert "--train.kl.coef" in ends(capsys, "train", "--algorithm", "grpo", "--help")[1]
+    assert "--train.beta" in ends(capsys, "train", "--help")[1]
+
+
+MISSING = {
+    "train": ["--train.output_dir=out/a", "--reward=reward.py:f", "--data.train=prompts.jsonl", "--model=runs/none"],
+    "train --reward_model": ["--train.output_dir=o", "--data.train=m", "--model=m", "--reward_model=runs/n"],
+    "sft": ["--output_dir=out/a", "--train=prompts.jsonl", "--model=runs/none"],
+    "sft --train": ["--output_dir=out/a", "--train=runs/none", "--model=m"],
+    "reward": ["--output_dir=out/a", "--train=runs/none.jsonl", "--model=m"],
+    "pairs": ["--output=out/a/b.jsonl", "--prompts=prompts.jsonl", "--model=runs/none", "--reward=reward.py:f"],
+    "generate": ["--output_dir=out/a", "--data=runs/none", "--models.a=m"],
+    "evaluate": ["--output_dir=out/a", "--data=prompts.jsonl", "--models.a=m", "--reward_model=runs/none"],
+    "relabel": ["--output_dir=out/a", "--data=runs/none", "--reward_model=m"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_place_is_said_to_be_missing_and_nothing_is_left(
+    capsys, case, place, make_policy, tokenizer, monkeypatch
+):
+    write_model(make_policy(), tokenizer, place / "m")
+    Path("reward.py").write_text("def f(prompts, completions, **columns):\n    return [0.0 for _ in completions]\n")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = sorted(Path().rglob("*"))
+    code, said = ends(capsys, case.split()[0], *MISSING[case])
+    assert code == 2
+    assert re.search(r"got 'runs/n\w*(\.jsonl)?'; there is no such (file|folder)", said), said
+    assert [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward"])
+def test_a_missing_tracker_is_named_before_anything_is_loaded(capsys, command, monkeypatch):
+    """With a model and data that are not there either, which would be the next errors."""
+    monkeypatch.setattr(integrations, "find_spec", lambda module: None)
+    words = {"train": ["--train.report_to=tensorboard", "--data.train=none.jsonl", "--reward=no.py:f"]}.get(
+        command, ["--report_to=tensorboard", "--train=none.jsonl", "--output_dir=out"]
+    )
+    code, said = ends(capsys, command, "--model=runs/none", *words)
+    assert code == 2
+    assert "report_to: got 'tensorboard', which is not installed; pip install tensorboard" in said
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", ["pairs", "relabel", "evaluate", "train"])
+def test_a_failing_reward_function_is_one_line_with_its_place(capsys, command, place, make_policy, tokenizer, caplog):
+    write_model(make_policy(), tokenizer, place / "m")
+    Path("reward.py").write_text("def f(prompts, completions, **columns):\n    return [1 / 0 for _ in completions]\n")
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
+    small = ["--response_length=4", "--device=cpu", "--reward=reward.py:f"]
+    words = {
+        "pairs": ["--model=m", "--prompts=prompts.jsonl", "--output=out/b.jsonl", *small],
+        "relabel": ["--data=pairs.jsonl", "--output_dir=out", *small[1:]],
+        "evaluate": ["--models.a=m", "--data=prompts.jsonl", "--output_dir=out", *small],
+        "train": ["--model=m", "--data.train=prompts.jsonl", "--reward=reward.py:f", "--train.output_dir=out"],
+    }[command]
+    if command == "train":
+        words += ["--train.completions_per_batch=8", "--train.batches=1", "--train.device=cpu", "--train.staleness=0"]
+        words += ["--train.generation.response_length=4"]
+    code, said = ends(capsys, command, *words)
+    assert code == 1
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if "error:" in line]
+    assert re.fullmatch(
+        rf"async-rlhf {command}: error: reward function f raised ZeroDivisionError: division by zero "
+        r"\(.*reward.py, line 2\)",
+        line,
+    ), line

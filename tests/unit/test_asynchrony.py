@@ -1,0 +1,44 @@
+"""What the quickstart says of asynchrony, on made-up times."""
+
+from __future__ import annotations
+
+import json
+
+from async_rlhf.commands.quickstart import stage_configs
+from async_rlhf.config.quickstart import QuickstartConfig
+from async_rlhf.reports.asynchrony import asynchrony, read_rows
+
+
+def rows(batch: float, generate: float, warm_up: float = 9.0) -> list[dict[str, float]]:
+    first = [{"time/batch": warm_up, "time/generate": warm_up}] * 2
+    return first + [{"time/batch": batch, "time/generate": generate}] * 5
+
+
+def test_a_gain_is_said_in_numbers_and_what_is_possible_elsewhere():
+    said = asynchrony(rows(1.0, 0.6), rows(0.8, 0.7), cores=2, gpus=0)
+    assert said.startswith(
+        "Asynchrony: a batch took 0.80 s one step off-policy and 1.00 s in turn, 1.25 times as fast."
+    )
+    assert "share 2 CPU cores: in turn each has all of it, 0.60 s to sample and 0.40 s to score and learn" in said
+    assert "a batch would take 0.60 s: 1.67 times as fast" in said
+
+
+def test_no_gain_is_said_to_be_none_and_why():
+    said = asynchrony(rows(1.0, 0.5), rows(0.98, 0.9), cores=1, gpus=0)
+    assert "1.00 s in turn: no gain. Here both sides share 1 CPU core:" in said
+    assert "share one GPU" in asynchrony(rows(1.0, 0.5), rows(1.1, 0.9), cores=16, gpus=1)
+    assert "share" not in asynchrony(rows(1.0, 0.5), rows(0.6, 0.5), cores=16, gpus=2)
+
+
+def test_lines_of_evaluations_are_left_out(tmp_path):
+    lines = [{"time/batch": 1.0, "time/generate": 0.5}, {"eval_objective/scores": 0.3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_rows(tmp_path / "metrics.jsonl") == lines[:1]
+
+
+def test_a_quickstart_resumes_only_what_has_begun(tmp_path):
+    """Else its first sentence about training would be that there is nothing to resume."""
+    (tmp_path / "asynchronous").mkdir()
+    stages = stage_configs(QuickstartConfig(str(tmp_path)))
+    assert [stages[name].train.resume for name in ("synchronous", "asynchronous")] == [False, True]
+    assert not stage_configs(QuickstartConfig(str(tmp_path), overwrite=True))["asynchronous"].train.resume
