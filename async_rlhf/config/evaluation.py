@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, key, require
-from async_rlhf.config.generation import TEMPERATURE, Dtype, VLLMConfig
+from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, VLLMConfig
 from async_rlhf.config.online import SEED
 from async_rlhf.config.rewards import JudgeConfig, check_one_judge
 
@@ -34,6 +34,11 @@ class HeldOutConfig(Checked):
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of sampling, and of the log-probabilities in the KL; with generations, the one that they were sampled
     at."""
+    top_p: float = key(1.0, *TOP_P)
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. A KL is then that of
+    the truncated distribution."""
+    top_k: int = key(0, *TOP_K)
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1))
     """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1))
@@ -115,6 +120,8 @@ class EvaluateConfig(HeldOutConfig):
                 "split",
                 "prompt_field",
                 "temperature",
+                "top_p",
+                "top_k",
                 "response_length",
                 "max_prompt_length",
                 "engine",

@@ -53,6 +53,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
 TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
 """Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
+TOP_P = (above(0), at_most(1))
+TOP_K = (at_least(0), at_most(10**7, "no vocabulary has more tokens"))
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
 _SENDABLE = Rule(
     lambda text: text != HIDDEN and text.isascii() and text.isprintable() and "" != text == text.strip(),
@@ -114,6 +116,11 @@ class GenerationConfig(Checked):
     "bounded". Each token is recorded with the version that drew it."""
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
+    top_p: float = key(1.0, *TOP_P)
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. The log-probabilities of
+    what was drawn are then those of the truncated distribution, the policy that is trained stays the whole one."""
+    top_k: int = key(0, *TOP_K)
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"))
     """Most new tokens of a completion, the stop token included."""
     stop_tokens: list[str] = key([])

@@ -18,7 +18,7 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.generation import TEMPERATURE, Dtype
+from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype
 from async_rlhf.config.online import LEARNING_RATE, SEED, AdapterConfig, LRSchedule
 from async_rlhf.config.rewards import check_one_judge
 
@@ -145,6 +145,10 @@ class PairsConfig(Checked):
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of sampling."""
+    top_p: float = key(1.0, *TOP_P)
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all."""
+    top_k: int = key(0, *TOP_K)
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1))
     """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1))

@@ -312,6 +312,8 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens),
         seed=config.seed,
         batch_size=generation.batch_size,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
     )
 
 

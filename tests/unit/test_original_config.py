@@ -486,7 +486,9 @@ HELD_OUT_CASES = [
     ("generate", GENERATE_DEFAULTS, {"model_paths": ["checkpoint-8"]},
      {"models": None, "run": "org/sft", "checkpoints": ["checkpoint-8"]}),
     ("generate", GENERATE_DEFAULTS, {"sanity_check": True}, {"max_prompts": 10}),
-    ("generate", GENERATE_DEFAULTS, {"top_p": 1, "num_gpus": 2, "save_generations": True, "wandb_run_id": "snow"}, {}),
+    ("generate", GENERATE_DEFAULTS, {"top_p": 0.9}, {"top_p": 0.9}),
+    ("generate", GENERATE_DEFAULTS, {"top_p": 1, "num_gpus": 2, "save_generations": True, "wandb_run_id": "snow"},
+     {"top_p": 1}),
     ("evaluate", EVALUATE_DEFAULTS, {}, {}),
     ("evaluate", EVALUATE_DEFAULTS, {"dataset_path": "made", "batch_size": 8},
      {"generations": "made", "batch_size": 8}),
@@ -525,7 +527,7 @@ VALID = {
     "evaluation_strategy": "steps",
     "lr_scheduler_type": "cosine",
     "total_episodes": 64,
-    "top_p": 1,
+    "top_p": 0.9,
     "adam_beta1": 0.5,
     "overwrite_output_dir": False,  # not with resume
 }
@@ -728,7 +730,7 @@ ERRORS = [
     ("train", ONLINE | {"whiten_rewards": True}, [], "whiten_rewards: got True; must be false"),
     ("train", DPO | {"num_mini_batches": 0}, [], "num_mini_batches: got 0; must be at least 1"),
     ("train", DPO, ["--learning_rate"], "learning_rate: got None; must be followed by its value"),
-    ("generate", GENERATE | {"top_p": 0.9}, [], "top_p: got 0.9; must be 1"),
+    ("generate", GENERATE | {"top_p": 1.5}, [], "top_p: got 1.5; must be at most 1"),
     ("evaluate", {"gold_model_name": "x"}, [], "model_name_or_path: got None; must be given, or dataset_path"),
     ("reward", REWARD | {"model_revision": "step1"}, [], "model_revision: got 'step1'; must be 'main'"),
     ("reward", REWARD | {"model_name_or_path": None}, [], "model_name_or_path: got None; must be given"),
