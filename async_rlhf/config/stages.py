@@ -114,7 +114,8 @@ class SFTConfig(StageConfig):
     """
 
     model: str | None = None
-    """The model to start from, a folder or a name on the hub; null makes a new one."""
+    """The model to start from, a folder or a name on the hub (owner/model or owner/model@revision); null makes
+    a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
     """Size of the new model."""
     completion_only: bool = True
@@ -126,7 +127,7 @@ class PairsConfig(Checked):
     """Preference pairs from a model's own samples, judged by a reward: ``async-rlhf pairs``."""
 
     model: str
-    """The model that samples, a folder or a name on the hub."""
+    """The model that samples, a folder or a name on the hub (owner/model or owner/model@revision)."""
     prompts: str
     """Rows with `query` (see prompt_field): a file, a folder, or a name on the hub."""
     output: str = key(REQUIRED, role="place")
@@ -183,7 +184,7 @@ class RewardConfig(StageConfig):
     """
 
     model: str = key("", Rule(bool, "give the model to start from"))
-    """The language model to start from, a folder or a name on the hub."""
+    """The language model to start from, a folder or a name on the hub (owner/model or owner/model@revision)."""
     eval_fraction: float = key(0.1, Rule(lambda x: 0 < x < 1, "must be between 0 and 1"))
     """Share of the training pairs held out for the reported accuracy if `eval` is null; pairs of one prompt stay
     together."""
@@ -216,7 +217,7 @@ class RelabelConfig(Checked):
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE)
     """Splits of the data; a file has one, under the name given here."""
     reward_model: str | None = None
-    """The gold reward: a reward model (folder or name on the hub), or else reward_funcs."""
+    """The gold reward: a reward model (folder, owner/model or owner/model@revision), or else reward_funcs."""
     reward_funcs: list[str] = key([])
     """Or functions, as in ``train``."""
     reward_tokenizer: str | None = None

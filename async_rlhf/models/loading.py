@@ -40,10 +40,26 @@ def default_device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
+def with_revision(name: str) -> tuple[str, str | None]:
+    """A hub name such as "owner/model@revision" as name and revision; a folder, and a name without one, as it is.
+
+    A revision is a branch, a tag or a commit of the repository.
+    """
+    model, at, revision = name.rpartition("@")
+    if not at or Path(name).expanduser().is_dir():
+        return name, None
+    return model, revision
+
+
 def _check_source(name: str, key: str) -> None:
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    hub_name, revision = with_revision(name)
+    looks_local = hub_name.startswith((".", "/", "~")) or hub_name.count("/") != 1
+    right = "must have a branch, a tag or a commit after the @"
+    require(revision != "", key, name, right)
     if looks_local and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model")
+        raise ConfigError(
+            f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
+        )
 
 
 def brings_code(kind: type) -> bool:
@@ -63,8 +79,11 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
         ConfigError: it brings code that the user did not allow.
     """
     _check_source(name, key)
+    place, revision = with_revision(name)
+    if revision is not None:
+        options["revision"] = revision
     try:
-        return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
+        return kind.from_pretrained(str(Path(place).expanduser()), trust_remote_code=trust, **options)
     except ValueError as error:
         if trust or "trust_remote_code" not in str(error):
             raise
@@ -359,20 +378,22 @@ def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed:
 
 
 def stop_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = (), ids: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Ids that end a completion: the tokenizer's and the model's end of sequence, and the given single tokens."""
-    stops = {tokenizer.eos_token_id}
+    stops, vocabulary = {tokenizer.eos_token_id, *ids}, model.get_input_embeddings().num_embeddings
+    right = f"must be below {vocabulary}, the tokens of the model"
+    require(max(ids, default=0) < vocabulary, "generation.stop_token_ids", list(ids), right)
     generation_config = getattr(model, "generation_config", None)
     eos = getattr(generation_config, "eos_token_id", None)
     stops.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if len(found) != 1:
             raise ConfigError(
-                f"generation.stop_tokens: got {text!r}, which is {len(ids)} tokens; must be a single token"
+                f"generation.stop_tokens: got {text!r}, which is {len(found)} tokens; must be a single token"
             )
-        stops.update(ids)
+        stops.update(found)
     return tuple(sorted(stops))
 
 

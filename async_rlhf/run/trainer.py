@@ -35,7 +35,7 @@ class OnlineTrainer:
     """Online training of a causal language model; the type of the configuration selects the algorithm.
 
     Args:
-        model: the policy, trained in place; a model, a folder or a hub name.
+        model: the policy, trained in place; a model, a folder or a hub name, perhaps owner/model@revision.
         args: the configuration: GRPOConfig for GRPO, and so on.
         train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.

@@ -309,7 +309,7 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         samples_per_prompt=config.samples_per_prompt,
         temperature=generation.temperature,
         response_length=generation.response_length,
-        stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens),
+        stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens, generation.stop_token_ids),
         seed=config.seed,
         batch_size=generation.batch_size,
         top_p=generation.top_p,

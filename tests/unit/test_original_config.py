@@ -238,6 +238,7 @@ TRAIN_CASES = [
     ({"non_eos_penalty": True, "penalty_reward_value": -3}, {"train.non_eos_penalty": True,
                                                              "train.penalty_reward_value": -3.0}),
     ({"stop_token": "eos", "stop_token_id": 0}, {}),
+    ({"stop_token_id": 5}, {"train.generation.stop_token_ids": [5]}),
     ({"local_rollout_forward_batch_size": 16}, {"train.annotate_batch_size": 16, "train.generation.batch_size": 16}),
     ({"model_name_or_path": "org/base"}, {"tokenizer": "org/base"}),
     ({"loss_type": "ipo", "beta": 0.3}, {"train.loss_type": "ipo", "train.beta": 0.3}),
@@ -443,6 +444,7 @@ def test_what_keys_of_one_stage_become():
     check("sft", SFT_DEFAULTS, {"max_seq_length": 580, "packing": False}, {"max_length": 580})
     assert "every row is a sequence" in note("sft", SFT | {"packing": True}, "packing")
     check("reward", REWARD_DEFAULTS, {"max_length": 640, "tokenizer_name": "org/base"}, {"max_length": 640})
+    check("reward", REWARD_DEFAULTS, {"model_revision": "step1"}, {"model": f"{REWARD['model_name_or_path']}@step1"})
     check("reward", REWARD_DEFAULTS, {"push_to_hub": True, "hub_model_id": "me/rm"}, {})
     assert "huggingface-cli upload" in note("reward", REWARD | {"push_to_hub": True}, "push_to_hub")
     without = {key: value for key, value in SFT.items() if key != "task_type"}
@@ -521,7 +523,7 @@ VALID = {
     "task_type": "tldr",
     "torch_dtype": "float32",
     "stop_token": "eos",
-    "model_revision": "main",
+    "model_revision": "step1",
     "save_strategy": "steps",
     "eval_strategy": "steps",
     "evaluation_strategy": "steps",
@@ -722,7 +724,7 @@ ERRORS = [
     ("train", DPO | {"seed": 1.5}, [], "seed: got 1.5; must be an integer"),
     ("train", DPO | {"vllm": "maybe"}, [], "vllm: got 'maybe'; must be true or false"),
     ("train", DPO | {"stop_token": "period"}, [], "stop_token: got 'period'; must be 'eos'"),
-    ("train", DPO | {"stop_token_id": 5}, [], "stop_token_id: got 5; must be left out.*stop_tokens"),
+    ("train", DPO | {"stop_token_id": -5}, [], "stop_token_ids: got .-5.; must be ids of tokens"),
     ("train", DPO | {"torch_dtype": "int8"}, [], "torch_dtype: got 'int8'; must be float32"),
     ("train", DPO | {"lr_scheduler_type": "cosine_with_restarts"}, [], "lr_scheduler_type.*cosine_with_restarts"),
     ("train", DPO | {"bok": True}, ["--algorithm", "rloo"], "algorithm: got 'rloo'; must be best_of_k with bok"),
@@ -732,7 +734,6 @@ ERRORS = [
     ("train", DPO, ["--learning_rate"], "learning_rate: got None; must be followed by its value"),
     ("generate", GENERATE | {"top_p": 1.5}, [], "top_p: got 1.5; must be at most 1"),
     ("evaluate", {"gold_model_name": "x"}, [], "model_name_or_path: got None; must be given, or dataset_path"),
-    ("reward", REWARD | {"model_revision": "step1"}, [], "model_revision: got 'step1'; must be 'main'"),
     ("reward", REWARD | {"model_name_or_path": None}, [], "model_name_or_path: got None; must be given"),
     ("relabel", RELABEL | {"dataset_name": None}, [], "dataset_name: got None; must be given"),
 ]

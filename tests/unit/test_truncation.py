@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_generate import config, evaluation  # noqa: F401: fixtures
+from test_generate import config, evaluation  # noqa: F401
 from tiny import drawn
 
 from async_rlhf.commands.evaluate import run_evaluate
@@ -141,9 +141,13 @@ def test_an_engine_that_cuts_off_otherwise_and_tells_the_right_log_probabilities
 
     groups = [told(group) for group in groups]
     compared = agreement("vllm", PARAMS)
-    with pytest.raises(GeneratorError, match="not distributed as"):
+
+    def measured() -> None:
         for batch in range(1, 4):
             compared.measure(batch, policy, lambda version: {}, groups)
+
+    with pytest.raises(GeneratorError, match="not distributed as"):
+        measured()
 
 
 @pytest.mark.parametrize("algorithm", ["online_dpo", "rloo", "ppo"])
@@ -177,8 +181,8 @@ def test_the_kl_of_a_model_to_itself_is_what_is_cut_off(config, evaluation):  # 
     ]
     assert found == pytest.approx((sums[0] - sums[1]).mean().item(), rel=1e-3)
     assert found > 0.5
+    run_generate(replace(config, checkpoints=["checkpoint-2"]))
     with pytest.raises(ConfigError, match=r"final and checkpoint-2 in .* have top_p 0.5 and 1"):
-        run_generate(replace(config, checkpoints=["checkpoint-2"]))
         run_evaluate(replace(evaluation, overwrite=True))
 
 

@@ -18,7 +18,7 @@ from async_rlhf.compat.original.translation import (
     one_of,
     share_of,
 )
-from async_rlhf.config.base import ConfigError, require
+from async_rlhf.config.base import require
 
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
 _UNREAD = {
@@ -175,10 +175,8 @@ def _stop_token(t: Translation) -> None:
         t.idle("mapped: a completion always ends at the end-of-sequence token here", "stop_token")
         t.idle(f"{IDLE_THERE}: stop_token decides", "stop_token_id")
     elif t["stop_token_id"] is not None:
-        raise ConfigError(
-            f"stop_token_id: got {t['stop_token_id']!r}; must be left out: a completion ends at the end-of-sequence "
-            "token, and train.generation.stop_tokens names further ones by their texts"
-        )
+        note = "mapped; a completion ends at the end-of-sequence token as well"
+        t.maps("stop_token_id", {"train.generation.stop_token_ids": [t["stop_token_id"]]}, note)
 
 
 def _engine(t: Translation) -> None:
