@@ -16,8 +16,7 @@ class HeldOutConfig(Checked):
     """Models that answer held-out prompts, and how."""
 
     models: dict[str, str] = key({})
-    """Name -> folder or hub name (owner/model or owner/model@revision), e.g. {"sft": "runs/sft", "policy": "runs/policy"}.
-    """
+    """Name -> folder or hub name (owner/model or owner/model@revision), e.g. {"sft": "runs/sft", "rl": "org/rl"}."""
     run: str | None = None
     """The output folder of ``train``: all its checkpoints and its final model, under those names."""
     checkpoints: list[str] = key([])

@@ -57,9 +57,8 @@ def _check_source(name: str, key: str) -> None:
     right = "must have a branch, a tag or a commit after the @"
     require(revision != "", key, name, right)
     if looks_local and not Path(name).expanduser().is_dir():
-        raise ConfigError(
-            f"{key}: got {name!r}; must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
-        )
+        right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
+        raise ConfigError(f"{key}: got {name!r}; {right}")
 
 
 def brings_code(kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""owner/model@revision: every load by name takes that revision, from a cache laid out as the hub's own client does it."""
+"""owner/model@revision: every load by name takes that revision, from a cache as the hub's own client keeps it."""
 
 from __future__ import annotations
 
