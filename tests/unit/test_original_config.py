@@ -518,7 +518,7 @@ def test_a_folder_of_checkpoints_is_a_run():
 SAMPLES = {"bool": True, "int": 1, "float": 0.5, "steps": 2, "str": "text", "list": ["a"], "any": 1}
 VALID = {
     "bok": False,  # else another algorithm
-    "whiten_rewards": False,
+    "whiten_rewards": True,
     "loss_type": "ipo",
     "task_type": "tldr",
     "torch_dtype": "float32",
@@ -729,7 +729,6 @@ ERRORS = [
     ("train", DPO | {"lr_scheduler_type": "cosine_with_restarts"}, [], "lr_scheduler_type.*cosine_with_restarts"),
     ("train", DPO | {"bok": True}, ["--algorithm", "rloo"], "algorithm: got 'rloo'; must be best_of_k with bok"),
     ("train", DPO, ["--algorithm", "grpo"], "algorithm: got 'grpo'; must be one of online_dpo.*migrate the file"),
-    ("train", ONLINE | {"whiten_rewards": True}, [], "whiten_rewards: got True; must be false"),
     ("train", DPO | {"num_mini_batches": 0}, [], "num_mini_batches: got 0; must be at least 1"),
     ("train", DPO, ["--learning_rate"], "learning_rate: got None; must be followed by its value"),
     ("generate", GENERATE | {"top_p": 1.5}, [], "top_p: got 1.5; must be at most 1"),

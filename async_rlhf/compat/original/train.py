@@ -225,10 +225,7 @@ def _objective(t: Translation, algorithm: str) -> None:
         t.idle(f"{IDLE_THERE}: only for a number in the log", "kl_coef")
         t.idle(f"{IDLE_THERE}: this objective has no ratio", "cliprange")
     if algorithm == "ppo":
-        right = "must be false: rewards are not whitened here; advantages are, as there"
-        require(not t["whiten_rewards"], "whiten_rewards", t["whiten_rewards"], right)
-        t.same({key: f"train.{key}" for key in PPO_ONLY if key != "whiten_rewards"})
-        t.idle("mapped: rewards are not whitened", "whiten_rewards")
+        t.same({key: f"train.{key}" for key in PPO_ONLY})
     else:
         t.idle(f"{IDLE_THERE}: only PPO reads it", *PPO_ONLY)
     t.idle(MAPPED if algorithm == "best_of_k" else "mapped: no best-of-K", "bok")
