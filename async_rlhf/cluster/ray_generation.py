@@ -29,6 +29,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
+from async_rlhf.models.precision import autocast_dtype
 from async_rlhf.models.snapshots import TensorSpec, digests, iterate_weights, layout, tensors_in
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
@@ -173,7 +174,7 @@ class RayGenerator(RestartingGenerator):
     ) -> None:
         generation, place = config.generation, generator_place(config.ray)
         dtype = getattr(torch, generation.dtype)
-        autocast = torch.bfloat16 if config.bf16 else None
+        autocast = autocast_dtype(config)
         spec = ModelSpec(
             parallel.architecture_of(policy),
             policy.config,

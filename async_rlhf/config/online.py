@@ -119,9 +119,12 @@ class OnlineConfig(Checked):
     """Gradients are clipped to this norm; 0 turns clipping off."""
     bf16: bool = False
     """Forward and backward under bfloat16 autocast; the weights stay float32."""
+    fp16: bool = False
+    """The same in float16, for GPUs without bfloat16. The loss is scaled so that small gradients are not lost: a step
+    whose gradient overflows is skipped and halves the scale (`skipped_steps` and `loss_scale` in the log)."""
     head_float32: bool = False
-    """With bf16, compute the logits in float32, in the reference too: much of a token's log-probability error comes
-    from the head."""
+    """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
+    comes from the head."""
     gradient_checkpointing: bool = False
     """Trade compute for memory in the models being trained."""
     annotate_batch_size: int = key(64, at_least(1))
@@ -247,8 +250,9 @@ class OnlineConfig(Checked):
 
     def _check_precision_and_penalty(self) -> None:
         """Refuse keys that would have no effect, and penalties that would reward."""
-        right = "must be false without bf16, where everything is float32"
-        require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
+        require(not (self.bf16 and self.fp16), "fp16", True, "must be false with bf16: there is one type to compute in")
+        right = "must be false without bf16 and fp16, where everything is float32"
+        require(self.bf16 or self.fp16 or not self.head_float32, "head_float32", self.head_float32, right)
         right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
         adds = self.non_eos_penalty == "add"
         require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)

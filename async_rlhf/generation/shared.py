@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models.precision import autocast_dtype
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Prompt
 
@@ -62,5 +62,5 @@ def shared_engine(
     config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
 ) -> SharedEngine:
     """The engine on the learner's own policy, on every rank of the learner."""
-    autocast = torch.bfloat16 if config.bf16 else None
-    return SharedEngine(TransformersEngine(policy, params, autocast=autocast, device=parallel.device), parallel)
+    engine = TransformersEngine(policy, params, autocast=autocast_dtype(config), device=parallel.device)
+    return SharedEngine(engine, parallel)

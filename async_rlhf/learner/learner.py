@@ -29,8 +29,10 @@ from async_rlhf.models.forward import (
     response_values,
 )
 from async_rlhf.models.loading import disable_dropout
+from async_rlhf.models.precision import autocast_dtype
 from async_rlhf.models.rows import by_length, dealt, sampled_rows
 from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.types import Experience, ScoredBatch
 
@@ -80,6 +82,8 @@ class Learner:
         # From here on the weights may be sharded, so no code may rely on having all of them.
         self.reference = None if own_reference is None else self.parallel.frozen(own_reference)
         parts = [self.policy] if self.value is None else [self.policy, self.value]
+        if config.fp16:
+            self.parallel.loss_scale = LossScale()
         self.optimizer = self.parallel.prepare(self.model, parts, self._optimizer)
         self.scheduler = get_scheduler(
             config.lr_scheduler_type,
@@ -220,22 +224,28 @@ class Learner:
         self.ranks.meet(f"training on batch {batch}")
         loss_sums: defaultdict[str, float] = defaultdict(float)
         seen = RatioMonitor()
-        total_weight, steps, norms = 0.0, 0, [0.0] * (1 if self.value is None else 2)
+        total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
             weight = mini_batch.weight
             if weight > 0:  # else the optimiser's momentum would move the weights for a mini-batch of ties
                 self._backward(mini_batch, weight, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
-                norms = [total + norm for total, norm in zip(norms, self.parallel.step(limit), strict=False)]
+                found = self.parallel.step(limit)
                 total_weight += weight
-                steps += 1
+                if found is None:
+                    skipped += 1
+                else:
+                    norms = [total + norm for total, norm in zip(norms, found, strict=False)]
+                    steps += 1
             self.scheduler.step()
         everyone = self.ranks.gather("losses", (dict(loss_sums), seen))
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
         metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
         metrics["optimizer_steps"] = float(steps)
+        if self.parallel.loss_scale is not None:
+            metrics |= {"skipped_steps": float(skipped), "loss_scale": self.parallel.loss_scale.value}
         names = ("grad_norm", "value_grad_norm")
         metrics |= {name: norm / max(steps, 1) for name, norm in zip(names, norms, strict=False)}
         metrics["lr"] = self.scheduler.get_last_lr()[0]
@@ -271,7 +281,8 @@ class Learner:
                 seen.add(output, micro_batch)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.parallel.device_of(self.policy).type, torch.bfloat16, enabled=self.config.bf16)
+        dtype = autocast_dtype(self.config)
+        return torch.autocast(self.parallel.device_of(self.policy).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
         fixed = {name: p.data for name, p in self.model.named_parameters() if not p.requires_grad}

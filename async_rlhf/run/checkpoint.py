@@ -249,7 +249,10 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if is_adapter(name):
             with parallel.gathered([parameter]):
                 tensors[f"adapter.{name}"] = parallel.whole(parameter.data)
-    return tensors, {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+    values = {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+    if parallel.loss_scale is not None:
+        values["loss_scale"] = parallel.loss_scale.state()
+    return tensors, values
 
 
 def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -261,3 +264,5 @@ def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Map
     prefix = "optimizer."
     learner.parallel.load_moments({n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)})
     learner.kl_coef = values["kl_coef"]
+    if learner.parallel.loss_scale is not None and "loss_scale" in values:
+        learner.parallel.loss_scale.restore(values["loss_scale"])

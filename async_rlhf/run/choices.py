@@ -19,6 +19,7 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.generation.shared import SharedEngine
+from async_rlhf.models.precision import autocast_dtype
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
@@ -55,7 +56,7 @@ def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, thr
         threads: CPU threads of each generator process.
     """
     policy, params, parallel = engine.model, engine.params, engine.parallel
-    autocast = torch.bfloat16 if config.bf16 else None
+    autocast = autocast_dtype(config)
     generation = replace(config.generation, num_threads=threads)
     max_length = config.max_prompt_length + generation.response_length
     adapters_only = config.lora.publish == "adapter"

@@ -218,7 +218,7 @@ TRAIN_CASES = [
     ({"num_ppo_epochs": 1}, {"train.num_epochs": 1}),
     ({"rloo_k": 4}, {"train.samples_per_prompt": 4}),
     ({"bf16": True}, {"train.bf16": True}),
-    ({"fp16": True}, {"train.bf16": True}),
+    ({"fp16": True}, {"train.fp16": True}),
     ({"torch_dtype": "bfloat16"}, {"train.generation.dtype": "bfloat16", "train.bf16": True}),
     ({"torch_dtype": "float16", "bf16": False}, {"train.generation.dtype": "float16", "train.bf16": False}),
     ({"torch_dtype": "auto"}, {}),
@@ -298,7 +298,7 @@ def in_turn(algorithm: str, **values: object) -> dict[str, object]:
         ),
         ({"whiten_rewards": False, "rloo_k": 4}, in_turn("ppo")),
         ({"torch_dtype": "bfloat16", "use_peft": True, "lora_r": 4, "vllm": True}, in_turn("ppo")),
-        ({"fp16": True}, in_turn("ppo") | {"train.bf16": True}),
+        ({"fp16": True}, in_turn("ppo") | {"train.fp16": True}),
     ],
 )
 def test_what_keys_of_ppo_become(given, expected):
@@ -522,6 +522,7 @@ VALID = {
     "loss_type": "ipo",
     "task_type": "tldr",
     "torch_dtype": "float32",
+    "fp16": False,  # not with bf16
     "stop_token": "eos",
     "model_revision": "step1",
     "save_strategy": "steps",

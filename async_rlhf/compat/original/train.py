@@ -18,7 +18,6 @@ from async_rlhf.compat.original.translation import (
     one_of,
     share_of,
 )
-from async_rlhf.config.base import require
 
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
 _UNREAD = {
@@ -133,10 +132,8 @@ def _optimisation(t: Translation, algorithm: str) -> None:
     _forward_batches(t, algorithm)
     for key in ("use_cpu", "no_cuda"):
         t.maps(key, {"train.device": "cpu"} if t[key] else {})
-    bf16, fp16 = t["bf16"], t["fp16"]
-    t.maps("bf16", {"train.bf16": bf16 or fp16}, f"{MAPPED}, as autocast; {_MASTERS}" if bf16 else MAPPED)
-    note = "bfloat16 instead, whose range needs no loss scaling; weights and AdamW stay float32"
-    t.maps("fp16", {"train.bf16": bf16 or fp16} if fp16 else {}, note if fp16 else MAPPED)
+    t.maps("bf16", {"train.bf16": t["bf16"]}, f"{MAPPED}, as autocast; {_MASTERS}" if t["bf16"] else MAPPED)
+    t.maps("fp16", {"train.fp16": t["fp16"]}, "mapped, with loss scaling, as there" if t["fp16"] else MAPPED)
 
 
 def _forward_batches(t: Translation, algorithm: str) -> None:
