@@ -19,7 +19,7 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.generation import GenerationConfig
+from async_rlhf.config.generation import TEMPERATURE, GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
@@ -159,7 +159,11 @@ class OnlineConfig(Checked):
     greater_is_better: bool = key(True, may_change=_KEPT)
     """Whether a larger metric is better."""
     eval_steps: int = key(0, at_least(0), may_change="evaluation trains nothing")
-    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only."""
+    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Every completion goes to
+    eval_samples.jsonl, with its score."""
+    eval_temperature: float | None = key(None, *TEMPERATURE, may_change="evaluation trains nothing")
+    """Temperature of sampling in these evaluations, such as 0.01 for the likeliest answers; null for
+    generation.temperature."""
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     report_to: list[str] = key([], role="log")

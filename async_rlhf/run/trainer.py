@@ -143,12 +143,13 @@ def train(run: Run) -> OnlineTrainerState:
         run.require_folder()
         logs = {}
         if run.ranks.leads:
-            run.folder.clear(run.callbacks.state.best_model_checkpoint)
+            run.folder.clear(run.callbacks.state.best_model_checkpoint, run.eval_prompts is not None)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
         if run.ranks.leads:
-            logs = {name: stack.enter_context(closing(_log(run, name))) for name in log_names(run.config)}
+            names = log_names(run.config, run.eval_prompts is not None)
+            logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked).train()
         stack.close()
         run.watch.close()

@@ -159,7 +159,8 @@ def _build(
     reward_checksum = None if models.reward is None else checksum(named_weights(models.reward))
     learner = _make_learner(config, algorithm, models, parallel, folder.checkpoint, resumed)
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
-    one_each = replace(models.params, samples_per_prompt=1)
+    temperature = config.eval_temperature or config.generation.temperature
+    one_each = replace(models.params, samples_per_prompt=1, temperature=temperature)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if prompts.stream is not None:
         fingerprints["train_dataset"] = prompts.stream.fingerprint()

@@ -167,6 +167,7 @@ TRAIN_DEFAULTS = {
     "train.per_device_train_batch_size": 8,
     "train.gradient_accumulation_steps": 2,
     "train.eval_steps": 3,  # 32 batches // 10
+    "train.eval_temperature": 0.01,
     "train.save_steps": 500,
     "train.num_epochs": 4,
     "train.learning_rate": 5e-5,
@@ -229,7 +230,8 @@ TRAIN_CASES = [
     ({"save_strategy": "steps", "save_total_limit": 2}, {"train.save_total_limit": 2}),
     ({"num_sample_generations": 5}, {"train.eval_steps": 6}),
     ({"num_sample_generations": 100}, {"train.eval_steps": 1}),
-    ({"num_sample_generations": 0}, {"train.eval_steps": 0, "data.eval": None, "data.eval_split": None}),
+    ({"num_sample_generations": 0}, {"train.eval_steps": 0, "train.eval_temperature": None, "data.eval": None,
+                                     "data.eval_split": None}),
     ({"dataset_test_split": "validation"}, {"data.eval_split": "validation"}),
     ({"dataset_train_split": "train2"}, {"data.train_split": "train2"}),
     ({"max_length": 300}, {"train.max_prompt_length": 300}),
@@ -271,7 +273,8 @@ TRAIN_CASES = [
     ({"use_peft": True}, {"train.lora.rank": 16}),
     ({"use_peft": False, "lora_r": 8}, {"train.lora.rank": 0}),
     ({"sanity_check": True}, {"train.total_episodes": 32, "train.report_to": None, "train.save_steps": None,
-                              "train.eval_steps": None, "data.eval": None, "data.eval_split": None}),
+                              "train.eval_steps": None, "train.eval_temperature": None, "data.eval": None,
+                              "data.eval_split": None}),
     ({"kl_coef": 0.2, "cliprange": 0.3}, {}),
 ]  # fmt: skip
 

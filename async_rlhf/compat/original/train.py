@@ -19,6 +19,7 @@ from async_rlhf.compat.original.translation import (
     share_of,
 )
 
+_TABLE_TEMPERATURE = 0.01
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
 _UNREAD = {
     "base_model exp_name config": "it is read nowhere",
@@ -78,10 +79,13 @@ def _evaluation(t: Translation, size: Batches) -> None:
         t.maps("num_sample_generations", {"train.eval_steps": 0}, note)
         t.idle(f"{IDLE_THERE}: there are no evaluations", "dataset_test_split")
         return
-    note = f"one in so many of the {size.number} batches; on all prompts of the split, with rewards"
+    note = (
+        f"one in so many of the {size.number} batches; on all prompts of the split, with rewards, at T = 0.01 as there"
+    )
     note += common.one_split(source)
     steps = max(1, size.number // tables)
-    t.maps("num_sample_generations", {"train.eval_steps": steps, "data.eval": source}, note)
+    targets = {"train.eval_steps": steps, "train.eval_temperature": _TABLE_TEMPERATURE, "data.eval": source}
+    t.maps("num_sample_generations", targets, note)
     t.same({"dataset_test_split": "data.eval_split"})
 
 
