@@ -8,9 +8,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import async_rlhf
 from async_rlhf.config import ConfigError
@@ -19,79 +18,27 @@ from async_rlhf.config.parallel import launched_rank
 from async_rlhf.system.signals import RankError, ending_signals
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command: a one-line description, its configuration, and the function that runs it."""
+class Command(NamedTuple):
+    """A one-line description and the configuration; ``commands/NAME.py`` has the function ``run_NAME``."""
 
     summary: str
     config: str
-    function: str
 
 
 COMMANDS = {
-    "quickstart": Command(
-        "run the whole pipeline on the built-in docstring task",
-        "async_rlhf.config.quickstart:QuickstartConfig",
-        "async_rlhf.commands.quickstart:run_quickstart",
-    ),
-    "data": Command(
-        "make the data of the docstring task from Python source code",
-        "async_rlhf.config.quickstart:DocstringsConfig",
-        "async_rlhf.commands.data:run_data",
-    ),
-    "sft": Command(
-        "fine-tune a language model on demonstrations", "async_rlhf.config:SFTConfig", "async_rlhf.commands.sft:run_sft"
-    ),
-    "pairs": Command(
-        "sample completions and label them into preference pairs",
-        "async_rlhf.config:PairsConfig",
-        "async_rlhf.commands.pairs:run_pairs",
-    ),
-    "reward": Command(
-        "train a reward model on preference pairs",
-        "async_rlhf.config:RewardConfig",
-        "async_rlhf.commands.reward:run_reward",
-    ),
-    "relabel": Command(
-        "label preference pairs anew by a gold reward",
-        "async_rlhf.config:RelabelConfig",
-        "async_rlhf.commands.relabel:run_relabel",
-    ),
-    "train": Command(
-        "train a policy online, synchronously or asynchronously",
-        "async_rlhf.run.config:RunConfig",
-        "async_rlhf.commands.train:run_train",
-    ),
-    "plan": Command(
-        "predict speed and the best split of devices from measured or given times",
-        "async_rlhf.config:PlanConfig",
-        "async_rlhf.commands.plan:run_plan",
-    ),
-    "replay": Command(
-        "repeat a run from its record and compare",
-        "async_rlhf.run.config:ReplayConfig",
-        "async_rlhf.commands.replay:run_replay",
-    ),
-    "serve": Command(
-        "start a vLLM server that samples for runs on other devices or hosts",
-        "async_rlhf.config:ServeConfig",
-        "async_rlhf.commands.serve:run_serve",
-    ),
-    "generate": Command(
-        "sample from models or from all checkpoints of a run on held-out prompts",
-        "async_rlhf.config:GenerateConfig",
-        "async_rlhf.commands.generate:run_generate",
-    ),
-    "evaluate": Command(
-        "compare models on held-out prompts: gold reward, win-rates, KL",
-        "async_rlhf.config:EvaluateConfig",
-        "async_rlhf.commands.evaluate:run_evaluate",
-    ),
-    "config": Command(
-        "migrate FILE: rewrite a YAML file of the original in our format",
-        "async_rlhf.commands.migrate:MigrateConfig",
-        "async_rlhf.commands.migrate:run_migrate",
-    ),
+    "quickstart": Command("run the whole pipeline on the built-in task", "config.quickstart:QuickstartConfig"),
+    "data": Command("make the data of the built-in task from Python source code", "config.quickstart:DocstringsConfig"),
+    "sft": Command("fine-tune a language model on demonstrations", "config:SFTConfig"),
+    "pairs": Command("sample completions and label them into preference pairs", "config:PairsConfig"),
+    "reward": Command("train a reward model on preference pairs", "config:RewardConfig"),
+    "relabel": Command("label preference pairs anew by a gold reward", "config:RelabelConfig"),
+    "train": Command("train a policy online, synchronously or asynchronously", "run.config:RunConfig"),
+    "plan": Command("predict speed and the best split of devices from measured or given times", "config:PlanConfig"),
+    "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
+    "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
+    "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
+    "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
+    "config": Command("migrate FILE: rewrite the original's YAML in our format", "commands.config:MigrateConfig"),
 }
 
 
@@ -150,7 +97,7 @@ def _run(name: str, words: list[str]) -> int:
         if dry_run:
             print(text + _derived(config))
             return 0
-        _find(COMMANDS[name].function)(config)
+        _find(f"commands.{name}:run_{name}")(config)
     except KeyboardInterrupt:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130
@@ -188,7 +135,7 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
 
 def _find(place: str) -> Any:
     module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(f"async_rlhf.{module}"), attribute)
 
 
 def _derived(config: Checked) -> str:

@@ -29,7 +29,6 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
-from async_rlhf.models.precision import autocast_dtype
 from async_rlhf.models.snapshots import TensorSpec, digests, iterate_weights, layout, tensors_in
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
@@ -173,25 +172,15 @@ class RayGenerator(RestartingGenerator):
         parallel: Parallel = ALONE,
     ) -> None:
         generation, place = config.generation, generator_place(config.ray)
-        dtype = getattr(torch, generation.dtype)
-        autocast = autocast_dtype(config)
-        spec = ModelSpec(
-            parallel.architecture_of(policy),
-            policy.config,
-            dtype,
-            place.device,
-            generation.num_threads or place.threads,
-            autocast,
-            vllm=generation.vllm if generation.engine == "vllm" else None,
-            max_length=config.max_prompt_length + generation.response_length,
-        )
-        snapshots = ObjectStoreSnapshots(policy, dtype, config.staleness + 1, parallel)
+        threads = generation.num_threads or place.threads
+        spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
+        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.staleness + 1, parallel)
         arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]] = queue.SimpleQueue()
         workers = [
             _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
             for number in range(generation.workers)
         ]
-        super().__init__(arrived, policy, params, workers, snapshots, generation, trace, autocast, parallel)
+        super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into the object store, and have every actor fetch them."""

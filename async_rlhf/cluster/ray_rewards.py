@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.models.forward import score_batch
-from async_rlhf.models.precision import autocast_dtype
+from async_rlhf.models.forward import autocast_dtype, score_batch
+from async_rlhf.scoring.calls import RemoteError
 from async_rlhf.scoring.functions import (
     RewardError,
     RewardFunction,
@@ -46,13 +46,6 @@ Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
 """For each function: its name, the rewards, and, if something is wrong with them, the message and its traceback."""
 
 _LOOK_SECONDS = 5.0
-
-
-class RemoteError(Exception):
-    """The traceback of an error that was raised in another process."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class RewardActor(Signs):
@@ -248,7 +241,7 @@ class RayScorer(Scorer):
                 rewards.setdefault(name, []).extend(values)
                 if wrong is not None:
                     error = RewardError(wrong[0])
-                    error.__cause__ = RemoteError(wrong[1]) if wrong[1] else None
+                    error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
                     raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
         return {name: rewards[name] for name in self.reward_funcs}
 

@@ -302,6 +302,11 @@ class OnlineConfig(Checked):
         return per_rank * self.parallel.ranks
 
     @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.max_prompt_length + self.generation.response_length
+
+    @property
     def num_batches(self) -> int:
         """B, batches of the whole run."""
         return self.total_episodes // self.batch_size

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,7 +55,7 @@ class Sender:
             "port": self._door.port,
             "secret": self._door.secret.hex(),
             "world": self._receivers + 1,
-            "backend": "nccl" if self.device.type == "cuda" else "tcp",
+            "backend": "nccl" if by_nccl(self.device) else "tcp",
             "tensors": [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()],
         }
 
@@ -69,7 +71,7 @@ class Sender:
                 channels = [stack.enter_context(channel) for channel in inside.values()]
                 for channel in channels:
                     channel.settimeout(TIMEOUT.total_seconds())
-                if self.device.type == "cuda":
+                if by_nccl(self.device):
                     self._send_by_nccl(channels, tensors)
                 else:
                     with ThreadPoolExecutor(len(channels)) as pool:
@@ -79,10 +81,9 @@ class Sender:
 
     def _send_by_nccl(self, channels: Sequence[socket.socket], tensors: Mapping[str, Tensor]) -> None:
         store = dist.HashStore()
-        with telling(store, channels):
-            group = _nccl_group(store, 0, self._receivers + 1)
+        with telling(store, channels), _NCCLGroup(store, 0, self._receivers + 1) as group, own_stream(self.device):
             for tensor in tensors.values():
-                _broadcast(group, tensor.to(self.device))
+                group.broadcast(tensor.to(self.device))
 
 
 def receive(
@@ -110,17 +111,17 @@ def receive(
         channel = stack.enter_context(knock(host, port, bytes.fromhex(secret), rank, seconds))
         channel.settimeout(seconds)
         group = None
-        if device.type == "cuda":
+        if by_nccl(device):
             store = dist.HashStore()
             store.set_timeout(TIMEOUT)
             stack.enter_context(hearing(store, channel))
-            group = _nccl_group(store, rank, world)
+            group = stack.enter_context(_NCCLGroup(store, rank, world))
         for name, shape, dtype in tensors:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if group is None:
                 _receive_into(channel, _bytes(tensor))
             else:
-                _broadcast(group, tensor)
+                group.broadcast(tensor)
             yield name, tensor
         if group is None:
             channel.sendall(_TAKEN)
@@ -150,16 +151,65 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _nccl_group(store: dist.Store, rank: int, world: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, world, options)
+def by_nccl(device: torch.device) -> bool:
+    """Whether tensors reach this device by NCCL."""
+    return device.type == "cuda"
 
 
-def _broadcast(group: Any, tensor: Tensor) -> None:
-    if tensor.numel():
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, the device works on a stream of its own, so that training does not wait for a server."""
+    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+
+class _NCCLGroup:
+    """NCCL's group for one transfer.
+
+    NCCL only queues a broadcast, and a group that is dropped aborts what is still queued. So the group waits until the
+    device has done everything, and is shut down after that. After an error it is aborted at once.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 2 * TIMEOUT  # we notice first; NCCL would end the process
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def __enter__(self) -> _NCCLGroup:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._group.abort()
+            return
+        self._finish(0)
+        self._group.shutdown()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast from rank 0. What this thread queues on the device after it waits for it, but not this thread."""
+        if tensor.numel() == 0:
+            return
         # As bytes: not every backend supports every type.
-        group.broadcast([tensor.contiguous().view(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        work = self._group.broadcast([data], dist.BroadcastOptions())
+        work.wait()
+        self._under_way.append((work, data))
+        self._finish(1)  # the next one is copied to the device meanwhile
+
+    def _finish(self, left: int) -> None:
+        """Wait until no more than ``left`` broadcasts are under way.
+
+        Raises:
+            ConnectionError: one takes too long.
+        """
+        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        while len(self._under_way) > left:
+            if self._under_way[0][0].is_completed():
+                self._under_way.popleft()
+            elif time.monotonic() > deadline:
+                self._group.abort()
+                raise ConnectionError(f"NCCL has not sent a tensor within {TIMEOUT.total_seconds():g} s")
+            else:
+                time.sleep(0.0002)
 
 
 @contextmanager

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from async_rlhf.config import VLLMConfig
+from async_rlhf.config import OnlineConfig, VLLMConfig
 from async_rlhf.generation.protocol import Completions
+from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.loading import brings_code
+from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Prompt
 
 
@@ -35,6 +37,23 @@ class ModelSpec:
     """Whether vLLM must be able to free its memory."""
     max_length: int | None = None
     """Most tokens of prompt and response together; None for the model's own limit. vLLM reserves memory for these."""
+
+    @classmethod
+    def for_workers(
+        cls, config: OnlineConfig, policy: PreTrainedModel, parallel: Parallel, device: str, num_threads: int | None
+    ) -> ModelSpec:
+        """The policy of a run, for workers on ``device``."""
+        generation = config.generation
+        return cls(
+            parallel.architecture_of(policy),
+            policy.config,
+            getattr(torch, generation.dtype),
+            device,
+            num_threads,
+            autocast_dtype(config),
+            vllm=generation.vllm if generation.engine == "vllm" else None,
+            max_length=config.max_length,
+        )
 
     @property
     def brings_code(self) -> bool:

@@ -20,6 +20,7 @@ from async_rlhf.generation.inline import InlineVLLMGenerator
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.models.adapters import only_adapter, write_base
+from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.system import random_state
 
@@ -58,28 +59,22 @@ def check_engine(config: GenerationConfig) -> None:
 
 
 def inline_vllm(
-    config: GenerationConfig,
-    policy: PreTrainedModel,
-    params: SamplingParams,
-    trace: Trace,
-    autocast: torch.dtype | None,
-    max_length: int,
-    adapters_only: bool,
+    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, trace: Trace
 ) -> InlineVLLMGenerator:
     """vLLM in this process; see :class:`~async_rlhf.generation.inline.InlineVLLMGenerator`."""
     from async_rlhf.generation.vllm_engine import VLLMEngine
 
-    dtype, device = getattr(torch, config.dtype), policy.device
+    vllm, adapters_only, device = config.generation.vllm, config.lora.publish == "adapter", policy.device
     require(not device.index, "device", str(device), "must be the first GPU with vLLM inline")
-    spec = ModelSpec(type(policy), policy.config, dtype, device.type, vllm=config.vllm, max_length=max_length)
     # vLLM drops its weights when it sleeps, and nothing would load those below an adapter again.
-    sleep = config.vllm.sleep and device.type == "cuda" and not adapters_only
-    spec = replace(spec, sleeps=sleep)
+    sleep = vllm.sleep and device.type == "cuda" and not adapters_only
+    spec = replace(ModelSpec.for_workers(config, policy, ALONE, device.type, None), sleeps=sleep)
     with TemporaryDirectory() as folder:
         if adapters_only:
-            write_base(policy, Path(folder), dtype)
+            write_base(policy, Path(folder), spec.dtype)
             spec = replace(spec, base=folder, adapter=only_adapter(policy))
         before = random_state.capture()
-        vllm = VLLMEngine(spec, params)  # seeds every random generator of the process
+        engine = VLLMEngine(spec, params)  # seeds every random generator of the process
         random_state.restore(*before)
-    return InlineVLLMGenerator(vllm, trace, Agreement(config, params, dtype, autocast), sleep, adapters_only)
+    agreement = Agreement(config.generation, params, spec.dtype, spec.autocast)
+    return InlineVLLMGenerator(engine, trace, agreement, sleep, adapters_only)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parallel import launched_on_host
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import SamplingParams
@@ -38,14 +38,10 @@ class ProcessGenerator(RestartingGenerator):
     """Generator processes that share the prompts of every batch.
 
     Args:
+        config: of the run.
         policy: its architecture is built again in each process.
         params: how to sample.
-        config: how many processes, and where.
-        staleness: S; S + 1 snapshots are kept.
         trace: records generation.
-        autocast: see TransformersEngine.
-        max_length: most tokens of prompt and response together.
-        adapters_only: publish the policy's adapters, not its weights with the adapters merged.
         parallel: how the policy's weights are sharded over ranks.
     """
 
@@ -54,49 +50,38 @@ class ProcessGenerator(RestartingGenerator):
 
     def __init__(
         self,
+        config: OnlineConfig,
         policy: PreTrainedModel,
         params: SamplingParams,
-        config: GenerationConfig,
-        staleness: int,
         trace: Trace,
-        autocast: torch.dtype | None = None,
-        max_length: int | None = None,
-        adapters_only: bool = False,
         parallel: Parallel = ALONE,
     ) -> None:
-        dtype = getattr(torch, config.dtype)
-        device = parallel.device_of(policy)
-        devices = [worker_device(config.device, number, device) for number in range(config.workers)]
+        generation, adapters_only = config.generation, config.lora.publish == "adapter"
+        dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
+        devices = [worker_device(generation.device, number, device) for number in range(generation.workers)]
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
         kind = DeviceRing if shared else SnapshotRing
-        self.ring = kind.for_model(policy, dtype, staleness + 1, adapters_only, parallel)
+        self.ring = kind.for_model(policy, dtype, config.staleness + 1, adapters_only, parallel)
         architecture = parallel.architecture_of(policy)
         if architecture.__module__ == "__main__":
             raise ConfigError(
                 f"model: {architecture.__name__} is defined in the script itself, where generator processes cannot "
                 "find it; must be in a module of its own, or use staleness 0"
             )
-        spec = ModelSpec(
-            architecture,
-            policy.config,
-            dtype,
-            "cpu",
-            config.num_threads,
-            autocast,
-            vllm=config.vllm if config.engine == "vllm" else None,
-            max_length=max_length,
-        )
+        spec = ModelSpec.for_workers(config, policy, parallel, "cpu", generation.num_threads)
         self._base = tempfile.TemporaryDirectory() if adapters_only else None
         if self._base is not None:
             write_base(policy, Path(self._base.name), dtype)
             spec = replace(spec, base=self._base.name, adapter=only_adapter(policy))
-            config = replace(config, probe_steps=0)  # vLLM gives no log-probabilities of prompts with an adapter
+            config = replace(
+                config, generation=replace(generation, probe_steps=0)
+            )  # vLLM gives no log-probabilities of prompts with an adapter
         arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
         workers = [
             _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
-            for number in range(config.workers)
+            for number in range(generation.workers)
         ]
-        super().__init__(arrived, policy, params, workers, self.ring, config, trace, autocast, parallel)
+        super().__init__(arrived, config, policy, params, trace, parallel, self.ring, workers)
         # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
 

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
+from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.snapshots import Snapshots, differing
-from async_rlhf.ranks.parallel import ALONE, Parallel
+from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
@@ -51,36 +52,34 @@ class RemoteGenerator:
     Only rank 0 has workers. The other ranks use this class itself, without workers.
 
     Args:
+        config: of the run.
         policy: what they sample from.
         params: how to sample.
-        workers: at least one on rank 0.
-        snapshots: where the workers find the weights.
-        config: of generation.
         trace: records generation.
-        autocast: type that the learner computes in; None for that of its weights.
         parallel: how the policy's weights are sharded over ranks.
+        snapshots: where the workers find the weights.
+        workers: at least one on rank 0.
     """
 
     def __init__(
         self,
+        config: OnlineConfig,
         policy: PreTrainedModel,
         params: SamplingParams,
-        workers: Sequence[Worker],
-        snapshots: Snapshots,
-        config: GenerationConfig,
         trace: Trace,
-        autocast: torch.dtype | None = None,
-        parallel: Parallel = ALONE,
+        parallel: Parallel,
+        snapshots: Snapshots,
+        workers: Sequence[Worker] = (),
     ) -> None:
         self.parallel = parallel
         self.workers = workers
         self.snapshots = snapshots
-        self.config = config
+        self.config = config.generation
         self.trace = trace
-        self._autocast = autocast
-        self._probing = config.probe_steps > 0
+        self._autocast = autocast_dtype(config)
+        self._probing = self.config.probe_steps > 0
         self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
-        self.agreement = Agreement(config, params, getattr(torch, config.dtype), autocast, self.parallel)
+        self.agreement = Agreement(self.config, params, getattr(torch, self.config.dtype), self._autocast, parallel)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}

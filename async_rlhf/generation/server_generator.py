@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.secrets import masked
 from async_rlhf.generation.broadcast import Sender
 from async_rlhf.generation.messages import Reply, Request
@@ -48,14 +48,10 @@ class ServerGenerator(RemoteGenerator):
     """Servers that share the prompts of every batch.
 
     Args:
+        config: of the run.
         policy: the model they must serve; its weights are loaded before anything is sampled.
         params: how to sample.
-        config: where the servers are.
-        staleness: S; S + 1 snapshots are kept.
         trace: records generation.
-        folder: where learner and servers find the weights; it belongs to this run, which deletes it at start and end.
-        max_length: most tokens of prompt and response together.
-        autocast: type that the learner computes in; None for that of its weights.
         parallel: how the policy's weights are sharded over ranks.
 
     Raises:
@@ -66,41 +62,42 @@ class ServerGenerator(RemoteGenerator):
 
     def __init__(
         self,
+        config: OnlineConfig,
         policy: PreTrainedModel,
         params: SamplingParams,
-        config: GenerationConfig,
-        staleness: int,
         trace: Trace,
-        folder: Path,
-        max_length: int,
-        autocast: torch.dtype | None = None,
         parallel: Parallel = ALONE,
     ) -> None:
-        described = [check_server(url, policy.config, config, max_length) for url in config.urls]
-        run, dtype = uuid.uuid4().hex[:12], getattr(torch, config.dtype)
+        generation, slots = config.generation, config.staleness + 1
+        urls, dtype = generation.urls, getattr(torch, generation.dtype)
+        described = [check_server(url, policy.config, generation, config.max_length) for url in urls]
+        run = uuid.uuid4().hex[:12]
         snapshots: SnapshotFolder | SnapshotRing
-        if config.weights_transport == "folder":
+        if generation.weights_transport == "folder":
+            folder = Path(config.output_dir) / "weights"
+            if generation.weights_dir is not None:  # several runs may use it
+                folder = Path(generation.weights_dir) / f"async_rlhf-{run}"
             try:
-                snapshots = SnapshotFolder(folder.absolute(), dtype, staleness + 1)
+                snapshots = SnapshotFolder(folder.absolute(), dtype, slots)
             except OSError as error:
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
-            transports: list[_Transport] = [_FolderTransport(snapshots) for _ in config.urls]
+            transports: list[_Transport] = [_FolderTransport(snapshots) for _ in urls]
         else:
-            snapshots = SnapshotRing.for_model(policy, dtype, staleness + 1, parallel=parallel)
+            snapshots = SnapshotRing.for_model(policy, dtype, slots, parallel=parallel)
             transports = [
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
-                for url, processes in zip(config.urls, described, strict=True)
+                for url, processes in zip(urls, described, strict=True)
             ]
         self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
         vocabulary = policy.get_input_embeddings().num_embeddings
-        key = key_of(config)
+        key = key_of(generation)
         workers = [
             _Server(
                 number, url, key, run, params, snapshots, transport, vocabulary, lambda *one: self._arrived.put(one)
             )
-            for number, (url, transport) in enumerate(zip(config.urls, transports, strict=True))
+            for number, (url, transport) in enumerate(zip(urls, transports, strict=True))
         ]
-        super().__init__(policy, params, workers, snapshots, config, trace, autocast, parallel)
+        super().__init__(config, policy, params, trace, parallel, snapshots, workers)
 
     def _wait(self, seconds: float) -> bool:
         try:

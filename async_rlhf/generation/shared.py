@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models.precision import autocast_dtype
+from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Prompt
 
@@ -62,5 +62,5 @@ def shared_engine(
     config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
 ) -> SharedEngine:
     """The engine on the learner's own policy, on every rank of the learner."""
-    engine = TransformersEngine(policy, params, autocast=autocast_dtype(config), device=parallel.device)
-    return SharedEngine(engine, parallel)
+    autocast = autocast_dtype(config)
+    return SharedEngine(TransformersEngine(policy, params, autocast=autocast, device=parallel.device), parallel)

@@ -22,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_rlhf.generation.broadcast import receive
+from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.snapshots import digests
 
 
@@ -85,9 +86,10 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
                 parameter.fill_(float("nan"))
         with _new_memory_is_nan():
             initialize_layerwise_reload(model)
-            model.load_weights(handing_over())
+            model.load_weights(as_in_checkpoints(config.model_config.hf_text_config, handing_over()))
             finalize_layerwise_reload(model, config.model_config)
         _pack_tied(model, packed)
+        _pack_experts(model)
         nan = [name for name in packed if _holds_nan(model.get_submodule(name), config.model_config.dtype)]
     stale = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
     stale += [name for name, gemm in _packed(model).items() if gemm is packed.get(name) or name in nan]
@@ -116,7 +118,8 @@ def _new_memory_is_nan() -> Iterator[None]:
 
 def _holds_nan(layer: Any, dtype: torch.dtype) -> bool:
     """Whether a packed weight holds NaN. It cannot be read, but its product with zeros shows NaN."""
-    size = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size_per_partition
+    sizes = ("embedding_dim", "input_size_per_partition", "input_size")  # a replicated layer has only the last
+    size = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
     return bool(layer.cpu_linear(torch.zeros(1, size, dtype=dtype), layer.weight, None).isnan().any())
 
 
@@ -130,3 +133,12 @@ def _pack_tied(model: nn.Module, before: Mapping[str, Any]) -> None:
     for name, module in model.named_modules():
         if name in before and module.cpu_linear is before[name] and module.weight.numel() > 0:
             module.quant_method.process_weights_after_loading(module)
+
+
+def _pack_experts(model: nn.Module) -> None:
+    """Pack the experts of mixtures again: on a CPU, vLLM 0.32 does so when it loads its first weights only."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if experts is not None and type(experts).__module__.endswith(".cpu_moe"):
+            experts.process_weights_after_loading(module)

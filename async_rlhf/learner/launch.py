@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -49,17 +50,43 @@ def start_ranks(config: OnlineConfig) -> Ranks:
     if uses_gpu(config):
         right = "the variable LOCAL_RANK must say which GPU of its host a rank takes"
         require("LOCAL_RANK" in os.environ, "device", config.device, right)
-        right = f"host {os.uname().nodename} has {torch.cuda.device_count()} GPUs for {on_host} ranks"
-        require(torch.cuda.device_count() >= on_host, "device", config.device, right)
-        torch.cuda.set_device(local)
+        gpus = torch.cuda.device_count()
+        right = f"host {os.uname().nodename} has {gpus} GPUs for {on_host} ranks"
+        require(gpus == 1 or gpus >= on_host, "device", config.device, right)
+        torch.cuda.set_device(_gpu_of(local))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if uses_gpu(config) else "cpu:gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
         # A thread of gloo's that still holds a tensor of Python's would abort the interpreter as it ends.
         atexit.register(dist.destroy_process_group)
-    return Ranks(
-        dist.get_rank(), dist.get_world_size(), local, on_host, dist.new_group(timeout=_FOR_EVER, backend="gloo")
-    )
+    group = dist.new_group(timeout=_FOR_EVER, backend="gloo")
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), local, on_host, group)
+    if uses_gpu(config):
+        mine = (os.uname().nodename, str(torch.cuda.get_device_properties(_gpu_of(local)).uuid))
+        check_own_gpus(ranks.gather("GPUs", mine))
+    return ranks
+
+
+def _gpu_of(local_rank: int) -> int:
+    """The GPU of a rank, as this process counts them: some launchers, such as SLURM with --gpus-per-task, show every
+    rank only its own.
+    """
+    return 0 if torch.cuda.device_count() == 1 else local_rank
+
+
+def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
+    """Require that no two ranks have the same GPU.
+
+    Args:
+        gpus: host and GPU of every rank.
+
+    Raises:
+        ConfigError: two have.
+    """
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        right = "must be a GPU for each rank: show every rank all GPUs of its host, or only its own"
+        require(first == rank, "device", f"the same GPU of host {gpu[0]} for ranks {first} and {rank}", right)
 
 
 def uses_gpu(config: OnlineConfig) -> bool:
@@ -70,5 +97,5 @@ def uses_gpu(config: OnlineConfig) -> bool:
 def rank_device(config: OnlineConfig, ranks: Ranks) -> torch.device:
     """The device of this rank: of several on GPUs, that of its number on the host."""
     if ranks.count > 1:
-        return torch.device("cuda", ranks.local_rank) if uses_gpu(config) else torch.device("cpu")
+        return torch.device("cuda", _gpu_of(ranks.local_rank)) if uses_gpu(config) else torch.device("cpu")
     return torch.device(config.device) if config.device else default_device()

@@ -23,13 +23,13 @@ from async_rlhf.learner.monitor import RatioMonitor
 from async_rlhf.models.adapters import adapters_off, has_adapters
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
+    autocast_dtype,
     end_values,
     head_in_float32,
     response_logprobs,
     response_values,
 )
 from async_rlhf.models.loading import disable_dropout
-from async_rlhf.models.precision import autocast_dtype
 from async_rlhf.models.rows import by_length, dealt, sampled_rows
 from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.ranks.loss_scale import LossScale

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from async_rlhf.config import OnlineConfig
 from async_rlhf.models.logprobs import entropies, selected_logprobs
 from async_rlhf.models.rows import by_length, pad_rows
 from async_rlhf.types import PolicyOutput
@@ -55,6 +56,11 @@ class _OutOfAutocast:
     def after(self, *_: Any) -> None:
         if self._contexts:  # it is called even if something before it failed
             self._contexts.pop().__exit__(None, None, None)
+
+
+def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
+    """The type that the learner computes in; None for that of its weights."""
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
 def head_in_float32(model: PreTrainedModel) -> None:

@@ -149,8 +149,10 @@ class SnapshotRing:
 
     Args:
         specs: the tensors of one snapshot.
+        slot_bytes: of one snapshot.
         slots: S + 1. The number of the newest version is stored before the first slot.
-        fd: the memory, if another process made it.
+        memory: all slots, as uint8.
+        fd: the file descriptor of the memory; -1 for none.
         adapters_only: see iterate_weights.
     """
 
@@ -159,17 +161,12 @@ class SnapshotRing:
         specs: tuple[TensorSpec, ...],
         slot_bytes: int,
         slots: int,
-        fd: int | None = None,
+        memory: Tensor,
+        fd: int = -1,
         adapters_only: bool = False,
     ) -> None:
         self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
-        size = _ALIGNMENT + slot_bytes * slots
-        self.fd = _nameless_file(size) if fd is None else fd
-        self._memory = mmap.mmap(self.fd, size)
-        # Touch every page now, or the first publications would wait for the kernel to allocate them.
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        if fd is None:
-            self._bytes.zero_()
+        self._bytes, self.fd = memory, fd
         self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -186,7 +183,17 @@ class SnapshotRing:
         parallel: Parallel = ALONE,
     ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
-        return cls(*layout(model, dtype, adapters_only, parallel), slots, adapters_only=adapters_only)
+        specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
+        memory = cls._allocated(_ALIGNMENT + slot_bytes * slots, model)
+        return cls(specs, slot_bytes, slots, *memory, adapters_only=adapters_only)
+
+    @staticmethod
+    def _allocated(size: int, model: nn.Module) -> tuple[Tensor, int]:
+        """Memory and its file descriptor. Every page is touched now, or the first publications would wait for the
+        kernel to allocate them.
+        """
+        fd = _nameless_file(size)
+        return _mapped(fd).zero_(), fd
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
@@ -220,41 +227,15 @@ class SnapshotRing:
 class DeviceRing(SnapshotRing):
     """The same in memory of the learner's device, shared by CUDA IPC on a GPU: for workers on that device, so nothing
     crosses the bus.
-
-    Args:
-        specs: the tensors of one snapshot.
-        memory: the memory of all slots.
     """
-
-    def __init__(
-        self,
-        specs: tuple[TensorSpec, ...],
-        slot_bytes: int,
-        slots: int,
-        memory: Tensor,
-        adapters_only: bool = False,
-    ) -> None:
-        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
-        self._bytes, self.fd = memory, -1
-        self.published = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild, arguments = reduce_tensor(self._bytes)
         return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
 
-    @classmethod
-    def for_model(
-        cls,
-        model: nn.Module,
-        dtype: torch.dtype,
-        slots: int,
-        adapters_only: bool = False,
-        parallel: Parallel = ALONE,
-    ) -> DeviceRing:
-        specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
-        device = next(model.parameters()).device
-        memory = torch.zeros(_ALIGNMENT + slot_bytes * slots, dtype=torch.uint8, device=device)
-        return cls(specs, slot_bytes, slots, memory, adapters_only)
+    @staticmethod
+    def _allocated(size: int, model: nn.Module) -> tuple[Tensor, int]:
+        return torch.zeros(size, dtype=torch.uint8, device=next(model.parameters()).device), -1
 
 
 class SnapshotFolder:
@@ -373,7 +354,8 @@ def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]
 
 
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
-    return SnapshotRing(specs, slot_bytes, slots, fd.detach())
+    own = fd.detach()
+    return SnapshotRing(specs, slot_bytes, slots, _mapped(own), own)
 
 
 def _attach_device(
@@ -386,6 +368,10 @@ def _attach_device(
 
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+
+
+def _mapped(fd: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
 
 
 def _nameless_file(size: int) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,7 +17,7 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.generation.shared import SharedEngine
-from async_rlhf.models.precision import autocast_dtype
+from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
@@ -56,31 +54,20 @@ def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, thr
         threads: CPU threads of each generator process.
     """
     policy, params, parallel = engine.model, engine.params, engine.parallel
-    autocast = autocast_dtype(config)
-    generation = replace(config.generation, num_threads=threads)
-    max_length = config.max_prompt_length + generation.response_length
-    adapters_only = config.lora.publish == "adapter"
-    if config.placement == "inline" and generation.engine == "transformers":
-        return InlineGenerator(engine, trace, Agreement(generation, params, torch.float32, autocast, parallel))
+    config = replace(config, generation=replace(config.generation, num_threads=threads))
+    if config.placement == "inline" and config.generation.engine == "transformers":
+        autocast = autocast_dtype(config)
+        return InlineGenerator(engine, trace, Agreement(config.generation, params, torch.float32, autocast, parallel))
     if config.placement == "inline":
-        return inline_vllm(generation, policy, params, trace, autocast, max_length, adapters_only)
+        return inline_vllm(config, policy, params, trace)
     if not parallel.ranks.leads:
-        left = NoSnapshots(adapters_only)
-        return RemoteGenerator(policy, params, (), left, generation, trace, autocast, parallel)
+        return RemoteGenerator(config, policy, params, trace, parallel, NoSnapshots(config.lora.publish == "adapter"))
     if config.launch == "ray":
         from async_rlhf.cluster.ray_generation import RayGenerator
 
         return RayGenerator(config, policy, params, trace, parallel)
-    if config.placement == "server":
-        folder = Path(config.output_dir) / "weights"
-        if generation.weights_dir is not None:  # several runs may use it
-            folder = Path(generation.weights_dir) / f"async_rlhf-{uuid.uuid4().hex[:12]}"
-        return ServerGenerator(
-            policy, params, generation, config.staleness, trace, folder, max_length, autocast, parallel
-        )
-    return ProcessGenerator(
-        policy, params, generation, config.staleness, trace, autocast, max_length, adapters_only, parallel
-    )
+    kind = ServerGenerator if config.placement == "server" else ProcessGenerator
+    return kind(config, policy, params, trace, parallel)
 
 
 def make_scorer(

@@ -157,7 +157,10 @@ def _build(
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     reward_checksum = None if models.reward is None else checksum(named_weights(models.reward))
-    learner = _make_learner(config, algorithm, models, parallel, folder.checkpoint, resumed)
+    load = None
+    if folder.checkpoint is not None and resumed is not None:
+        load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
+    learner = Learner(models.policy, models.reference, algorithm, config, models.value, parallel, load)
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
     temperature = config.eval_temperature or config.generation.temperature
     one_each = replace(models.params, samples_per_prompt=1, temperature=temperature)
@@ -316,20 +319,6 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         top_p=generation.top_p,
         top_k=generation.top_k,
     )
-
-
-def _make_learner(
-    config: OnlineConfig,
-    algorithm: Algorithm,
-    models: _Models,
-    parallel: Parallel,
-    checkpoint: Path | None,
-    resumed: ResumeState | None,
-) -> Learner:
-    load = None
-    if checkpoint is not None and resumed is not None:
-        load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    return Learner(models.policy, models.reference, algorithm, config, models.value, parallel, load)
 
 
 def _restore(run: Run, resumed: ResumeState) -> None:

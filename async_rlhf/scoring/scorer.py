@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.models.forward import score_batch, score_in_batches
-from async_rlhf.models.precision import autocast_dtype
+from async_rlhf.models.forward import autocast_dtype, score_batch, score_in_batches
 from async_rlhf.models.rows import dealt
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.scoring.functions import (

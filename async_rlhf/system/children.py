@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 NO_RANK: Mapping[str, str | None] = dict.fromkeys(OF_A_RANK)
 """Changes of the environment so that a process does not count as a rank."""
 
+_NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""With flash-attn installed, importing transformers asks whether there is a GPU. torch would initialise CUDA to find
+out, and no process forked after that could use it; with this, it asks the driver's library instead."""
+
 
 def context_of(method: str = "forkserver") -> Any:
     """multiprocessing's context for "forkserver" or "spawn".
@@ -47,6 +51,8 @@ def start_process(
         method: of its context.
         environment: variables to change; None deletes one. (A fork server keeps those of its own start.)
     """
+    if method == "forkserver":
+        environment = {**environment, **_NO_CUDA_YET}
     with _main_left_alone(), _endings_blocked(), _environment_changed(environment):
         try:
             process.start()

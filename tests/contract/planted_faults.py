@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from tiny import Drawn, all_drawn, answered, tiny_config
 
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation import transformers_engine as engine_module
 from async_rlhf.generation.agreement import Agreement
@@ -35,6 +36,7 @@ from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models.snapshots import SnapshotRing, named_weights
+from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Prompt
 
@@ -84,13 +86,13 @@ class HereGenerator(RemoteGenerator):
     """All of a remote generator but the process."""
 
     def __init__(self, policy: GPTNeoXForCausalLM, counter_based: bool) -> None:
-        config = GenerationConfig(mismatch_samples=COMPARED, probe_steps=0)
+        config = OnlineDPOConfig(generation=GenerationConfig(mismatch_samples=COMPARED, probe_steps=0))
         ring = SnapshotRing.for_model(policy, torch.float32, 1)
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
         self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
-        super().__init__(policy, PARAMS, [HereWorker(self.handler)], ring, config, Trace())
+        super().__init__(config, policy, PARAMS, Trace(), ALONE, ring, [HereWorker(self.handler)])
         if not counter_based:  # as of vLLM, whose random numbers are its own
-            self.agreement = Agreement(replace(config, engine="vllm"), PARAMS, torch.float32, None)
+            self.agreement = Agreement(replace(self.config, engine="vllm"), PARAMS, torch.float32, None)
 
     def _wait(self, seconds: float) -> bool:
         worker = self.workers[0]

@@ -86,10 +86,9 @@ def test_a_replay_takes_the_versions_of_the_record(tmp_path, make_policy, tokeni
 
 def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer, prompts, make_args):
     """Stopped before it can start on batch 2, it finds version 1 when it goes on."""
-    generation = make_args(generation={"placement": "process"}).generation
-    policy = make_policy()
+    args, policy = make_args(generation={"placement": "process"}), make_policy()
     stream = PromptStream(prompts, tokenizer)
-    generator = ProcessGenerator(policy, SamplingParams(2, 0.7, 8, (256,), 0), generation, 1, Trace())
+    generator = ProcessGenerator(args, policy, SamplingParams(2, 0.7, 8, (256,), 0), Trace())
     try:
         generator.publish(policy, 0)
         generator.submit(1, None, stream.batch(1, 4))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.cli import COMMANDS
+from async_rlhf.cli import COMMANDS, _find
 from async_rlhf.config.parsing import make_parser
 from async_rlhf.run.config import RunConfig
 
@@ -69,8 +68,7 @@ SHORT = {"config", "dry", "resume", "resume-from", "reward", "help", "command", 
 
 def options_of(command: str) -> set[str]:
     """What its parser knows, of every algorithm."""
-    module, _, name = COMMANDS[command].config.partition(":")
-    kind = getattr(import_module(module), name)
+    kind = _find(COMMANDS[command].config)
     kinds = [RunConfig.of(algorithm) for algorithm in BUILT_IN] if kind is RunConfig else [kind]
     parsers = [make_parser(kind, command) for kind in kinds]
     return {

@@ -28,7 +28,7 @@ from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_work
 from tiny import count_letters
 from transformers import TrainerCallback
 
-from async_rlhf import GenerationConfig, OnlineDPOTrainer
+from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
@@ -101,8 +101,8 @@ def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy,
 @contextmanager
 def large_answer(policy, tokenizer, prompts, **generation):
     """A generator that samples 6400 completions for batch 1, more than a pipe holds; and its prompts."""
-    config = GenerationConfig(placement="process", num_threads=1, **generation)
-    generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), config, 0, Trace())
+    args = OnlineDPOConfig(staleness=0, generation=GenerationConfig(placement="process", num_threads=1, **generation))
+    generator = ProcessGenerator(args, policy, SamplingParams(400, 0.7, 48, (256,), 0), Trace())
     stream = PromptStream(prompts, tokenizer)
     with closing(generator):
         generator.publish(policy, 0)
@@ -224,7 +224,7 @@ def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, token
     """The worker reads what lies in shared memory; here something tears it after publication."""
     args = make_args(staleness=0, generation={"placement": "process"})
     policy, params = make_policy(), SamplingParams(2, 0.7, 4, (256,), 0)
-    generator = ProcessGenerator(policy, params, args.generation, 0, Trace())
+    generator = ProcessGenerator(args, policy, params, Trace())
     try:
         generator.publish(policy, 0)
         next(iter(generator.ring.views(0).values()))[0] += 1
@@ -343,8 +343,8 @@ def test_a_generator_is_restarted_although_the_fork_server_is_gone(
 
 def test_a_busy_generator_does_not_outlive_its_run_although_the_fork_server_is_dead(make_policy, tokenizer, prompts):
     """Then nothing tells whether it lives: multiprocessing believes it dead, and kills it no more."""
-    config, policy = GenerationConfig(num_threads=1), make_policy()
-    generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), config, 0, Trace())
+    config, policy = OnlineDPOConfig(generation=GenerationConfig(num_threads=1)), make_policy()
+    generator = ProcessGenerator(config, policy, SamplingParams(400, 0.7, 48, (256,), 0), Trace())
     with closing(generator):
         generator.publish(policy, 0)
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2000))  # minutes of work
@@ -524,14 +524,14 @@ import sys
 import termios
 sys.path.insert(0, {tests!r})
 import tiny
-from async_rlhf.config import GenerationConfig
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.reports.trace import Trace
 from transformers import GPTNeoXForCausalLM
 policy = GPTNeoXForCausalLM(tiny.tiny_config())
-generator = ProcessGenerator(policy, SamplingParams(400, 0.7, 48, (256,), 0), GenerationConfig(), 0, Trace())
+generator = ProcessGenerator(OnlineDPOConfig(), policy, SamplingParams(400, 0.7, 48, (256,), 0), Trace())
 generator.publish(policy, 0)
 generator.submit(1, 0, PromptStream([{{"query": "def f():"}}], tiny.byte_tokenizer()).batch(1, 500))
 raise RuntimeError("while the generator samples")

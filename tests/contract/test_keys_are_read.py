@@ -25,10 +25,10 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.cli import COMMANDS, _find
 from async_rlhf.commands import serve
+from async_rlhf.commands.config import MigrateConfig, run_config
 from async_rlhf.commands.data import run_data
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.generate import run_generate
-from async_rlhf.commands.migrate import MigrateConfig, run_migrate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.plan import run_plan
 from async_rlhf.commands.quickstart import stage_configs
@@ -211,7 +211,7 @@ def _stages(inputs: Inputs) -> None:
         nobody = JudgeConfig("http://127.0.0.1:9/v1", "m", max_retries=0)
         PairwiseJudge(nobody, inputs.folder / "verdicts.jsonl").outcomes([Pair("p", "a", "b")], "judging")
     (inputs.folder / "original.yml").write_text(ORIGINAL)
-    run_migrate(MigrateConfig(inputs["original.yml"], algorithm="online_dpo", output=inputs["ours.yml"]))
+    run_config(MigrateConfig(inputs["original.yml"], algorithm="online_dpo", output=inputs["ours.yml"]))
 
 
 ORIGINAL = """sft_model_path: a

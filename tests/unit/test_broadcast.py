@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -28,12 +31,12 @@ TENSORS = {
 }
 
 
-def transfer(receivers: int, before=lambda invitation: None) -> list[dict[str, torch.Tensor]]:
+def transfer(receivers: int, before=lambda invitation: None, backend: str = "tcp") -> list[dict[str, torch.Tensor]]:
     """Send TENSORS to receivers in threads. ``before`` is called once the door is open."""
     sender = Sender(URL, receivers, CPU)
     invitation = sender.invitation(TENSORS)
     before(invitation)
-    assert invitation.pop("backend") == "tcp"
+    assert invitation.pop("backend") == backend
     found: dict[int, dict[str, torch.Tensor]] = {}
 
     def take(rank: int) -> None:
@@ -151,3 +154,107 @@ def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():
             ours.set(key, value)
             for store in theirs:
                 assert store.get(key) == value
+
+
+class SlowWork:
+    """As NCCL's: waiting for it only orders the device's work, and the bytes arrive later."""
+
+    def __init__(self, group: SlowGroup, work: dist.Work) -> None:
+        self.group, self.work, self.since = group, work, time.monotonic()
+        group.under_way.append(self)
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        if time.monotonic() < self.since + 0.05:
+            return False
+        self.work.wait()
+        if self in self.group.under_way:
+            self.group.under_way.remove(self)
+        return True
+
+
+class SlowGroup:
+    """In the place of NCCL's group: gloo's, which really sends, but late; it records what becomes of it."""
+
+    class Options:
+        pass
+
+    made: ClassVar[list[SlowGroup]] = []
+    store: ClassVar[dist.Store]
+
+    def __init__(self, store: dist.Store, rank: int, world: int, options: object) -> None:
+        # Gloo's ranks all write to the store, NCCL's first one only: it is not the one that is forwarded.
+        self.group = dist.ProcessGroupGloo(self.store, rank, world, timedelta(seconds=60))
+        self.under_way: list[SlowWork] = []
+        self.end, self.rank, self.on_own_stream = "dropped", rank, []
+        self.made.append(self)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> SlowWork:
+        self.on_own_stream.append(STREAM.entered)
+        return SlowWork(self, self.group.broadcast(tensors, options))
+
+    def shutdown(self) -> None:
+        self.end = f"shut down with {len(self.under_way)} under way"
+
+    def abort(self) -> None:
+        self.end = "aborted"
+
+
+class Stream(threading.local):
+    entered = False
+
+    @contextmanager
+    def enter(self, device: torch.device) -> Iterator[None]:
+        self.entered = True
+        yield
+        self.entered = False
+
+
+STREAM = Stream()
+
+
+@pytest.fixture
+def slow_groups(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SlowGroup, raising=False)
+    monkeypatch.setattr(broadcast, "by_nccl", lambda device: True)
+    monkeypatch.setattr(broadcast, "own_stream", STREAM.enter)
+    monkeypatch.setattr(SlowGroup, "made", [])
+    monkeypatch.setattr(SlowGroup, "store", dist.HashStore(), raising=False)
+    return SlowGroup.made
+
+
+def test_a_group_is_shut_down_only_when_the_device_has_sent_everything(slow_groups):
+    """A group of NCCL's that is dropped earlier aborts the transfer, and the last tensor arrives torn."""
+    taken = transfer(2, backend="nccl")
+    assert len(taken) == 2
+    for tensors in taken:
+        for name, tensor in TENSORS.items():
+            assert torch.equal(tensors[name], tensor), name
+    assert [group.end for group in slow_groups] == ["shut down with 0 under way"] * 3
+    for group in slow_groups:
+        assert set(group.on_own_stream) == {group.rank == 0}  # the learner trains on the other stream
+
+
+def test_a_transfer_that_does_not_end_is_aborted(slow_groups, monkeypatch):
+    monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(SlowWork, "is_completed", lambda self: False)
+    sender = Sender(URL, 1, CPU)
+    fields = sender.invitation(TENSORS)
+    fields.pop("backend")
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            list(receive(rank=1, device=CPU, **fields))
+        except ConnectionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    with pytest.raises(ConnectionError, match="has not sent a tensor within 2 s"):
+        sender.send(TENSORS)
+    thread.join(timeout=30)
+    assert len(errors) == 1
+    assert [group.end for group in slow_groups] == ["aborted"] * 2

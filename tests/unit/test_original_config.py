@@ -13,7 +13,7 @@ import yaml
 from tiny import PROMPTS
 
 from async_rlhf import cli
-from async_rlhf.commands.migrate import MigrateConfig, migrate
+from async_rlhf.commands.config import MigrateConfig, migrate
 from async_rlhf.compat.original import common, parse_either, translate
 from async_rlhf.compat.original.keys import KEYS
 from async_rlhf.compat.original.translation import our_default

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from tiny import PROMPTS, new_args
 
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerationConfig, JudgeConfig
@@ -162,7 +163,7 @@ def test_a_servers_own_password_is_sent_else_the_key_and_neither_is_said(make_po
             assert set(Refusing.seen) == {sent}
             Refusing.seen.clear()
     with pytest.raises(ConfigError, match="no server answers at") as caught:
-        ServerGenerator(policy, None, served(), 0, None, None, 10)
+        ServerGenerator(OnlineDPOConfig(generation=served()), policy, None, None)
     assert clean(str(caught.value))
     assert clean(caplog.text)
 

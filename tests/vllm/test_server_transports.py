@@ -9,6 +9,7 @@ import pytest
 from conftest import PARAMS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, same_metrics, served_by
 from tiny import PROMPTS, drawn
 
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError
 from async_rlhf.generation.server_generator import ServerGenerator
@@ -57,7 +58,13 @@ def test_two_runs_on_one_server_never_get_each_others_tokens(server, tmp_path):
     config = GenerationConfig(engine="vllm", **served_by(server) | {"timeout": 120.0}, response_length=60)
     policies, prompts = [new_policy(1), new_policy(2)], prompts_of(8)
     generators = [
-        ServerGenerator(policy, params, config, 0, Trace(), tmp_path / str(i), 96) for i, policy in enumerate(policies)
+        ServerGenerator(
+            OnlineDPOConfig(output_dir=str(tmp_path / str(i)), staleness=0, max_prompt_length=36, generation=config),
+            policy,
+            params,
+            Trace(),
+        )
+        for i, policy in enumerate(policies)
     ]
 
     def sample(i: int) -> list[tuple[tuple[int, ...], ...]]:

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import BATCHES, LONG, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, worker_pids
+import torch
+from conftest import BATCHES, LONG, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, widen, worker_pids
 from faulty_vllm import run_faulty_worker
 from tiny import PROMPTS
-from transformers import TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from async_rlhf import LoRAConfig
 from async_rlhf.generation import process
@@ -138,3 +139,23 @@ def test_wrong_weights_stop_the_run_in_the_first_batch(make_args, tokenizer, mon
         run(args, tokenizer, PROMPTS)
     assert [row["batch"] for row in metrics_of(args.output_dir)] == [1, 2]
     assert worker_pids() == set()
+
+
+def mixture(kind: str, seed: int = 0) -> torch.nn.Module:
+    """A tiny mixture of experts."""
+    sizes = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 96}
+    torch.manual_seed(seed)
+    if kind == "mixtral":
+        return widen(MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return widen(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_mixture_of_experts_is_loaded_as_from_its_checkpoint(kind, make_args, tokenizer):
+    """transformers holds all experts in one tensor, under a name that no checkpoint has: vLLM would not know it."""
+    args = make_args(generation={"mismatch_samples": 8}, total_episodes=24, learning_rate=1e-2)
+    metrics = run(args, tokenizer, PROMPTS, mixture(kind))
+    assert [row["schedule/version"] for row in metrics] == [0, 0, 1]
+    assert max(row["engine/logprob_difference"] for row in metrics) < 1e-3

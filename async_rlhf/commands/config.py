@@ -11,10 +11,10 @@ from async_rlhf.compat.original import as_yaml, translate
 from async_rlhf.config import evaluation, stages
 from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
 from async_rlhf.config.yaml_text import read_yaml
-from async_rlhf.run import config as run_config
+from async_rlhf.run.config import RunConfig
 
 KINDS: dict[str, type[Checked]] = {
-    "train": run_config.RunConfig,
+    "train": RunConfig,
     "sft": stages.SFTConfig,
     "reward": stages.RewardConfig,
     "relabel": stages.RelabelConfig,
@@ -55,7 +55,7 @@ class MigrateConfig(Checked):
         require(self.output is None or not Path(self.output).exists(), "output", self.output, right)
 
 
-def run_migrate(config: MigrateConfig) -> None:
+def run_config(config: MigrateConfig) -> None:
     """Write the file, or print it."""
     text = migrate(config)
     if config.output is None:

@@ -1,0 +1,65 @@
+"""Child processes start from a server that has not touched a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch
+
+asked = []
+torch.cuda.is_available = lambda: asked.append(torch.cuda._nvml_based_avail()) or False
+import async_rlhf.generation.worker
+print(asked)
+"""
+
+IN_A_CHILD = """
+import torch
+from async_rlhf.system.children import context_of, start_process
+
+def answer(pipe):
+    pipe.send(torch.cuda._nvml_based_avail())
+
+if __name__ == "__main__":
+    sys_context = context_of("{method}")
+    ours, theirs = sys_context.Pipe()
+    start_process(sys_context.Process(target=child.answer, args=(theirs,), daemon=True), "child", "{method}")
+    print(ours.recv(), torch.cuda._nvml_based_avail())
+"""
+
+
+@pytest.fixture
+def with_flash_attn(tmp_path):
+    """A folder that looks like an installed flash-attn."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    info = tmp_path / "flash_attn-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (info / "top_level.txt").write_text("flash_attn\n")
+    return tmp_path
+
+
+def run(program: str, folder: Path, **environment: str) -> str:
+    root = str(Path(__file__).parents[2])
+    found = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{folder}:{root}", "HOME": str(folder), **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=found, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_worker_asks_for_a_gpu_only_in_the_way_that_leaves_forks_alone(with_flash_attn):
+    """If torch itself counted the GPUs, every process forked afterwards could use none."""
+    assert run(PROGRAM, with_flash_attn) == "[False]"  # what would poison the fork server
+    assert run(PROGRAM, with_flash_attn, PYTORCH_NVML_BASED_CUDA_CHECK="1") == "[True]"
+
+
+def test_the_fork_server_asks_in_that_way(tmp_path):
+    (tmp_path / "child.py").write_text(IN_A_CHILD.format(method="forkserver").partition("if __name__")[0])
+    program = "import child\n" + IN_A_CHILD.format(method="forkserver")
+    assert run(program, tmp_path) == "True False"

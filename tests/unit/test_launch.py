@@ -1,0 +1,24 @@
+"""Each rank of the learner has a GPU of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.config import ConfigError, ParallelConfig
+from async_rlhf.learner.launch import check_own_gpus, rank_device
+from async_rlhf.ranks.collectives import Ranks
+
+
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (2, 1), (8, 1)])
+def test_a_rank_that_sees_one_gpu_takes_it_and_else_that_of_its_number(visible, index, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    config = OnlineDPOConfig(parallel=ParallelConfig(ranks=2), device="cuda")
+    assert rank_device(config, Ranks(1, 2, local_rank=1, local_count=2)) == torch.device("cuda", index)
+
+
+def test_two_ranks_on_one_gpu_are_an_error():
+    check_own_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")])
+    with pytest.raises(ConfigError, match=r"device: got 'the same GPU of host b for ranks 1 and 2'; must be a GPU for"):
+        check_own_gpus([("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-1")])
