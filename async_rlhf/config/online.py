@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +36,7 @@ MAX_COEFFICIENT = 1e15
 _STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
 _FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {_STAYS}")
 _KEPT = "it decides what is kept, not what is trained"
+_EPISODES = 131_072
 
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
@@ -88,8 +90,10 @@ class OnlineConfig(Checked):
     never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
     replay_from: str | None = None
     """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
-    total_episodes: int = key(131_072, at_least(1), may_change="the run becomes longer")
+    total_episodes: int = key(_EPISODES, at_least(1), may_change="the run becomes longer")
     """Prompts to train on in all; a multiple of the batch."""
+    num_train_epochs: float | None = key(None, above(0), may_change="the run becomes longer")
+    """Passes over the rows of the training data instead, rounded up to whole batches; null for total_episodes."""
     samples_per_prompt: int = key(2, at_least(1))
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
     per_device_train_batch_size: int = key(8, at_least(1))
@@ -200,8 +204,11 @@ class OnlineConfig(Checked):
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
+        by_passes, said = self.num_train_epochs is not None, self.total_episodes != _EPISODES
+        right = f"must be null with total_episodes {self.total_episodes}: both say how long the run is"
+        require(not (by_passes and said), "num_train_epochs", self.num_train_epochs, right)
         require(
-            self.total_episodes % self.batch_size == 0,
+            by_passes or self.total_episodes % self.batch_size == 0,
             "total_episodes",
             self.total_episodes,
             f"must be a multiple of the batch of {self.batch_size} prompts (per_device_train_batch_size "
@@ -306,9 +313,18 @@ class OnlineConfig(Checked):
         """Most tokens of prompt and response together."""
         return self.max_prompt_length + self.generation.response_length
 
+    def with_rows(self, rows: int) -> OnlineConfig:
+        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data."""
+        if self.num_train_epochs is None:
+            return self
+        batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
+        return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
+
     @property
     def num_batches(self) -> int:
         """B, batches of the whole run."""
+        right = "says how long the run is only together with the data; use with_rows"
+        require(self.num_train_epochs is None, "num_train_epochs", self.num_train_epochs, right)
         return self.total_episodes // self.batch_size
 
     @property
@@ -334,12 +350,17 @@ class OnlineConfig(Checked):
 
     def summary(self) -> dict[str, Any]:
         """The derived quantities that ``--dry-run`` prints."""
+        known = self.num_train_epochs is None
+        lag = min(self.staleness, self.num_batches - 1) if known else self.staleness
+        steps = self.num_mini_batches * self.num_epochs
+        of_data = f"{self.num_train_epochs} x rows of the data / {self.batch_size}, rounded up"
         return {
             "prompts per batch": self.batch_size,
             "completions per batch": self.batch_size * self.samples_per_prompt,
-            "batches": self.num_batches,
-            "optimiser steps": self.num_optimizer_steps,
-            "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
+            "batches": self.num_batches if known else of_data,
+            "optimiser steps": self.num_optimizer_steps if known else f"{steps} for each batch",
+            "lag in batches": f"0 at batch 1, rising to {lag}",
+            "lag in optimiser steps": f"0 at the first step, at most {(lag + 1) * steps - 1}",
             "generation": f"{self.generation.engine}, {'Ray actors' if self.launch == 'ray' else self.placement}",
             "learner": f"{self.parallel.ranks} ranks, {self.parallel.strategy}"
             if self.parallel.ranks > 1

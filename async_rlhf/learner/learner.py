@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.learner.monitor import RatioMonitor
+from async_rlhf.learner.optimizers import Optimizers, checked_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
@@ -48,6 +50,7 @@ class Learner:
         value: a value model, or a value head on the policy's states, where the algorithm needs values.
         parallel: how work and weights are divided among ranks; None for a single one.
         load: loads a checkpoint's weights into the trained models, before they are sharded.
+        optimizers: the user's own optimiser, and its schedule; None for AdamW, and the configuration's schedule.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Learner:
         value: PreTrainedModel | nn.Linear | None = None,
         parallel: Parallel | None = None,
         load: Callable[[PolicyAndValueWrapper], None] | None = None,
+        optimizers: Optimizers = (None, None),
     ) -> None:
         self.algorithm = algorithm
         self.config = config
@@ -84,13 +88,15 @@ class Learner:
         parts = [self.policy] if self.value is None else [self.policy, self.value]
         if config.fp16:
             self.parallel.loss_scale = LossScale()
-        self.optimizer = self.parallel.prepare(self.model, parts, self._optimizer)
-        self.scheduler = get_scheduler(
+        self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, optimizers[0]))
+        self.scheduler = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=config.num_optimizer_steps,
         )
+        self.own_optimizer, self.own_schedule = (each is not None for each in optimizers)
+        """Whether the user has made them: then checkpoints hold what else they are."""
         self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
         self._batch_config = config
         """The configuration with the KL coefficient of the current batch."""
@@ -103,7 +109,9 @@ class Learner:
         own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
         return own.requires_grad_(False).eval()
 
-    def _optimizer(self) -> torch.optim.AdamW:
+    def _optimizer(self, own: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        if own is not None:
+            return checked_optimizer(own, self.model, self.parallel)
         config = self.config
         trained = trainable(self.policy)
         right = "has no weight that is to be trained; load adapters with is_trainable=True"

@@ -27,6 +27,8 @@ class Parallel:
 
     spreads_weights = False
     """Whether the weights are sharded, so that no rank can compute alone."""
+    takes_optimizers = True
+    """Whether an optimiser can be made before the weights are handed over."""
     device: torch.device | None = None
     """Where the ranks compute, if that is not where the weights are."""
 

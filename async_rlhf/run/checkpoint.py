@@ -128,7 +128,8 @@ class ResumeState:
         """
         seen = self.batch * config.batch_size
         right = f"must be at least the {seen} that the checkpoint has seen"
-        require(self.batch <= config.num_batches, "total_episodes", config.total_episodes, right)
+        enough = config.num_train_epochs is not None or self.batch <= config.num_batches
+        require(enough, "total_episodes", config.total_episodes, right)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
             for values in (without_secrets(self.config), as_saved(config, algorithm))
@@ -250,6 +251,11 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
             with parallel.gathered([parameter]):
                 tensors[f"adapter.{name}"] = parallel.whole(parameter.data)
     values = {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+    if learner.own_schedule:
+        values["schedule"] = learner.scheduler.state_dict()
+    if learner.own_optimizer:
+        groups = learner.optimizer.param_groups
+        values["groups"] = [{name: x for name, x in group.items() if name != "params"} for group in groups]
     if parallel.loss_scale is not None:
         values["loss_scale"] = parallel.loss_scale.state()
     return tensors, values
@@ -257,10 +263,16 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Restore what :func:`learner_state` returned, after :func:`load_weights`. Every rank must call it."""
-    learner.scheduler.last_epoch = values["scheduler_steps"]
-    # Recomputed: the length of the run may have changed, and with it the learning rate.
-    for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
-        group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
+    if learner.own_optimizer:
+        for group, saved in zip(learner.optimizer.param_groups, values["groups"], strict=True):
+            group.update(saved)
+    if learner.own_schedule:
+        learner.scheduler.load_state_dict(values["schedule"])
+    else:
+        learner.scheduler.last_epoch = values["scheduler_steps"]
+        # Recomputed: the length of the run may have changed, and with it the learning rate.
+        for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
     prefix = "optimizer."
     learner.parallel.load_moments({n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)})
     learner.kl_coef = values["kl_coef"]

@@ -30,6 +30,8 @@ class ZeRO(Parallel):
         ConfigError: DeepSpeed is not installed.
     """
 
+    takes_optimizers = False
+
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
