@@ -39,6 +39,8 @@ def exists(name: str) -> bool:
     if name.startswith("async_rlhf."):
         module, _, attribute = name.partition(":")
         return (ROOT / f"{module.replace('.', '/')}.py").is_file() or hasattr(import_module(module), attribute)
+    if name.endswith(".sh"):
+        return (ROOT / name).is_file()
     if name.endswith(".jsonl"):
         return name in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     in_python = name in async_rlhf.OnlineTrainer.__init__.__code__.co_varnames
