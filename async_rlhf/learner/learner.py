@@ -89,7 +89,7 @@ class Learner:
         if config.fp16:
             self.parallel.loss_scale = LossScale()
         self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, optimizers[0]))
-        self.scheduler = optimizers[1] or get_scheduler(
+        self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=config.warmup_steps,
@@ -256,7 +256,7 @@ class Learner:
             metrics |= {"skipped_steps": float(skipped), "loss_scale": self.parallel.loss_scale.value}
         names = ("grad_norm", "value_grad_norm")
         metrics |= {name: norm / max(steps, 1) for name, norm in zip(names, norms, strict=False)}
-        metrics["lr"] = self.scheduler.get_last_lr()[0]
+        metrics["lr"] = float(self.scheduler.get_last_lr()[0])
         return metrics
 
     def _mini_batches(self, units: int, batch: int) -> Iterator[Tensor]:
