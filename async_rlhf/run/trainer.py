@@ -30,9 +30,11 @@ from async_rlhf.run.checkpoint import save_learner
 from async_rlhf.run.choices import make_generator
 from async_rlhf.run.folder import FINAL, log_names
 from async_rlhf.run.held_out import evaluate
+from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.manifest import write_whole
-from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.record import Record, note_start
+from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Inputs, Model, Run, build
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.signals import ending_on_signals
@@ -61,6 +63,7 @@ class OnlineTrainer:
             is then found. This is all that a collator could do here: prompts are tokenised by the stream and padded by
             the engine, and rows by the learner.
         algorithm: an algorithm of your own; ``args`` must be its configuration.
+        record: what run.yml says; None writes what can be said of these arguments.
 
     Raises:
         ConfigError: the arguments do not fit together; raised before anything is trained or written.
@@ -86,6 +89,7 @@ class OnlineTrainer:
         prompt_field: str = "query",
         formatting_func: Callable[[Mapping[str, Any]], Any] | None = None,
         algorithm: Algorithm | None = None,
+        record: Record | None = None,
     ) -> None:
         if formatting_func is not None:
             train_dataset = formatted(train_dataset, formatting_func, prompt_field)
@@ -104,6 +108,7 @@ class OnlineTrainer:
             callbacks=callbacks,
             optimizers=optimizers,
             prompt_field=prompt_field,
+            record=record,
         )
         self.run = build(args, inputs)
         self._started = False
@@ -195,6 +200,38 @@ class OnlineTrainer:
         """Call a callback no more."""
         self.pop_callback(callback)
 
+    def push_to_hub(
+        self,
+        repo_id: str | None = None,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "End of training",
+    ) -> str | None:
+        """Upload the final policy to the Hugging Face Hub and wait for it; ``push_to_hub`` of the configuration does
+        so beside training.
+
+        Args:
+            repo_id: the repository; None takes hub_model_id, or the name of output_dir.
+            private: whether it is made private, if it is made.
+            token: None takes hub_token, $HF_TOKEN, or that of ``hf auth login``.
+            commit_message: of the upload.
+
+        Returns:
+            The URL of the commit; None on the other ranks, which upload nothing.
+
+        Raises:
+            RuntimeError: there is no final policy yet.
+        """
+        if not self.run.ranks.leads:
+            return None
+        folder = self.run.folder.path / FINAL
+        if not folder.is_dir():
+            raise RuntimeError(f"push_to_hub: there is no {str(folder)!r}; call train() first")
+        name = repo_id or self.args.hub_model_id or self.run.folder.path.resolve().name
+        private = self.args.hub_private_repo if private is None else private
+        return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
+
 
 def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows:
     """The rows, with what the function makes of each under ``field``."""
@@ -203,7 +240,14 @@ def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], f
 
 def train(run: Run) -> OnlineTrainerState:
     """Train, once; see :meth:`OnlineTrainer.train`."""
-    with run.hold or nullcontext(), run.watch.watching(), ending_on_signals() as stop_asked, ExitStack() as stack:
+    uploads = run.callbacks.uploads
+    with (
+        run.hold or nullcontext(),
+        closing(uploads) if uploads else nullcontext(),  # the other ranks do not wait for them
+        run.watch.watching(),
+        ending_on_signals() as stop_asked,
+        ExitStack() as stack,
+    ):
         threads = stack.enter_context(shared_cores(run.config, run.device, run.ranks.local_count))
         if run.hold is not None:
             stack.enter_context(run.hold.alone())
@@ -215,7 +259,10 @@ def train(run: Run) -> OnlineTrainerState:
         run.require_folder()
         logs = {}
         if run.ranks.leads:
+            goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.state.best_model_checkpoint, run.eval_prompts is not None)
+            run.record.write(run.folder.path)
+            note_start(run.folder.path, goes_on, run.ranks.count, run.device)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
@@ -234,9 +281,9 @@ def _log(run: Run, name: str) -> JsonLines:
     return JsonLines(run.folder.path / name, keep)
 
 
-def _rollouts(run: Run, generator: Generator, trace: Trace) -> Rollouts:
+def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:
     config, resumed = run.config, run.resumed
-    return Rollouts(
+    return RolloutSchedule(
         generator,
         run.prompts,
         batch_size=config.batch_size,
