@@ -53,11 +53,9 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float,
     """Generalised advantage estimation: Schulman et al., arXiv 1506.02438, eq. 16.
 
     delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), with V and A 0 after the last token.
-    A time step goes from one sampled token to the next; rewards at the tokens between them are added to the earlier
-    one's reward.
 
     Args:
-        rewards_BT: reward at each token. Rewards before the first sampled token are ignored.
+        rewards_BT: reward at each token; see :func:`rewards_of_steps`.
         values_BT: of the text before each sampled token.
         sampled_BT: 1 at the tokens that the policy drew.
         gamma: discount.
@@ -66,18 +64,32 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float,
     Returns:
         Advantages_BT and returns_BT = advantages + values, both 0 where no token was sampled.
     """
-    values_BT = values_BT * sampled_BT
+    values_BT, rewards_BT = values_BT * sampled_BT, rewards_of_steps(rewards_BT, sampled_BT)
     advantages_BT = torch.zeros_like(values_BT)
-    next_advantage_B = next_value_B = later_B = torch.zeros_like(values_BT[:, 0])
+    next_advantage_B = next_value_B = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(values_BT.shape[1])):
-        sampled_B, value_B, reward_B = sampled_BT[:, t] > 0, values_BT[:, t], rewards_BT[:, t] + later_B
+        sampled_B, value_B, reward_B = sampled_BT[:, t] > 0, values_BT[:, t], rewards_BT[:, t]
         delta_B = reward_B + gamma * next_value_B - value_B
         next_advantage_B = torch.where(sampled_B, delta_B + gamma * lam * next_advantage_B, next_advantage_B)
         next_value_B = torch.where(sampled_B, value_B, next_value_B)
-        later_B = reward_B.masked_fill(sampled_B, 0.0)
         advantages_BT[:, t] = next_advantage_B
     advantages_BT = advantages_BT * sampled_BT
     return advantages_BT, advantages_BT + values_BT
+
+
+def rewards_of_steps(rewards_BT: Tensor, sampled_BT: Tensor) -> Tensor:
+    """(B, T): the reward of each time step at the token that begins it, 0 elsewhere.
+
+    A time step goes from one sampled token to the next: rewards at the tokens between them are added to the earlier
+    one's. Rewards before the first sampled token are ignored.
+    """
+    steps_BT = torch.zeros_like(rewards_BT)
+    later_B = torch.zeros_like(rewards_BT[:, 0])
+    for t in reversed(range(rewards_BT.shape[1])):
+        sampled_B, reward_B = sampled_BT[:, t] > 0, rewards_BT[:, t] + later_B
+        steps_BT[:, t] = reward_B.where(sampled_B, torch.zeros_like(reward_B))
+        later_B = reward_B.masked_fill(sampled_B, 0.0)
+    return steps_BT
 
 
 def at_last(values_B: Tensor, sampled_BT: Tensor) -> Tensor:
@@ -97,20 +109,22 @@ def row_means(values_BT: Tensor, sampled_BT: Tensor) -> Tensor:
     return (sums_B / sampled_BT.double().sum(dim=1).clamp(min=1)).to(values_BT.dtype)
 
 
-def whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def whiten(values_BT: Tensor, mask_BT: Tensor, keep_mean: bool = False) -> Tensor:
     """Shift and scale to mean 0 and (population) variance 1 over the entries at ``mask_BT``; 0 elsewhere.
 
     Args:
         values_BT: anything.
         mask_BT: 1 at the entries that count.
+        keep_mean: only scale the distances from the mean, which stays.
 
     Returns:
-        (B, T): (x - mean) / sqrt(variance + 1e-8).
+        (B, T): (x - mean) / sqrt(variance + 1e-8), plus the mean if that is kept.
     """
     inside_N = values_BT[mask_BT.bool()]
     if len(inside_N) == 0 or inside_N.min() == inside_N.max():  # the mean of twelve 0.7 is not 0.7
-        return torch.zeros_like(values_BT)
+        return values_BT * mask_BT if keep_mean else torch.zeros_like(values_BT)
     count = mask_BT.sum().clamp(min=1)
     mean = (values_BT * mask_BT).sum() / count
     centred_BT = (values_BT - mean) * mask_BT
-    return centred_BT * torch.rsqrt(centred_BT.square().sum() / count + _WHITEN_EPSILON)
+    whitened_BT = centred_BT * torch.rsqrt(centred_BT.square().sum() / count + _WHITEN_EPSILON)
+    return whitened_BT + mean * mask_BT if keep_mean else whitened_BT

@@ -24,6 +24,10 @@ class PPOConfig(RatioConfig):
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
     whiten_advantages: bool = True
     """Give the advantages of a batch mean 0 and standard deviation 1 over its tokens."""
+    whiten_rewards: bool = False
+    """Scale the rewards of a batch's tokens (KL penalties, and the score at the last token) to standard deviation 1
+    around their mean, which stays, before advantages and returns are computed. A KL penalty is scaled with the rest, so
+    its weight against the score stays."""
     vf_coef: float = key(0.1, at_least(0), IN_LOSS)
     """Weight of the value loss."""
     cliprange_value: float = key(0.2, above(0))
@@ -61,7 +65,7 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
 
     With ``bootstrap_truncated``, the expected later reward replaces the score of a sample that was cut off.
     """
-    from async_rlhf.algorithms.advantages import gae, whiten
+    from async_rlhf.algorithms.advantages import gae, rewards_of_steps, whiten
 
     assert experience.values_BT is not None
     sampled_BT, rest_B = experience.sampled_BT, rest_of_score(experience, experience.scores_B)
@@ -71,6 +75,8 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
         later_B = config.gamma * experience.end_values_B
         rest_B = later_B.where(experience.truncated_B, rest_B)
     rewards_BT = rewards_of_tokens(experience, rest_B, config.kl)
+    if config.whiten_rewards:
+        rewards_BT = whiten(rewards_of_steps(rewards_BT, sampled_BT), sampled_BT, keep_mean=True)
     advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, sampled_BT, config.gamma, config.lam)
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, sampled_BT)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.models.forward import score_batch
+from async_rlhf.models.forward import autocast_dtype, score_batch
 from async_rlhf.scoring.calls import RemoteError
 from async_rlhf.scoring.functions import (
     RewardError,
@@ -64,12 +64,12 @@ class RewardActor(Signs):
         self._functions: dict[str, RewardFunction] | None = None
 
     @ray.method(concurrency_group="work")
-    def score(self, batches: list[list[tuple[int, ...]]], bf16: bool) -> list[Tensor]:
+    def score(self, batches: list[list[tuple[int, ...]]], autocast: torch.dtype | None) -> list[Tensor]:
         """Scores of each batch of rows by the reward model."""
         if self._model is None:
             torch.set_num_threads(self._place.threads)
             self._model = ray.get(self._reference[0]).to(self._place.device).eval()
-        return [score_batch(self._model, batch, bf16) for batch in batches]
+        return [score_batch(self._model, batch, autocast) for batch in batches]
 
     @ray.method(concurrency_group="work")
     def call(
@@ -214,7 +214,9 @@ class RayScorer(Scorer):
         """Scores of each batch of rows by the reward model."""
         count = len(self._pool)
         shares = [batches[number::count] for number in range(count)]
-        answers = self._pool.ask("score", [(share, self.config.bf16) if share else None for share in shares])()
+        answers = self._pool.ask(
+            "score", [(share, autocast_dtype(self.config)) if share else None for share in shares]
+        )()
         return [answers[i % count][i // count] for i in range(len(batches))]
 
     def _call_functions(

@@ -48,6 +48,7 @@ from async_rlhf.evaluation.statistics import (
 from async_rlhf.evaluation.tables import WIDTH, format_table, side_by_side
 from async_rlhf.evaluation.tracking import log_to_trackers
 from async_rlhf.models.loading import check_source, check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.truncation import Distribution
 from async_rlhf.reports.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -69,7 +70,7 @@ class _Answers:
     scores: list[float] | None = None
     """Gold rewards, if there is a gold reward."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each response, in nats, under the temperature-scaled distribution."""
+    """Of each response, in nats, under the distribution that it was drawn from."""
 
     @property
     def lengths(self) -> list[int]:
@@ -106,7 +107,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         trust = config.trust_remote_code
         judge = RewardJudge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer, trust=trust)
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
-    temperature, lines, dropped, answers, human = _answers(config, folder)
+    distribution, lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))
     if reference not in answers:
         raise ConfigError(f"reference: got {reference!r}; must be one of the models: {', '.join(answers)}")
@@ -127,7 +128,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
             if opponent in everyone and opponent != name:
                 pair = (lines, one, everyone[opponent])
                 results["models"][name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
-    _likelihoods(config, temperature, results["models"], answers, human, reference, device, _clusters(lines))
+    _likelihoods(config, distribution, results["models"], answers, human, reference, device, _clusters(lines))
     samples = _sample_rows(lines, answers, human)
     beside = side_by_side(samples, config.num_samples)
     _plot(results, folder / "evaluation.png")
@@ -184,16 +185,17 @@ def _inputs(config: EvaluateConfig) -> dict[str, Source]:
 
 def _answers(
     config: EvaluateConfig, folder: Path
-) -> tuple[float, Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
-    """Temperature, prompts (as one model's lines), how many were dropped, the models' and the human answers."""
+) -> tuple[Distribution, Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
+    """How they were drawn, prompts (as one model's lines), how many were dropped, the models' and the human answers."""
     if config.generations is not None:
-        temperature, found = read_generations(Path(config.generations))
+        distribution, found = read_generations(Path(config.generations))
         found = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in found.items()}
         dropped = 0
     else:
         models = models_of(config)
         _, dropped, sampled = generate(config, folder / "generations")
-        temperature, found = config.temperature, {name: (models[name], lines) for name, lines in sampled.items()}
+        distribution = Distribution(config.temperature, config.top_p, config.top_k)
+        found = {name: (models[name], lines) for name, lines in sampled.items()}
     answers = {name: _model_answers(source, lines) for name, (source, lines) in found.items()}
     lines = next(iter(found.values()))[1]
     if len(lines) < 2:
@@ -201,7 +203,7 @@ def _answers(
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
     require(len(set(_clusters(lines))) > 1, "data", len(lines), right)
     tokenizer = _tokenizer(config, answers, lines)
-    return temperature, lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
+    return distribution, lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
 
 
 def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
@@ -301,7 +303,7 @@ def _compared(
 
 def _likelihoods(
     config: EvaluateConfig,
-    temperature: float,
+    distribution: Distribution,
     found: dict[str, dict[str, Any]],
     answers: dict[str, _Answers],
     human: _Answers | None,
@@ -314,7 +316,7 @@ def _likelihoods(
         if config.generations is None:  # by the models themselves, without the sampling engine's rounding
             assert one.source is not None
             model = load_policy(one.source, device, key=f"models.{name}", trust=config.trust_remote_code)
-            one.logprobs = _logprobs(model, one, config, temperature, f"log-probabilities of {name}")
+            one.logprobs = _logprobs(model, one, config, distribution, f"log-probabilities of {name}")
             if human is not None:
                 longest = max(len(row.tokens) for row in human.rows)
                 limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
@@ -322,6 +324,7 @@ def _likelihoods(
                 require(longest <= limit, "data", longest, right)
                 found[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size)[1]
             del model
+    whole = Distribution(distribution.temperature)  # the reference draws nothing: the KL would be infinite
     source = config.ref_model or answers[reference].source
     try:
         assert source is not None
@@ -333,11 +336,13 @@ def _likelihoods(
         model = None
     for name, one in answers.items():
         if model is not None:
-            reference_sums = _logprobs(model, one, config, temperature, f"KL of {name} to the reference")
+            reference_sums = _logprobs(model, one, config, whole, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
             found[name]["kl_to_reference"] = _plain(clustered_mean_interval(kl, clusters))
-            if temperature != 1.0:
-                reference_sums = _logprobs(model, one, config, 1.0, f"perplexity of {name} under the reference")
+            if distribution.temperature != 1.0:
+                reference_sums = _logprobs(
+                    model, one, config, Distribution(1.0), f"perplexity of {name} under the reference"
+                )
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
             found[name]["ppl_original"] = original_perplexity(-nats, one.rows)
@@ -345,10 +350,12 @@ def _likelihoods(
         found[name]["ended_share"] = sum(one.ended) / len(one.ended)
 
 
-def _logprobs(model: Any, answers: _Answers, config: EvaluateConfig, temperature: float, label: str) -> list[float]:
+def _logprobs(
+    model: Any, answers: _Answers, config: EvaluateConfig, distribution: Distribution, label: str
+) -> list[float]:
     with progress_bar(f"evaluate: {label}", len(answers.rows)) as progress:
         sums_R = response_logprob_sums(
-            model, answers.rows, temperature=temperature, batch_size=config.batch_size, progress=progress
+            model, answers.rows, batch_size=config.batch_size, progress=progress, **distribution._asdict()
         )
     return sums_R.tolist()
 

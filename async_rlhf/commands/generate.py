@@ -27,6 +27,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.models.snapshots import named_weights
+from async_rlhf.models.truncation import Distribution
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
 from async_rlhf.system.files import whole_lines
@@ -50,7 +51,7 @@ class Generation:
     tokens: tuple[int, ...]
     """Including the stop token."""
     logprobs: tuple[float, ...]
-    """Of each token, by the engine that sampled it, under the temperature-scaled distribution."""
+    """Of each token, by the engine that sampled it, under the distribution that it drew from."""
     prompt_tokens: tuple[int, ...]
     row: int
     """Index of the prompt in its data set."""
@@ -159,21 +160,22 @@ def shared_tokenizer(models: Mapping[str, str], trust: bool = False) -> PreTrain
     return tokenizers[0]
 
 
-def read_generations(folder: Path) -> tuple[float, dict[str, tuple[str, list[Generation]]]]:
+def read_generations(folder: Path) -> tuple[Distribution, dict[str, tuple[str, list[Generation]]]]:
     """Read every finished file of ``generate``, in the models' order.
 
     Returns:
-        The temperature that all were sampled at, and by model its folder or hub name and its lines.
+        The distribution that all were drawn from, and by model its folder or hub name and its lines.
 
     Raises:
-        ConfigError: there are none, or they do not answer the same prompts at the same temperature.
+        ConfigError: there are none, or they do not answer the same prompts, or were drawn in different ways.
     """
     found: dict[str, tuple[str, list[Generation]]] = {}
-    temperatures = {}
+    drawn = {}
     for path in generation_files(folder):
         results = json.loads(path.with_suffix(".json").read_text("utf-8"))["results"]
         found[path.stem] = (results["model"], _read(path))
-        temperatures[path.stem] = results["temperature"]
+        # A file of an earlier version has no top_p and no top_k.
+        drawn[path.stem] = Distribution(results["temperature"], results.get("top_p", 1.0), results.get("top_k", 0))
     if not found:
         raise ConfigError(f"generations: got {str(folder)!r}; must be the output folder of async-rlhf generate")
     first = next(iter(found))
@@ -181,10 +183,12 @@ def read_generations(folder: Path) -> tuple[float, dict[str, tuple[str, list[Gen
     for name, (_, lines) in found.items():
         if [(one.query, one.prompt_tokens) for one in lines] != asked:
             raise ConfigError(f"generations: {name} and {first} in {str(folder)!r} do not answer the same prompts")
-        if temperatures[name] != temperatures[first]:
-            values = f"{temperatures[name]:g} and {temperatures[first]:g}"
-            raise ConfigError(f"generations: {name} and {first} in {str(folder)!r} have the temperatures {values}")
-    return temperatures[first], found
+        for what, here, there in zip(Distribution._fields, drawn[name], drawn[first], strict=True):
+            if here != there:
+                raise ConfigError(
+                    f"generations: {name} and {first} in {str(folder)!r} have {what} {here:g} and {there:g}"
+                )
+    return drawn[first], found
 
 
 def generation_files(folder: Path) -> list[Path]:
@@ -237,7 +241,8 @@ def _generated(
         lines = whole_lines(partial)[1:]
         if len(lines) != len(prompts):
             raise RuntimeError(f"{partial} has {len(lines)} lines for {len(prompts)} prompts; delete it")
-        results = {"prompts": len(prompts), "model": config.models[name], "temperature": config.temperature}
+        drawn = {name: getattr(config, name) for name in Distribution._fields}
+        results = {"prompts": len(prompts), "model": config.models[name], **drawn}
         stage.publish_files({output: "".join(f"{line}\n" for line in lines)}, results)
         partial.unlink()
     return _read(output)

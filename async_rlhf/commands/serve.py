@@ -14,6 +14,7 @@ import torch
 from async_rlhf.config import ConfigError, ServeConfig
 from async_rlhf.config.secrets import API_KEY_VARIABLE
 from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment
+from async_rlhf.models.loading import with_revision
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
@@ -50,8 +51,10 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
     kv_cache_gb = config.kv_cache_gb
     if kv_cache_gb is None and not has_gpu:
         kv_cache_gb = CPU_KV_CACHE_GB
+    model, revision = with_revision(config.model)
     options = {
-        "model": config.model,
+        "model": model,
+        "revision": revision,
         "host": config.host,
         "port": config.port,
         "dtype": config.dtype,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, key, require
-from async_rlhf.config.generation import TEMPERATURE, Dtype, VLLMConfig
+from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, VLLMConfig
 from async_rlhf.config.online import SEED
 from async_rlhf.config.rewards import JudgeConfig, check_one_judge
 from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_prompt_words
@@ -17,7 +17,7 @@ class HeldOutConfig(Checked):
     """Models that answer held-out prompts, and how."""
 
     models: dict[str, str] = key({}, main="data and models")
-    """Name -> folder or hub name, e.g. {"sft": "runs/sft", "policy": "runs/policy"}."""
+    """Name -> folder or hub name (owner/model or owner/model@revision), e.g. {"sft": "runs/sft", "rl": "org/rl"}."""
     run: str | None = key(None, main="data and models")
     """The output folder of ``train``: all its checkpoints and its final model, under those names."""
     checkpoints: list[str] = key([])
@@ -39,6 +39,11 @@ class HeldOutConfig(Checked):
     temperature: float = key(0.7, *TEMPERATURE, main="sampling")
     """Temperature of sampling, and of the log-probabilities in the KL; with generations, the one that they were sampled
     at."""
+    top_p: float = key(1.0, *TOP_P)
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. A KL is then that of
+    the truncated distribution."""
+    top_k: int = key(0, *TOP_K)
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), main="sampling")
     """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1), main="sampling")
@@ -130,6 +135,8 @@ class EvaluateConfig(HeldOutConfig):
                 "prompt_words",
                 "eval_fraction",
                 "temperature",
+                "top_p",
+                "top_k",
                 "response_length",
                 "max_prompt_length",
                 "engine",

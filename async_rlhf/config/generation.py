@@ -53,6 +53,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
 TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
 """Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
+TOP_P = (above(0), at_most(1))
+TOP_K = (at_least(0), at_most(10**7, "no vocabulary has more tokens"))
+_IDS = Rule(lambda ids: min(ids, default=0) >= 0, "must be ids of tokens, at least 0")
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
 _SENDABLE = Rule(
     lambda text: text != HIDDEN and text.isascii() and text.isprintable() and "" != text == text.strip(),
@@ -114,10 +117,17 @@ class GenerationConfig(Checked):
     "bounded". Each token is recorded with the version that drew it."""
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
+    top_p: float = key(1.0, *TOP_P)
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. The log-probabilities
+    of what was drawn are then those of the truncated distribution, the policy that is trained stays the whole one."""
+    top_k: int = key(0, *TOP_K)
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
     """Most new tokens of a completion, the stop token included."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
+    stop_token_ids: list[int] = key([], _IDS)
+    """The same by their ids."""
     batch_size: int = key(512, at_least(1))
     """Most completions decoded together."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
@@ -195,7 +205,7 @@ class ServeConfig(Checked):
     """
 
     model: str
-    """A folder with the policy's config.json, or a hub name."""
+    """A folder with the policy's config.json, or a hub name (owner/model or owner/model@revision)."""
     host: str = key("127.0.0.1", role="place")
     """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""
     port: int = key(8000, at_least(1), below(65536), role="place")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.generation import GenerationConfig
+from async_rlhf.config.generation import TEMPERATURE, GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
 
@@ -119,6 +120,9 @@ class OnlineConfig(Checked):
     """Batches to train on in all; null for total_episodes."""
     total_episodes: int = key(TOTAL_EPISODES, at_least(1), may_change=_LONGER)
     """Prompts to train on in all; a multiple of the batch. Another way to say batches."""
+    num_train_epochs: float | None = key(None, above(0), may_change=_LONGER)
+    """Passes over the rows of the training data instead, rounded up to whole batches; null for batches or
+    total_episodes."""
     samples_per_prompt: int = key(2, at_least(1), main="sizes")
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
     per_device_train_batch_size: int = key(8, at_least(1))
@@ -149,9 +153,12 @@ class OnlineConfig(Checked):
     """Gradients are clipped to this norm; 0 turns clipping off."""
     bf16: bool = False
     """Forward and backward under bfloat16 autocast; the weights stay float32."""
+    fp16: bool = False
+    """The same in float16, for GPUs without bfloat16. The loss is scaled so that small gradients are not lost: a step
+    whose gradient overflows is skipped and halves the scale (`skipped_steps` and `loss_scale` in the log)."""
     head_float32: bool = False
-    """With bf16, compute the logits in float32, in the reference too: much of a token's log-probability error comes
-    from the head."""
+    """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
+    comes from the head."""
     gradient_checkpointing: bool = False
     """Trade compute for memory in the models being trained."""
     annotate_batch_size: int = key(64, at_least(1))
@@ -187,7 +194,11 @@ class OnlineConfig(Checked):
     greater_is_better: bool = key(True, may_change=_KEPT)
     """Whether a larger metric is better."""
     eval_steps: int = key(0, at_least(0), may_change="evaluation trains nothing")
-    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only."""
+    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Every completion goes to
+    eval_samples.jsonl, with its score."""
+    eval_temperature: float | None = key(None, *TEMPERATURE, may_change="evaluation trains nothing")
+    """Temperature of sampling in these evaluations, such as 0.01 for the likeliest answers; null for
+    generation.temperature."""
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     report_to: list[str] = key([], role="log")
@@ -289,6 +300,14 @@ class OnlineConfig(Checked):
                 f"{self.samples_per_prompt} say, or gradient_accumulation_steps be left out"
             )
             require(agree, "completions_per_batch", completions, right)
+        if self.num_train_epochs is not None:
+            for name, said in (
+                ("batches", self.batches is not None),
+                ("total_episodes", self.total_episodes != TOTAL_EPISODES),
+            ):
+                right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
+                require(not said, "num_train_epochs", self.num_train_epochs, right)
+            return
         if self.batches is not None:
             prompts = self.batches * self.batch_size
             right = (
@@ -324,8 +343,9 @@ class OnlineConfig(Checked):
 
     def _check_precision_and_penalty(self) -> None:
         """Refuse keys that would have no effect, and penalties that would reward."""
-        right = "must be false without bf16, where everything is float32"
-        require(self.bf16 or not self.head_float32, "head_float32", self.head_float32, right)
+        require(not (self.bf16 and self.fp16), "fp16", True, "must be false with bf16: there is one type to compute in")
+        right = "must be false without bf16 and fp16, where everything is float32"
+        require(self.bf16 or self.fp16 or not self.head_float32, "head_float32", self.head_float32, right)
         right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
         adds = self.non_eos_penalty == "add"
         require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
@@ -381,9 +401,18 @@ class OnlineConfig(Checked):
         """Most tokens of prompt and response together."""
         return self.prompt_cap + self.generation.response_length
 
+    def with_rows(self, rows: int) -> OnlineConfig:
+        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data."""
+        if self.num_train_epochs is None:
+            return self
+        batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
+        return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
+
     @property
     def num_batches(self) -> int:
         """B, batches of the whole run."""
+        right = "says how long the run is only together with the data; use with_rows"
+        require(self.num_train_epochs is None, "num_train_epochs", self.num_train_epochs, right)
         return self.total_episodes // self.batch_size if self.batches is None else self.batches
 
     @property
@@ -414,16 +443,21 @@ class OnlineConfig(Checked):
 
     def summary(self) -> dict[str, Any]:
         """The derived quantities that ``--dry-run`` prints."""
+        known = self.num_train_epochs is None
+        lag = min(self.staleness, self.num_batches - 1) if known else self.staleness
+        steps = self.num_mini_batches * self.num_epochs
+        of_data = f"{self.num_train_epochs} x rows of the data / {self.batch_size}, rounded up"
         return {
             "prompts per batch": self.batch_size,
             "completions per batch": self.batch_size * self.samples_per_prompt,
-            "batches": self.num_batches,
-            "prompts": self.num_batches * self.batch_size,
+            "batches": self.num_batches if known else of_data,
+            "prompts": self.num_batches * self.batch_size if known else of_data,
             "longest prompt in tokens": self.prompt_cap
             if self.max_prompt_length is not None
             else f"{PROMPT_CAP}, or the model's positions less {self.generation.response_length} if that is less",
-            "optimiser steps": self.num_optimizer_steps,
-            "lag in batches": f"0 at batch 1, rising to {min(self.staleness, self.num_batches - 1)}",
+            "optimiser steps": self.num_optimizer_steps if known else f"{steps} for each batch",
+            "lag in batches": f"0 at batch 1, rising to {lag}",
+            "lag in optimiser steps": f"0 at the first step, at most {(lag + 1) * steps - 1}",
             "generation": f"{self.generation.engine}, {'Ray actors' if self.launch == 'ray' else self.placement}",
             "learner": f"{self.parallel.ranks} ranks, {self.parallel.strategy}"
             if self.parallel.ranks > 1

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
+from async_rlhf.config import environment
 from async_rlhf.config.base import Checked, ConfigError, require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import check_file, check_words, keys_of
@@ -63,6 +64,7 @@ def make_parser(kind: type[Checked], command: str, config_file: str | None = Non
         allow_abbrev=False,
     )
     parser.add_class_arguments(kind, as_group=False)
+    parser.add_argument(f"--{environment.KEY}", type=dict | None, help=environment.EXPLAINED)
     more = dict(_rules_and_roles(kind))
     for action in parser._actions:
         action.help = f"{action.help or ''}{more.get(action.dest, '')}"
@@ -125,7 +127,9 @@ def _rules_and_roles(kind: type[Checked], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{item.name}", text
 
 
-def parse(kind: type[Config], command: str, arguments: Sequence[str], translated: bool = False) -> tuple[Config, str]:
+def parse(
+    kind: type[Config], command: str, arguments: Sequence[str], *, translated: bool = False, export: bool = False
+) -> tuple[Config, str]:
     """A checked configuration, and the same as YAML.
 
     Args:
@@ -133,12 +137,14 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str], translated
         command: its command.
         arguments: the command line.
         translated: the file is not the user's own, so errors do not say where in it a key stands.
+        export: set the file's variables in the environment.
 
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
     config_file, arguments = take_config_file(arguments)
     read = {} if config_file is None else _mapping(read_yaml(config_file, "--config"), config_file)
+    environment.checked_environment(read.get(environment.KEY))
     whole = kind.with_all_keys(lambda key: _early(key, arguments, read))
     arguments = _plain_lists(arguments, set(_list_keys(whole)))
     parser = make_parser(whole, command, config_file)
@@ -152,12 +158,15 @@ def parse(kind: type[Config], command: str, arguments: Sequence[str], translated
     try:
         with read_by_jsonargparse():
             values: Namespace = parser.parse_args(list(arguments))
+            variables = environment.checked_environment(values.pop(environment.KEY))
             text = parser.dump(_shown(values), skip_unset=False)
             config = kind(**vars(parser.instantiate(values)))
     except ConfigError as error:
         raise _placed(error, places, arguments) from error.__cause__
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
+    if export:
+        environment.export(variables)
     return config, text
 
 

@@ -98,6 +98,15 @@ class RatioConfig(KLPenaltyConfig):
     off_policy: OffPolicyConfig = key(OffPolicyConfig)
     """Corrections for stale samples."""
 
+    def check(self) -> None:
+        super().check()
+        old, whole = self.off_policy.old_logprobs, self.generation.top_p == 1 and self.generation.top_k == 0
+        right = (
+            'must be "proximal" with generation.top_p below 1 or generation.top_k: the ratio of the whole policy to '
+        )
+        right += "the truncated one that sampled begins below 1, where it would be clipped"
+        require(whole or old == "proximal", "off_policy.old_logprobs", old, right)
+
     @property
     def upper_cliprange(self) -> float:
         """How far above 1 the ratio is clipped."""

@@ -19,7 +19,7 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.generation import TEMPERATURE, Dtype
+from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype
 from async_rlhf.config.online import LEARNING_RATE, SEED, AdapterConfig, LRSchedule
 from async_rlhf.config.rewards import check_one_judge
 from async_rlhf.config.rows import (
@@ -142,7 +142,8 @@ class SFTConfig(StageConfig):
     """
 
     model: str | None = key(None, main="data and models")
-    """The model to start from, a folder or a name on the hub; null makes a new one."""
+    """The model to start from, a folder or a name on the hub (owner/model or owner/model@revision); null makes
+    a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
     """Architecture and size of the new model."""
     tokenizer: str | None = None
@@ -167,7 +168,7 @@ class PairsConfig(Checked):
     """Preference pairs from a model's own samples, judged by a reward, or from ratings: ``async-rlhf pairs``."""
 
     model: str | None = key(None, main="data and models")
-    """The model that samples, a folder or a name on the hub."""
+    """The model that samples, a folder or a name on the hub (owner/model or owner/model@revision)."""
     prompts: str | None = key(None, main="data and models")
     """Rows with `query` (see prompt_field): a file, a folder, or a name on the hub."""
     output: str = key("", Rule(bool, "name the .jsonl file to write"), role="place", main="output")
@@ -186,6 +187,10 @@ class PairsConfig(Checked):
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
     temperature: float = key(0.7, *TEMPERATURE, main="sampling")
     """Temperature of sampling."""
+    top_p: float = key(1.0, *TOP_P)
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all."""
+    top_k: int = key(0, *TOP_K)
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), main="sampling")
     """Most new tokens of a completion."""
     max_prompts: int | None = key(None, at_least(1), main="sampling")
@@ -257,7 +262,7 @@ class RewardConfig(StageConfig):
     """
 
     model: str = key("", Rule(bool, "give the model to start from"), main="data and models")
-    """The language model to start from, a folder or a name on the hub."""
+    """The language model to start from, a folder or a name on the hub (owner/model or owner/model@revision)."""
     eval_fraction: float | None = key(None, EVAL_FRACTION, main="data and models")
     """Hold out about this share of the training data where eval is null; null for a tenth. A hash of the prompt
     (without one, of the text) decides, so rows of one prompt stay together."""
@@ -303,7 +308,7 @@ class RelabelConfig(Checked):
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE)
     """Splits of the data; a file has one, under the name given here."""
     reward_model: str | None = None
-    """The gold reward: a reward model (folder or name on the hub), or else reward_funcs."""
+    """The gold reward: a reward model (folder, owner/model or owner/model@revision), or else reward_funcs."""
     reward_funcs: list[str] = key([])
     """Or functions, as in ``train``."""
     reward_tokenizer: str | None = None

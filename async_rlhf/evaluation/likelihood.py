@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from async_rlhf.models.forward import response_logits
 from async_rlhf.models.logprobs import selected_logprobs
 from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.models.truncation import Distribution, truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ def response_logprob_sums(
     temperature: float,
     batch_size: int,
     progress: Callable[[int], None] | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
 ) -> Tensor:
     """Log-probability of each row's response, summed over its tokens.
 
@@ -58,11 +61,13 @@ def response_logprob_sums(
         temperature: logits are divided by it.
         batch_size: rows of one forward pass.
         progress: called with the number of rows done so far.
+        top_p: see :class:`~async_rlhf.models.truncation.Distribution`.
+        top_k: the same.
 
     Returns:
         One float64 number per row, on the CPU. Logits and log-softmax are float32.
     """
-    training = model.training
+    training, distribution = model.training, Distribution(temperature, top_p, top_k)
     model.eval()
     sums_R = torch.zeros(len(rows), dtype=torch.float64)
     done = 0
@@ -70,8 +75,9 @@ def response_logprob_sums(
         for index_B in by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size):
             tokens_BT, mask_BT = row_tensors([rows[i] for i in index_B.tolist()])
             tokens_BT, device_mask_BT = tokens_BT.to(model.device), mask_BT.to(model.device)
-            logits_NV = response_logits(model, tokens_BT, device_mask_BT) / temperature
-            logprobs_N = selected_logprobs(logits_NV, tokens_BT[device_mask_BT]).double().cpu()
+            logits_NV, tokens_N = response_logits(model, tokens_BT, device_mask_BT), tokens_BT[device_mask_BT]
+            logits_NV = truncated(logits_NV, distribution, tokens_N) / temperature
+            logprobs_N = selected_logprobs(logits_NV, tokens_N).double().cpu()
             row_N = mask_BT.nonzero()[:, 0]
             sums_R.index_add_(0, index_B[row_N], logprobs_N)
             done += len(index_B)

@@ -54,6 +54,8 @@ def sampling_params(
         stop_token_ids=stop_token_ids(model, tokenizer),
         seed=config.seed,
         batch_size=config.batch_size,
+        top_p=config.top_p,
+        top_k=config.top_k,
     )
 
 

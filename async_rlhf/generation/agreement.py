@@ -26,6 +26,7 @@ from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uni
 from async_rlhf.models.adapters import adapters_off, has_adapters, is_adapter, names_below_adapters
 from async_rlhf.models.forward import response_logits
 from async_rlhf.models.rows import sampled_rows
+from async_rlhf.models.truncation import truncated
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
@@ -288,7 +289,9 @@ def compare(
         stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
         tokens_BT = batch["tokens_BT"].to(device)
         logits_NV = response_logits(model, tokens_BT, mask_BT.to(device))
-    found = [x.cpu() for x in places(logits_NV, tokens_BT[mask_BT.to(device)], params.temperature)]
+    tokens_N = tokens_BT[mask_BT.to(device)]
+    logits_NV = truncated(logits_NV, params.distribution, tokens_N)
+    found = [x.cpu() for x in places(logits_NV, tokens_N, params.temperature)]
     logprobs_N, below_N, likelier_N, as_likely_N = (x.double() for x in found)
     drawn_by_N, point_N = (
         torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s in rows]))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from async_rlhf.models.truncation import Distribution
 from async_rlhf.types import Batch, Prompt, Sample
 
 Completions = list[tuple[Sample, ...]]
@@ -25,6 +26,14 @@ class SamplingParams:
     seed: int
     batch_size: int = 512
     """Most completions decoded together."""
+    top_p: float = 1.0
+    """See :class:`~async_rlhf.models.truncation.Distribution`."""
+    top_k: int = 0
+
+    @property
+    def distribution(self) -> Distribution:
+        """The distribution that tokens are drawn from."""
+        return Distribution(self.temperature, self.top_p, self.top_k)
 
 
 Version = int | tuple[int, ...] | None

@@ -18,6 +18,7 @@ from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.snapshots import digests, named_weights
+from async_rlhf.models.truncation import truncated
 from async_rlhf.types import Prompt, Sample
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -125,6 +126,7 @@ class TransformersEngine:
         logits_BV, mask_BT, cache = self._prefill([p.tokens for p in prompts], params.samples_per_prompt, room)
         live_B = torch.arange(rows, device=device)  # the rows still in the batch
         for step in range(params.response_length):
+            logits_BV = truncated(logits_BV, params.distribution)
             tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_TR[step, live_B], params.temperature)
             tokens_TR[step, live_B] = tokens_B
             logprobs_TR[step, live_B] = logprobs_B

@@ -19,8 +19,8 @@ def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
     return {
         "n": params.samples_per_prompt,
         "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "max_tokens": params.response_length,

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.learner.monitor import RatioMonitor
+from async_rlhf.learner.optimizers import Optimizers, checked_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
+    autocast_dtype,
     end_values,
     head_in_float32,
     response_logprobs,
@@ -31,6 +34,7 @@ from async_rlhf.models.forward import (
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.rows import by_length, dealt, sampled_rows
 from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.types import Experience, ScoredBatch
 
@@ -46,6 +50,7 @@ class Learner:
         value: a value model, or a value head on the policy's states, where the algorithm needs values.
         parallel: how work and weights are divided among ranks; None for a single one.
         load: loads a checkpoint's weights into the trained models, before they are sharded.
+        optimizers: the user's own optimiser, and its schedule; None for AdamW, and the configuration's schedule.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Learner:
         value: PreTrainedModel | nn.Linear | None = None,
         parallel: Parallel | None = None,
         load: Callable[[PolicyAndValueWrapper], None] | None = None,
+        optimizers: Optimizers = (None, None),
     ) -> None:
         self.algorithm = algorithm
         self.config = config
@@ -80,13 +86,17 @@ class Learner:
         # From here on the weights may be sharded, so no code may rely on having all of them.
         self.reference = None if own_reference is None else self.parallel.frozen(own_reference)
         parts = [self.policy] if self.value is None else [self.policy, self.value]
-        self.optimizer = self.parallel.prepare(self.model, parts, self._optimizer)
-        self.scheduler = get_scheduler(
+        if config.fp16:
+            self.parallel.loss_scale = LossScale()
+        self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, optimizers[0]))
+        self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=config.num_optimizer_steps,
         )
+        self.own_optimizer, self.own_schedule = (each is not None for each in optimizers)
+        """Whether the user has made them: then checkpoints hold what else they are."""
         self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
         self._batch_config = config
         """The configuration with the KL coefficient of the current batch."""
@@ -99,7 +109,9 @@ class Learner:
         own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
         return own.requires_grad_(False).eval()
 
-    def _optimizer(self) -> torch.optim.AdamW:
+    def _optimizer(self, own: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        if own is not None:
+            return checked_optimizer(own, self.model, self.parallel)
         config = self.config
         trained = trainable(self.policy)
         right = "has no weight that is to be trained; load adapters with is_trainable=True"
@@ -220,25 +232,31 @@ class Learner:
         self.ranks.meet(f"training on batch {batch}")
         loss_sums: defaultdict[str, float] = defaultdict(float)
         seen = RatioMonitor()
-        total_weight, steps, norms = 0.0, 0, [0.0] * (1 if self.value is None else 2)
+        total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
             mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
             weight = mini_batch.weight
             if weight > 0:  # else the optimiser's momentum would move the weights for a mini-batch of ties
                 self._backward(mini_batch, weight, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
-                norms = [total + norm for total, norm in zip(norms, self.parallel.step(limit), strict=False)]
+                found = self.parallel.step(limit)
                 total_weight += weight
-                steps += 1
+                if found is None:
+                    skipped += 1
+                else:
+                    norms = [total + norm for total, norm in zip(norms, found, strict=False)]
+                    steps += 1
             self.scheduler.step()
         everyone = self.ranks.gather("losses", (dict(loss_sums), seen))
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
         metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
         metrics["optimizer_steps"] = float(steps)
+        if self.parallel.loss_scale is not None:
+            metrics |= {"skipped_steps": float(skipped), "loss_scale": self.parallel.loss_scale.value}
         names = ("grad_norm", "value_grad_norm")
         metrics |= {name: norm / max(steps, 1) for name, norm in zip(names, norms, strict=False)}
-        metrics["lr"] = self.scheduler.get_last_lr()[0]
+        metrics["lr"] = float(self.scheduler.get_last_lr()[0])
         return metrics
 
     def _mini_batches(self, units: int, batch: int) -> Iterator[Tensor]:
@@ -271,7 +289,8 @@ class Learner:
                 seen.add(output, micro_batch)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.parallel.device_of(self.policy).type, torch.bfloat16, enabled=self.config.bf16)
+        dtype = autocast_dtype(self.config)
+        return torch.autocast(self.parallel.device_of(self.policy).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
         fixed = {name: p.data for name, p in self.model.named_parameters() if not p.requires_grad}

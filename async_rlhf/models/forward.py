@@ -60,7 +60,7 @@ class _OutOfAutocast:
 
 def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
-    return torch.bfloat16 if config.bf16 else None
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
 def head_in_float32(model: PreTrainedModel) -> None:
@@ -227,9 +227,9 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     return _scalars(model.score, last_BH)
 
 
-def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int, bf16: bool = False) -> Tensor:
+def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length; see :func:`score_in_batches`."""
-    return score_in_batches(lambda batches: [score_batch(model, batch, bf16) for batch in batches], rows, batch_size)
+    return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, batch_size)
 
 
 def score_in_batches(
@@ -259,13 +259,16 @@ def score_in_batches(
 
 @torch.no_grad()
 def score_batch(
-    model: PreTrainedModel, rows: Sequence[tuple[int, ...]], bf16: bool = False, device: torch.device | None = None
+    model: PreTrainedModel,
+    rows: Sequence[tuple[int, ...]],
+    autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed on ``device``, or else
-    where the weights are.
+    where the weights are, and in ``autocast``, or else the weights' type.
     """
     device = model.device if device is None else device
     tokens_BT = pad_rows(rows, torch.long).to(device)
     lengths_B = torch.tensor([len(row) for row in rows], device=device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
         return reward_scores(model, tokens_BT, lengths_B).float().cpu()

@@ -42,20 +42,33 @@ def default_device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
+def with_revision(name: str) -> tuple[str, str | None]:
+    """A hub name such as "owner/model@revision" as name and revision; a folder, and a name without one, as it is.
+
+    A revision is a branch, a tag or a commit of the repository.
+    """
+    model, at, revision = name.rpartition("@")
+    if not at or Path(name).expanduser().is_dir():
+        return name, None
+    return model, revision
+
+
 def check_source(name: str | None, key: str) -> None:
-    """Require a name to be that of a folder, or one that the hub may have.
+    """Require a name to be that of a folder, or one that the hub may have, maybe with a revision.
 
     Raises:
-        ConfigError: it can only be a folder's, and there is none.
+        ConfigError: it can only be a folder's, and there is none; or it has an empty revision.
     """
     if name is None or Path(name).expanduser().is_dir():
         return
-    right = "must be a folder with a model, or a hub name such as owner/model"
+    hub_name, revision = with_revision(name)
+    require(revision != "", key, name, "must have a branch, a tag or a commit after the @")
+    right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
     if Path(name).expanduser().exists():
         raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
-    if name.count("/") != 1 or is_path(name):
+    if hub_name.count("/") != 1 or is_path(hub_name):
         raise ConfigError(f"{key}: got {name!r}; there is no such folder; {right}")
-    if (why := why_nowhere(name, "model")) is not None:
+    if (why := why_nowhere(hub_name, "model")) is not None:
         raise ConfigError(f"{key}: got {name!r}; {why}; {right}")
 
 
@@ -76,9 +89,12 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
         ConfigError: it brings code that the user did not allow.
     """
     check_source(name, key)
+    place, revision = with_revision(name)
+    if revision is not None:
+        options["revision"] = revision
     try:
-        with quietly(bytes_of(name)):
-            return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
+        with quietly(bytes_of(place)):
+            return kind.from_pretrained(str(Path(place).expanduser()), trust_remote_code=trust, **options)
     except ValueError as error:
         if trust or "trust_remote_code" not in str(error):
             raise
@@ -373,20 +389,22 @@ def check_positions(model: PreTrainedModel, prompt_length: int, response_length:
 
 
 def stop_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = (), ids: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Ids that end a completion: the tokenizer's and the model's end of sequence, and the given single tokens."""
-    stops = {tokenizer.eos_token_id}
+    stops, vocabulary = {tokenizer.eos_token_id, *ids}, model.get_input_embeddings().num_embeddings
+    right = f"must be below {vocabulary}, the tokens of the model"
+    require(max(ids, default=0) < vocabulary, "generation.stop_token_ids", list(ids), right)
     generation_config = getattr(model, "generation_config", None)
     eos = getattr(generation_config, "eos_token_id", None)
     stops.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if len(found) != 1:
             raise ConfigError(
-                f"generation.stop_tokens: got {text!r}, which is {len(ids)} tokens; must be a single token"
+                f"generation.stop_tokens: got {text!r}, which is {len(found)} tokens; must be a single token"
             )
-        stops.update(ids)
+        stops.update(found)
     return tuple(sorted(stops))
 
 

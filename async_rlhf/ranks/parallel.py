@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.loss_scale import LossScale
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,11 +27,15 @@ class Parallel:
 
     spreads_weights = False
     """Whether the weights are sharded, so that no rank can compute alone."""
+    takes_optimizers = True
+    """Whether an optimiser can be made before the weights are handed over."""
     device: torch.device | None = None
     """Where the ranks compute, if that is not where the weights are."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
+        self.loss_scale: LossScale | None = None
+        """Set before :meth:`prepare` to train in float16."""
         self.optimizer: torch.optim.Optimizer
         self._model: nn.Module
         self._parts: Sequence[nn.Module]
@@ -69,22 +74,37 @@ class Parallel:
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the losses' sum over ranks."""
         # All strategies average gradients over ranks.
-        (loss * self.ranks.count).backward()
+        (loss * self._factor).backward()
 
-    def step(self, limit: float) -> list[float]:
+    @property
+    def _factor(self) -> float:
+        return self.ranks.count * (1.0 if self.loss_scale is None else self.loss_scale.value)
+
+    def step(self, limit: float) -> list[float] | None:
         """Clip the gradients to a norm, take an optimiser step, and reset them.
 
         Returns:
-            The norm of each part's gradient; the parts are clipped separately.
+            The norm of each part's gradient; the parts are clipped separately. None if the loss scale was too large:
+            then the step is skipped.
 
         Raises:
             FloatingPointError: a norm is not finite; the weights are as they were.
         """
+        if self.loss_scale is not None:
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / self.loss_scale.value)
         norms = [self._clip(trainable(part), limit) for part in self._parts]
+        if self._overflowed(norms):
+            self.optimizer.zero_grad()
+            return None
         require_finite(norms)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norms
+
+    def _overflowed(self, norms: list[float]) -> bool:
+        return self.loss_scale is not None and self.loss_scale.overflowed(norms)
 
     def _clip(self, parameters: list[nn.Parameter], limit: float) -> float:
         return torch.nn.utils.clip_grad_norm_(parameters, limit).item()

@@ -242,7 +242,7 @@ class Callbacks:
             eval_steps=config.eval_steps or 500,
         )
         self.control = TrainerControl()
-        leads = learner.ranks.leads
+        self._leads = leads = learner.ranks.leads
         self._progress = ProgressCallback() if config.progress and leads else None
         called: list[Any] = [DefaultFlowCallback]
         integrations = tracker_callbacks(config.report_to if leads else (), found or {})
@@ -339,6 +339,15 @@ class Callbacks:
         """After the last batch."""
         self.control = self._handler.on_train_end(self.arguments, self.state, self.control)
         self._whole = True
+
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Call one more, on rank 0."""
+        if self._leads:
+            self._handler.add_callback(callback)
+
+    def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Call it no more, and return it; None if there is none such."""
+        return self._handler.pop_callback(callback)
 
     def close(self) -> None:
         """Release the terminal and end the trackers' runs, however the run ended."""

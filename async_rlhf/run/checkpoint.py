@@ -130,7 +130,8 @@ class ResumeState:
         right = f"must be at least the {seen} that the checkpoint has seen"
         name = "total_episodes" if config.batches is None else "batches"
         right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
-        require(self.batch <= config.num_batches, name, getattr(config, name), right)
+        enough = config.num_train_epochs is not None or self.batch <= config.num_batches
+        require(enough, name, getattr(config, name), right)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
             for values in (without_secrets(self.config), as_saved(config, algorithm))
@@ -251,15 +252,31 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if is_adapter(name):
             with parallel.gathered([parameter]):
                 tensors[f"adapter.{name}"] = parallel.whole(parameter.data)
-    return tensors, {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+    values = {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+    if learner.own_schedule:
+        values["schedule"] = learner.scheduler.state_dict()
+    if learner.own_optimizer:
+        groups = learner.optimizer.param_groups
+        values["groups"] = [{name: x for name, x in group.items() if name != "params"} for group in groups]
+    if parallel.loss_scale is not None:
+        values["loss_scale"] = parallel.loss_scale.state()
+    return tensors, values
 
 
 def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Restore what :func:`learner_state` returned, after :func:`load_weights`. Every rank must call it."""
-    learner.scheduler.last_epoch = values["scheduler_steps"]
-    # Recomputed: the length of the run may have changed, and with it the learning rate.
-    for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
-        group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
+    if learner.own_optimizer:
+        for group, saved in zip(learner.optimizer.param_groups, values["groups"], strict=True):
+            group.update(saved)
+    if learner.own_schedule:
+        learner.scheduler.load_state_dict(values["schedule"])
+    else:
+        learner.scheduler.last_epoch = values["scheduler_steps"]
+        # Recomputed: the length of the run may have changed, and with it the learning rate.
+        for group, factor in zip(learner.optimizer.param_groups, learner.scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(learner.scheduler.last_epoch)
     prefix = "optimizer."
     learner.parallel.load_moments({n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)})
     learner.kl_coef = values["kl_coef"]
+    if learner.parallel.loss_scale is not None and "loss_scale" in values:
+        learner.parallel.loss_scale.restore(values["loss_scale"])

@@ -43,7 +43,8 @@ class RunConfig(Checked):
     """Online training: ``async-rlhf train``."""
 
     model: str = key(REQUIRED, main="data and models")
-    """The policy to start from, a folder or a name on the hub."""
+    """The policy to start from, a folder or a name on the hub. Every name of a model or tokenizer on the hub may say a
+    branch, a tag or a commit: owner/model@revision."""
     data: DataConfig = key(REQUIRED)
     """Where prompts come from."""
     reward_model: str | None = key(None, main="data and models")

@@ -25,10 +25,11 @@ logger = logging.getLogger(__name__)
 FINAL = "final"
 """The folder of the policy after the last batch."""
 METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
+EVAL_SAMPLES = "eval_samples.jsonl"
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
-_LOG = re.compile(r"(metrics|samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json")
+_LOG = re.compile(r"(metrics|samples|eval_samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json")
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
 
@@ -54,9 +55,10 @@ def refuse_second(folder: Path) -> None:
     refuse_in_use(folder / _LOCK, "output_dir", folder)
 
 
-def log_names(config: OnlineConfig) -> list[str]:
-    """The log files that a run writes."""
-    return [METRICS, SAMPLES, *([SCHEDULE] if config.staleness_mode == "bounded" else [])]
+def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
+    """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
+    more = [SCHEDULE] if config.staleness_mode == "bounded" else []
+    return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 
 def batch_of(name: str) -> int | None:
@@ -161,11 +163,12 @@ class RunFolder:
                     f"to be deleted and which no run has written; move it away, or choose another folder"
                 )
 
-    def clear(self, best: str | None) -> None:
+    def clear(self, best: str | None, evaluates: bool) -> None:
         """Delete what an earlier run left and this one does not resume from.
 
         Args:
             best: the checkpoint to keep, however old.
+            evaluates: whether this one has held-out prompts.
         """
         going_on = self.goes_on
         self.check()  # some time has passed since the run was made
@@ -182,7 +185,7 @@ class RunFolder:
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config.save_total_limit, best)
         with whole_file(self.path / _WRITTEN) as file:
-            json.dump(sorted({*(self._written() or ()), *log_names(self.config), self.trace}), file)
+            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
 
     def _superseded(self) -> list[Path]:
         """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""

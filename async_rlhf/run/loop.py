@@ -19,12 +19,13 @@ from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.cut_off import cut_off_warning
-from async_rlhf.run.folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
+from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
+from async_rlhf.run.held_out import answer_rows, evaluate
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Run
 from async_rlhf.system import random_state
-from async_rlhf.types import Batch, Group, ScoredBatch
+from async_rlhf.types import Batch, ScoredBatch
 
 logger = logging.getLogger(__name__)
 
@@ -173,14 +174,12 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Score the current policy on the held-out prompts, one completion each."""
-        run = self.run
-        assert run.eval_prompts is not None
-        prompts = run.eval_prompts.all()
         with self.trace.span("evaluate"):
-            completions = run.eval_engine.generate(prompts)
-            groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
-            scored = run.scorer(Batch(0, run.callbacks.state.global_step, groups, 0.0))
-        return {f"eval_{name}": value for name, value in scored.metrics.items()}
+            metrics, scored = evaluate(self.run)
+        if self.run.ranks.leads:
+            for row in answer_rows(self.run, scored):
+                self.logs[EVAL_SAMPLES].write(row)
+        return metrics
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()

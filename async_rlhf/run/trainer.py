@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from typing import ClassVar
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
@@ -15,17 +17,22 @@ from async_rlhf.algorithms.ppo import PPO
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.algorithms.reinforce import RLOO
 from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.learner.learner import Learner
+from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
+from async_rlhf.run.checkpoint import save_learner
 from async_rlhf.run.choices import make_generator
 from async_rlhf.run.folder import FINAL, log_names
+from async_rlhf.run.held_out import evaluate
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop
+from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Inputs, Model, Run, build
@@ -37,7 +44,7 @@ class OnlineTrainer:
     """Online training of a causal language model; the type of the configuration selects the algorithm.
 
     Args:
-        model: the policy, trained in place; a model, a folder or a hub name.
+        model: the policy, trained in place; a model, a folder or a hub name, perhaps owner/model@revision.
         args: the configuration: GRPOConfig for GRPO, and so on.
         train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
@@ -49,7 +56,12 @@ class OnlineTrainer:
         processing_class: the tokenizer; None loads the policy's.
         eval_dataset: held-out rows.
         callbacks: transformers' callbacks.
+        optimizers: an optimiser of your own, on exactly the parameters that are trained, and its schedule, which is
+            stepped after every optimiser step; None for AdamW, and for ``lr_scheduler_type``. One rank, or DDP.
         prompt_field: the column with the prompt's text.
+        formatting_func: makes the prompt of a row, text or a chat, in place of ``prompt_field``, under whose name it
+            is then found. This is all that a collator could do here: prompts are tokenised by the stream and padded by
+            the engine, and rows by the learner.
         algorithm: an algorithm of your own; ``args`` must be its configuration.
         record: what run.yml says; None writes what can be said of these arguments.
 
@@ -73,10 +85,16 @@ class OnlineTrainer:
         processing_class: PreTrainedTokenizerBase | None = None,
         eval_dataset: Rows | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+        optimizers: Optimizers = (None, None),
         prompt_field: str = "query",
+        formatting_func: Callable[[Mapping[str, Any]], Any] | None = None,
         algorithm: Algorithm | None = None,
         record: Record | None = None,
     ) -> None:
+        if formatting_func is not None:
+            train_dataset = formatted(train_dataset, formatting_func, prompt_field)
+            if eval_dataset is not None:
+                eval_dataset = formatted(eval_dataset, formatting_func, prompt_field)
         inputs = Inputs(
             model=model,
             train_dataset=train_dataset,
@@ -88,6 +106,7 @@ class OnlineTrainer:
             processing_class=processing_class,
             eval_dataset=eval_dataset,
             callbacks=callbacks,
+            optimizers=optimizers,
             prompt_field=prompt_field,
             record=record,
         )
@@ -133,6 +152,54 @@ class OnlineTrainer:
         self._started = True
         return train(self.run)
 
+    def evaluate(self) -> dict[str, float]:
+        """Score the policy as it is now on eval_dataset, one completion each; before or after training.
+
+        Nothing is written. With several ranks, all must call it.
+
+        Returns:
+            The metrics, with names that begin with "eval_".
+
+        Raises:
+            ConfigError: there is no eval_dataset.
+        """
+        run = self.run
+        require(run.eval_prompts is not None, "eval_dataset", None, "must be given, to evaluate on")
+        with run.watch.watching(), run.scorer.started():
+            return evaluate(run)[0]
+
+    def save_model(self, output_dir: str | None = None) -> Path:
+        """Write the policy and its tokenizer, and PPO's value model, into a folder; every rank must call it.
+
+        Args:
+            output_dir: None for "final" in the run's folder. What is there already is replaced if it was written in
+                this way, else moved to another name.
+
+        Returns:
+            The folder, which ``from_pretrained`` loads.
+        """
+        run = self.run
+        folder = run.folder.path / FINAL if output_dir is None else Path(output_dir).expanduser()
+        policy = partial(save_learner, run.learner, run.tokenizer)
+        if run.ranks.leads:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder, [policy])
+        else:
+            policy(folder)
+        return folder
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Call one of transformers' callbacks, too: a class or an instance."""
+        self.run.callbacks.add(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Call a callback no more; returns it, or None if there is none such."""
+        return self.run.callbacks.pop(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Call a callback no more."""
+        self.pop_callback(callback)
+
     def push_to_hub(
         self,
         repo_id: str | None = None,
@@ -166,6 +233,11 @@ class OnlineTrainer:
         return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
 
 
+def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows:
+    """The rows, with what the function makes of each under ``field``."""
+    return [{**row, field: formatting_func(row)} for row in rows]
+
+
 def train(run: Run) -> OnlineTrainerState:
     """Train, once; see :meth:`OnlineTrainer.train`."""
     uploads = run.callbacks.uploads
@@ -188,14 +260,15 @@ def train(run: Run) -> OnlineTrainerState:
         logs = {}
         if run.ranks.leads:
             goes_on = run.folder.goes_on
-            run.folder.clear(run.callbacks.state.best_model_checkpoint)
+            run.folder.clear(run.callbacks.state.best_model_checkpoint, run.eval_prompts is not None)
             run.record.write(run.folder.path)
             note_start(run.folder.path, goes_on, run.ranks.count, run.device)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
         if run.ranks.leads:
-            logs = {name: stack.enter_context(closing(_log(run, name))) for name in log_names(run.config)}
+            names = log_names(run.config, run.eval_prompts is not None)
+            logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked).train()
         stack.close()
         run.watch.close()

@@ -24,6 +24,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.shared import SharedEngine, shared_engine
 from async_rlhf.learner.launch import rank_device, start_ranks
 from async_rlhf.learner.learner import Learner
+from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models.loading import (
@@ -74,6 +75,7 @@ class Inputs:
     processing_class: PreTrainedTokenizerBase | None = None
     eval_dataset: Rows | None = None
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = ()
+    optimizers: Optimizers = (None, None)
     prompt_field: str = "query"
     record: Record | None = None
     """How the run was asked for, where a command knows it; None for what can be said of the arguments."""
@@ -81,6 +83,9 @@ class Inputs:
     def __post_init__(self) -> None:
         given = self.reward_model is not None or len(self.reward_funcs) > 0
         require(given, "reward_model", None, "give a reward_model, reward_funcs, or both")
+        optimizer, scheduler = self.optimizers
+        alone = scheduler is None or optimizer is not None
+        require(alone, "optimizers", type(scheduler).__name__, "must have an optimiser with the schedule")
         if self.ref_model is not None and self.ref_model is self.model and not isinstance(self.model, str):
             raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
 
@@ -138,6 +143,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks)
         config = with_prompt_cap(config, inputs.model)
+        config = config.with_rows(ranks.from_lead("rows", lambda: len(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
         run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:
@@ -169,11 +175,16 @@ def _build(
     load = None
     if folder.checkpoint is not None and resumed is not None:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    learner = Learner(models.policy, models.reference, algorithm, config, models.value, parallel, load)
+    learner = Learner(
+        models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
+    )
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
-    one_each = replace(models.params, samples_per_prompt=1)
+    temperature = config.eval_temperature or config.generation.temperature
+    one_each = replace(models.params, samples_per_prompt=1, temperature=temperature)
     record = inputs.record or of_python(config, algorithm.name, inputs)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
+    if inputs.optimizers[0] is not None:
+        fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:
         fingerprints["train_dataset"] = prompts.stream.fingerprint()
     if reward_checksum is not None:
@@ -339,9 +350,11 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         samples_per_prompt=config.samples_per_prompt,
         temperature=generation.temperature,
         response_length=generation.response_length,
-        stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens),
+        stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens, generation.stop_token_ids),
         seed=config.seed,
         batch_size=generation.batch_size,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
     )
 
 

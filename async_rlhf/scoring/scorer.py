@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.models.forward import score_batch, score_in_batches
+from async_rlhf.models.forward import autocast_dtype, score_batch, score_in_batches
 from async_rlhf.models.rows import dealt
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.scoring.functions import (
@@ -177,7 +177,8 @@ class Scorer:
         self.ranks.meet("computing rewards")
         found = {}
         for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
-            scores_B = score_batch(self.reward_model, batches[number], self.config.bf16, self.parallel.device)
+            dtype, device = autocast_dtype(self.config), self.parallel.device
+            scores_B = score_batch(self.reward_model, batches[number], dtype, device)
             if counts:
                 found[number] = scores_B
         parts = self.ranks.gather("rewards", found)

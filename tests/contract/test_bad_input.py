@@ -448,6 +448,7 @@ def test_help_and_dry_run(files):
     assert "# batches: 8" in dry.stdout
     assert "# optimiser steps: 8" in dry.stdout
     assert "# lag in batches: 0 at batch 1, rising to 1" in dry.stdout
+    assert "# lag in optimiser steps: 0 at the first step, at most 1" in dry.stdout
     assert not files["out"].exists()
     assert run_command("trian").returncode == 2
 

@@ -23,6 +23,7 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.snapshots import NoSnapshots
+from async_rlhf.ranks import loss_scale
 from async_rlhf.run.trainer import OnlineTrainer
 
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
@@ -99,10 +100,12 @@ def train(
     no_reward_at: int = 0,
     missing_rewards: int = 0,
     kl: dict | None = None,
+    first_scale: float = loss_scale.FIRST,
     **changes,
 ) -> None:
     """One run, as its arguments say."""
     rank = int(os.environ.get("RANK", 0))
+    loss_scale.FIRST = first_scale
     args = new_args(
         Path(folder),
         name,

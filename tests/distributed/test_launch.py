@@ -137,10 +137,11 @@ SRUN = """
     #!{python}
     # What srun does, on this host alone: as many tasks, each with its number, and signals handed on to all.
     import os, signal, subprocess, sys
-    words = sys.argv[1:]
+    words, count = sys.argv[1:], int(os.environ["SLURM_NTASKS"])
     while words[0].startswith("--"):
+        option, _, value = words[0].partition("=")
+        count = int(value) if option == "--ntasks" else count
         words = words[1:]
-    count = int(os.environ["SLURM_NTASKS"])
     tasks = []
     signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
     for number in range(count):
@@ -154,25 +155,58 @@ SCONTROL = """
 """
 
 
-def test_a_slurm_job_that_is_preempted_goes_on_exactly(inputs, tmp_path):
-    """The script of recipes/slurm, with stand-ins for SLURM's commands: signal, save, back into the queue, resume."""
-    tools = tmp_path / "bin"
+def slurm_job(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Stand-ins for SLURM's commands, and the environment of a job that finds them."""
+    tools = folder / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
         (tools / name).write_text(textwrap.dedent(text).lstrip())
         (tools / name).chmod((tools / name).stat().st_mode | stat.S_IXUSR)
-    config, log = write_config(inputs, tmp_path, total_episodes=480, staleness=1), tmp_path / "log"
-    whole = tmp_path / "whole"
-    finish(start(torchrun(config, f"--train.output_dir={whole}"), log), log, 240)
-    job = {
+    return tools, {
         "SLURM_JOB_ID": str(free_port()),
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_NTASKS": "2",
         "SLURM_NNODES": "1",
-        "RESULTS": str(tmp_path / "results"),
-        "REQUEUED": str(tmp_path / "requeued"),
+        "RESULTS": str(folder / "results"),
+        "REQUEUED": str(folder / "requeued"),
         "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+
+
+def test_one_slurm_job_trains_generates_and_evaluates(inputs, tmp_path):
+    """By two ranks, then alone; put back into the queue after each of its parts, it does none of them again."""
+    _, job = slurm_job(tmp_path)
+    config, log = write_config(inputs, tmp_path, save_steps=3, staleness=1), tmp_path / "log"
+    held_out = {"data": str(inputs / "prompts.jsonl"), "response_length": 8, "max_prompt_length": 32, "device": "cpu"}
+    judged = {"reward_funcs": [f"{inputs / 'reward.py'}:letters"], "device": "cpu"}
+    for name, values in (("generate", held_out), ("evaluate", judged)):
+        (tmp_path / f"{name}.yml").write_text(json.dumps(values))  # JSON is YAML
+    files = [str(path) for path in (config, tmp_path / "generate.yml", tmp_path / "evaluate.yml")]
+    words = ["bash", str(RECIPES / "slurm" / "train_generate_evaluate.sh"), *files]
+    output = tmp_path / "results" / job["SLURM_JOB_ID"] / "run"
+    text = finish(start(words, log, **job), log, 300)
+    assert "2 ranks, ddp" in text
+    assert len(metrics_of(output)) == 6
+    names = {path.stem for path in (output / "generations").glob("*.jsonl")}
+    assert {"checkpoint-3", "final"} <= names
+    results = json.loads((output / "evaluation" / "evaluation.json").read_text())["results"]["models"]
+    assert results.keys() == names
+    assert all(one["gold_mean"]["estimate"] > 0 for one in results.values())
+    assert not (tmp_path / "requeued").exists()
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    finish(start(words, log, **job), log, 200)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    wrong = subprocess.run(words[:3], env={**os.environ, **job}, capture_output=True, text=True, check=False)
+    assert wrong.returncode != 0
+    assert "usage: sbatch recipes/slurm/train_generate_evaluate.sh TRAIN.yml" in wrong.stderr
+
+
+def test_a_slurm_job_that_is_preempted_goes_on_exactly(inputs, tmp_path):
+    """The script of recipes/slurm, with stand-ins for SLURM's commands: signal, save, back into the queue, resume."""
+    tools, job = slurm_job(tmp_path)
+    config, log = write_config(inputs, tmp_path, total_episodes=480, staleness=1), tmp_path / "log"
+    whole = tmp_path / "whole"
+    finish(start(torchrun(config, f"--train.output_dir={whole}"), log), log, 240)
     words = ["bash", str(RECIPES / "slurm" / "one_node.sh"), str(config)]
     output = tmp_path / "results" / job["SLURM_JOB_ID"] / "run"
     first = start(words, tmp_path / "job", **job)

@@ -24,12 +24,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation import sampling as sampling_module
 from async_rlhf.generation import transformers_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import response_logprobs
+from async_rlhf.models.loading import stop_token_ids
 from async_rlhf.types import Prompt
 
 EOS, PAD = 256, 257
@@ -601,3 +603,13 @@ def test_the_engine_and_training_agree_on_log_probabilities(make_policy, kind):
     for i, (prompt, rollout) in enumerate(pairs):
         start, end = len(prompt.tokens), len(prompt.tokens) + len(rollout.tokens)
         assert logprobs_BT[i, start:end].tolist() == pytest.approx(rollout.logprobs, abs=1e-4)
+
+
+def test_completions_also_end_at_tokens_given_by_their_texts_or_ids(make_policy, tokenizer):
+    policy = make_policy()
+    assert stop_token_ids(policy, tokenizer) == (EOS,)
+    assert stop_token_ids(policy, tokenizer, ["a"], [3, 9, EOS]) == tuple(sorted({EOS, 3, 9, *tokenizer.encode("a")}))
+    with pytest.raises(ConfigError, match=r"generation.stop_token_ids: got \[258\]; must be below 258"):
+        stop_token_ids(policy, tokenizer, ids=[258])
+    with pytest.raises(ConfigError, match=r"stop_token_ids: got \[-1\]; must be ids of tokens"):
+        GenerationConfig(stop_token_ids=[-1])

@@ -252,7 +252,7 @@ def test_generations_of_different_kinds_are_not_compared(config, evaluation, tmp
     found = run_evaluate(evaluation)["models"]["checkpoint-2"]
     assert found["kl_to_reference"]["estimate"] == pytest.approx(0.0, abs=1e-4)  # to itself, at its temperature
     run_generate(replace(config, checkpoints=["final"]))
-    with pytest.raises(ConfigError, match=r"final and checkpoint-2 in .* have the temperatures 0.7 and 1.5"):
+    with pytest.raises(ConfigError, match=r"final and checkpoint-2 in .* have temperature 0.7 and 1.5"):
         run_evaluate(replace(evaluation, overwrite=True))
     rows = json_lines([{"query": f"other {i}"} for i in range(22)])
     (tmp_path / "other.jsonl").write_text(rows)

@@ -167,6 +167,7 @@ TRAIN_DEFAULTS = {
     "train.per_device_train_batch_size": 8,
     "train.gradient_accumulation_steps": 2,
     "train.eval_steps": 3,  # 32 batches // 10
+    "train.eval_temperature": 0.01,
     "train.save_steps": 500,
     "train.num_epochs": 4,
     "train.learning_rate": 5e-5,
@@ -218,7 +219,7 @@ TRAIN_CASES = [
     ({"num_ppo_epochs": 1}, {"train.num_epochs": 1}),
     ({"rloo_k": 4}, {"train.samples_per_prompt": 4}),
     ({"bf16": True}, {"train.bf16": True}),
-    ({"fp16": True}, {"train.bf16": True}),
+    ({"fp16": True}, {"train.fp16": True}),
     ({"torch_dtype": "bfloat16"}, {"train.generation.dtype": "bfloat16", "train.bf16": True}),
     ({"torch_dtype": "float16", "bf16": False}, {"train.generation.dtype": "float16", "train.bf16": False}),
     ({"torch_dtype": "auto"}, {}),
@@ -229,7 +230,8 @@ TRAIN_CASES = [
     ({"save_strategy": "steps", "save_total_limit": 2}, {"train.save_total_limit": 2}),
     ({"num_sample_generations": 5}, {"train.eval_steps": 6}),
     ({"num_sample_generations": 100}, {"train.eval_steps": 1}),
-    ({"num_sample_generations": 0}, {"train.eval_steps": 0, "data.eval": None, "data.eval_split": None}),
+    ({"num_sample_generations": 0}, {"train.eval_steps": 0, "train.eval_temperature": None, "data.eval": None,
+                                     "data.eval_split": None}),
     ({"dataset_test_split": "validation"}, {"data.eval_split": "validation"}),
     ({"dataset_train_split": "train2"}, {"data.train_split": "train2"}),
     ({"max_length": 300}, {"train.max_prompt_length": 300}),
@@ -238,6 +240,7 @@ TRAIN_CASES = [
     ({"non_eos_penalty": True, "penalty_reward_value": -3}, {"train.non_eos_penalty": True,
                                                              "train.penalty_reward_value": -3.0}),
     ({"stop_token": "eos", "stop_token_id": 0}, {}),
+    ({"stop_token_id": 5}, {"train.generation.stop_token_ids": [5]}),
     ({"local_rollout_forward_batch_size": 16}, {"train.annotate_batch_size": 16, "train.generation.batch_size": 16}),
     ({"model_name_or_path": "org/base"}, {"tokenizer": "org/base"}),
     ({"loss_type": "ipo", "beta": 0.3}, {"train.loss_type": "ipo", "train.beta": 0.3}),
@@ -270,7 +273,8 @@ TRAIN_CASES = [
     ({"use_peft": True}, {"train.lora.rank": 16}),
     ({"use_peft": False, "lora_r": 8}, {"train.lora.rank": 0}),
     ({"sanity_check": True}, {"train.total_episodes": 32, "train.report_to": None, "train.save_steps": None,
-                              "train.eval_steps": None, "data.eval": None, "data.eval_split": None}),
+                              "train.eval_steps": None, "train.eval_temperature": None, "data.eval": None,
+                              "data.eval_split": None}),
     ({"kl_coef": 0.2, "cliprange": 0.3}, {}),
 ]  # fmt: skip
 
@@ -297,7 +301,7 @@ def in_turn(algorithm: str, **values: object) -> dict[str, object]:
         ),
         ({"whiten_rewards": False, "rloo_k": 4}, in_turn("ppo")),
         ({"torch_dtype": "bfloat16", "use_peft": True, "lora_r": 4, "vllm": True}, in_turn("ppo")),
-        ({"fp16": True}, in_turn("ppo") | {"train.bf16": True}),
+        ({"fp16": True}, in_turn("ppo") | {"train.fp16": True}),
     ],
 )
 def test_what_keys_of_ppo_become(given, expected):
@@ -443,6 +447,7 @@ def test_what_keys_of_one_stage_become():
     check("sft", SFT_DEFAULTS, {"max_seq_length": 580, "packing": False}, {"max_length": 580})
     assert "every row is a sequence" in note("sft", SFT | {"packing": True}, "packing")
     check("reward", REWARD_DEFAULTS, {"max_length": 640, "tokenizer_name": "org/base"}, {"max_length": 640})
+    check("reward", REWARD_DEFAULTS, {"model_revision": "step1"}, {"model": f"{REWARD['model_name_or_path']}@step1"})
     check("reward", REWARD_DEFAULTS, {"push_to_hub": True, "hub_model_id": "me/rm"}, {})
     assert "huggingface-cli upload" in note("reward", REWARD | {"push_to_hub": True}, "push_to_hub")
     without = {key: value for key, value in SFT.items() if key != "task_type"}
@@ -486,7 +491,9 @@ HELD_OUT_CASES = [
     ("generate", GENERATE_DEFAULTS, {"model_paths": ["checkpoint-8"]},
      {"models": None, "run": "org/sft", "checkpoints": ["checkpoint-8"]}),
     ("generate", GENERATE_DEFAULTS, {"sanity_check": True}, {"max_prompts": 10}),
-    ("generate", GENERATE_DEFAULTS, {"top_p": 1, "num_gpus": 2, "save_generations": True, "wandb_run_id": "snow"}, {}),
+    ("generate", GENERATE_DEFAULTS, {"top_p": 0.9}, {"top_p": 0.9}),
+    ("generate", GENERATE_DEFAULTS, {"top_p": 1, "num_gpus": 2, "save_generations": True, "wandb_run_id": "snow"},
+     {"top_p": 1}),
     ("evaluate", EVALUATE_DEFAULTS, {}, {}),
     ("evaluate", EVALUATE_DEFAULTS, {"dataset_path": "made", "batch_size": 8},
      {"generations": "made", "batch_size": 8}),
@@ -514,18 +521,19 @@ def test_a_folder_of_checkpoints_is_a_run():
 SAMPLES = {"bool": True, "int": 1, "float": 0.5, "steps": 2, "str": "text", "list": ["a"], "any": 1}
 VALID = {
     "bok": False,  # else another algorithm
-    "whiten_rewards": False,
+    "whiten_rewards": True,
     "loss_type": "ipo",
     "task_type": "tldr",
     "torch_dtype": "float32",
+    "fp16": False,  # not with bf16
     "stop_token": "eos",
-    "model_revision": "main",
+    "model_revision": "step1",
     "save_strategy": "steps",
     "eval_strategy": "steps",
     "evaluation_strategy": "steps",
     "lr_scheduler_type": "cosine",
     "total_episodes": 64,
-    "top_p": 1,
+    "top_p": 0.9,
     "adam_beta1": 0.5,
     "overwrite_output_dir": False,  # not with resume
 }
@@ -720,17 +728,15 @@ ERRORS = [
     ("train", DPO | {"seed": 1.5}, [], "seed: got 1.5; must be an integer"),
     ("train", DPO | {"vllm": "maybe"}, [], "vllm: got 'maybe'; must be true or false"),
     ("train", DPO | {"stop_token": "period"}, [], "stop_token: got 'period'; must be 'eos'"),
-    ("train", DPO | {"stop_token_id": 5}, [], "stop_token_id: got 5; must be left out.*stop_tokens"),
+    ("train", DPO | {"stop_token_id": -5}, [], "stop_token_ids: got .-5.; must be ids of tokens"),
     ("train", DPO | {"torch_dtype": "int8"}, [], "torch_dtype: got 'int8'; must be float32"),
     ("train", DPO | {"lr_scheduler_type": "cosine_with_restarts"}, [], "lr_scheduler_type.*cosine_with_restarts"),
     ("train", DPO | {"bok": True}, ["--algorithm", "rloo"], "algorithm: got 'rloo'; must be best_of_k with bok"),
     ("train", DPO, ["--algorithm", "grpo"], "algorithm: got 'grpo'; must be one of online_dpo.*migrate the file"),
-    ("train", ONLINE | {"whiten_rewards": True}, [], "whiten_rewards: got True; must be false"),
     ("train", DPO | {"num_mini_batches": 0}, [], "num_mini_batches: got 0; must be at least 1"),
     ("train", DPO, ["--learning_rate"], "learning_rate: got None; must be followed by its value"),
-    ("generate", GENERATE | {"top_p": 0.9}, [], "top_p: got 0.9; must be 1"),
+    ("generate", GENERATE | {"top_p": 1.5}, [], "top_p: got 1.5; must be at most 1"),
     ("evaluate", {"gold_model_name": "x"}, [], "model_name_or_path: got None; must be given, or dataset_path"),
-    ("reward", REWARD | {"model_revision": "step1"}, [], "model_revision: got 'step1'; must be 'main'"),
     ("reward", REWARD | {"model_name_or_path": None}, [], "model_name_or_path: got None; must be given"),
     ("relabel", RELABEL | {"dataset_name": None}, [], "dataset_name: got None; must be given"),
 ]

@@ -59,12 +59,15 @@ def test_what_accelerate_launch_has_said(said, expected):
     assert from_accelerate(chosen, False, said) == chosen
 
 
-@pytest.mark.parametrize(("asked", "bf16"), [("bf16", False), ("fp16", False), ("fp16", True)])
-def test_a_precision_that_contradicts_is_refused(asked, bf16):
+@pytest.mark.parametrize(("asked", "chosen"), [("bf16", None), ("bf16", "fp16"), ("fp16", None), ("fp16", "bf16")])
+def test_a_precision_that_contradicts_is_refused(asked, chosen):
+    said, precision = {"ACCELERATE_MIXED_PRECISION": asked}, {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
     with pytest.raises(
-        ConfigError, match=f"bf16: got {bf16}; the accelerate config file says mixed_precision: {asked}"
+        ConfigError, match=f"{asked}: got False; the accelerate config file says mixed_precision: {asked}"
     ):
-        from_accelerate(ParallelConfig(), bf16, {"ACCELERATE_MIXED_PRECISION": asked})
+        from_accelerate(ParallelConfig(), environment=said, **precision)
+    same = {"bf16": asked == "bf16", "fp16": asked == "fp16"}
+    assert from_accelerate(ParallelConfig(), environment=said, **same) == ParallelConfig("ddp")
 
 
 def test_a_stage_that_does_not_exist_is_refused():

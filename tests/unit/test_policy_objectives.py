@@ -47,6 +47,8 @@ OBJECTIVES = {
         "ppo",
         {"gamma": 0.9, "lam": 0.6, "whiten_advantages": False, "vf_coef": 0.7, "cliprange_value": 0.5},
     ),
+    "ppo-whitened-rewards": ("ppo", {"whiten_rewards": True, "gamma": 0.9}),
+    "ppo-only-rewards-whitened": ("ppo", {"whiten_rewards": True, "whiten_advantages": False, "lam": 0.8}),
     "ppo-bootstrap": ("ppo", {"gamma": 0.9, "bootstrap_truncated": True, "non_eos_penalty": False}),
     "rloo-masked": ("rloo", {"mask_truncated": True}),
     "grpo-masked": ("grpo", {"mask_truncated": True}),
@@ -324,14 +326,21 @@ def slow_rests(experience: Experience, config: PPOConfig) -> list[float]:
 def slow_ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[list[list[float]], list[list[float]]]:
     penalties, values = slow_reward_kl(experience, config), responses(experience.values_BT, experience)
     earned, rests = slow_earned(experience), slow_rests(experience, config)
+    rewards = [
+        [earned[row][t] - one + (rest if t == len(penalties[row]) - 1 else 0.0) for t, one in enumerate(penalties[row])]
+        for row, rest in enumerate(rests)
+    ]
+    if config.whiten_rewards:
+        everything = [x for row in rewards for x in row]
+        mean = math.fsum(everything) / len(everything)
+        rewards = [[x + mean for x in row] for row in slow_whiten(rewards)]
     advantages, returns = [], []
-    for row, rest in enumerate(rests):
+    for row in range(len(rests)):
         n = len(penalties[row])
         deltas = []
         for t in range(n):
-            reward = earned[row][t] - penalties[row][t] + (rest if t == n - 1 else 0.0)
             value_after = values[row][t + 1] if t + 1 < n else 0.0
-            deltas.append(reward + config.gamma * value_after - values[row][t])
+            deltas.append(rewards[row][t] + config.gamma * value_after - values[row][t])
         decay = config.gamma * config.lam
         advantages.append([math.fsum(decay**i * d for i, d in enumerate(deltas[t:])) for t in range(n)])
         returns.append([a + v for a, v in zip(advantages[row], values[row], strict=True)])

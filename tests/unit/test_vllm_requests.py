@@ -63,3 +63,5 @@ def test_the_distribution_is_the_policys_own():
     assert (fields["temperature"], fields["max_tokens"], fields["stop_token_ids"]) == (0.7, 32, [2, 5])
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert {name: fields[name] for name in neutral} == neutral
+    cut = request_fields(SamplingParams(4, 0.7, 32, (2, 5), seed=0, top_p=0.9, top_k=50), seed=11)
+    assert cut == fields | {"top_p": 0.9, "top_k": 50}

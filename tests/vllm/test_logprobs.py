@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models.truncation import Distribution, truncated
 
 pytestmark = pytest.mark.vllm
 
@@ -83,6 +84,23 @@ def test_logprobs_are_of_the_scaled_distribution(engine, temperature):
         for rollout in group:
             expected = by_transformers(model, prompt, rollout.tokens, temperature)
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 7}, {"top_p": 0.9, "top_k": 30}])
+def test_logprobs_are_of_what_top_p_and_top_k_keep(engine, cut):
+    """And nothing else is drawn; see test_truncation.py for the engine on transformers."""
+    prompts, model = prompts_of(12), new_policy()
+    engine.params = replace(PARAMS, temperature=0.7, **cut)
+    left_out = 0.0
+    for prompt, group in zip(prompts, sampled(engine, prompts), strict=True):
+        for rollout in group:
+            row = torch.tensor([[*prompt.tokens, *rollout.tokens]])
+            logits_TV = model(row).logits[0, len(prompt.tokens) - 1 : -1]
+            logits_TV = truncated(logits_TV, Distribution(0.7, **cut)) / 0.7
+            expected = torch.log_softmax(logits_TV, -1)[torch.arange(len(rollout.tokens)), torch.tensor(rollout.tokens)]
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-4)
+            left_out += logits_TV.isinf().float().mean().item()
+    assert left_out > 1
 
 
 def test_a_completion_depends_on_seed_and_draw_alone(engine):

@@ -45,10 +45,10 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str], export:
     """
     file, rest = take_config_file(words)
     if file is None or command not in KEYS or {"-h", "--help", "--help-all"} & set(words):
-        return parse(kind, command, words)
+        return parse(kind, command, words, export=export)
     t, rest = translate(kind, command, file, rest)
     if t is None:
-        return parse(kind, command, words)
+        return parse(kind, command, words, export=export)
     if launched_rank() == 0:
         print_table(t, Path(file).name)
     with tempfile.TemporaryDirectory() as folder:  # the parser reads only files

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from async_rlhf.compat.original.keys import ENVIRONMENT, TRAINING_WITHOUT_COUNTERPART
 from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation
-from async_rlhf.config.base import ConfigError, require
+from async_rlhf.config.base import require
 
 _INTEGRATIONS = ("tensorboard", "wandb")
 _HUB = f"{IDLE_HERE}: upload the finished folder with `huggingface-cli upload`, or give train.push_to_hub to train"
@@ -153,9 +153,8 @@ def model_options(t: Translation, read: tuple[str, ...] = ()) -> None:
         read: which of these keys this program of the original read.
     """
     if "model_revision" in read and t["model_revision"] != "main":
-        raise ConfigError(
-            f"model_revision: got {t['model_revision']!r}; must be 'main': give a folder with that revision as "
-            "the model"
+        t.maps(
+            "model_revision", {"model": f"{t['model_name_or_path']}@{t['model_revision']}"}, "part of the model's name"
         )
     if "trust_remote_code" in read and t["trust_remote_code"]:
         t.same({"trust_remote_code": "trust_remote_code"})

@@ -20,16 +20,15 @@ def translate_generate(t: Translation) -> None:
     common.environment(t)
     _sampled_models(t)
     t.needed("dataset_name")
-    require(t["top_p"] == 1, "top_p", t["top_p"], "must be 1: samples are drawn from the whole distribution")
     t.same(
         {
             "dataset_name": "data",
             "split": "split",
             "temperature": "temperature",
+            "top_p": "top_p",
             "max_new_tokens": "response_length",
         }
     )
-    t.idle("mapped: samples are drawn from the whole distribution", "top_p")
     t.does("engine", {"engine": "vllm"}, "generate_for_eval.py samples with vLLM")
     common.weights_dtype(t, "dtype")
     place = t["dataset_path"] or os.path.join(t["model_name_or_path"], _GENERATIONS)

@@ -18,8 +18,8 @@ from async_rlhf.compat.original.translation import (
     one_of,
     share_of,
 )
-from async_rlhf.config.base import ConfigError, require
 
+_TABLE_TEMPERATURE = 0.01
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
 _UNREAD = {
     "base_model exp_name config": "it is read nowhere",
@@ -80,10 +80,13 @@ def _evaluation(t: Translation, size: Batches) -> None:
         t.maps("num_sample_generations", {"train.eval_steps": 0}, note)
         t.idle(f"{IDLE_THERE}: there are no evaluations", "dataset_test_split")
         return
-    note = f"one in so many of the {size.number} batches; on all prompts of the split, with rewards"
+    note = (
+        f"one in so many of the {size.number} batches; on all prompts of the split, with rewards, at T = 0.01 as there"
+    )
     note += common.one_split(source)
     steps = max(1, size.number // tables)
-    t.maps("num_sample_generations", {"train.eval_steps": steps, "data.eval": source}, note)
+    targets = {"train.eval_steps": steps, "train.eval_temperature": _TABLE_TEMPERATURE, "data.eval": source}
+    t.maps("num_sample_generations", targets, note)
     t.same({"dataset_test_split": "data.eval_split"})
 
 
@@ -134,10 +137,8 @@ def _optimisation(t: Translation, algorithm: str) -> None:
     _forward_batches(t, algorithm)
     for key in ("use_cpu", "no_cuda"):
         t.maps(key, {"train.device": "cpu"} if t[key] else {})
-    bf16, fp16 = t["bf16"], t["fp16"]
-    t.maps("bf16", {"train.bf16": bf16 or fp16}, f"{MAPPED}, as autocast; {_MASTERS}" if bf16 else MAPPED)
-    note = "bfloat16 instead, whose range needs no loss scaling; weights and AdamW stay float32"
-    t.maps("fp16", {"train.bf16": bf16 or fp16} if fp16 else {}, note if fp16 else MAPPED)
+    t.maps("bf16", {"train.bf16": t["bf16"]}, f"{MAPPED}, as autocast; {_MASTERS}" if t["bf16"] else MAPPED)
+    t.maps("fp16", {"train.fp16": t["fp16"]}, "mapped, with loss scaling, as there" if t["fp16"] else MAPPED)
 
 
 def _forward_batches(t: Translation, algorithm: str) -> None:
@@ -176,10 +177,8 @@ def _stop_token(t: Translation) -> None:
         t.idle("mapped: a completion always ends at the end-of-sequence token here", "stop_token")
         t.idle(f"{IDLE_THERE}: stop_token decides", "stop_token_id")
     elif t["stop_token_id"] is not None:
-        raise ConfigError(
-            f"stop_token_id: got {t['stop_token_id']!r}; must be left out: a completion ends at the end-of-sequence "
-            "token, and train.generation.stop_tokens names further ones by their texts"
-        )
+        note = "mapped; a completion ends at the end-of-sequence token as well"
+        t.maps("stop_token_id", {"train.generation.stop_token_ids": [t["stop_token_id"]]}, note)
 
 
 def _engine(t: Translation) -> None:
@@ -228,10 +227,7 @@ def _objective(t: Translation, algorithm: str) -> None:
         t.idle(f"{IDLE_THERE}: only for a number in the log", "kl_coef")
         t.idle(f"{IDLE_THERE}: this objective has no ratio", "cliprange")
     if algorithm == "ppo":
-        right = "must be false: rewards are not whitened here; advantages are, as there"
-        require(not t["whiten_rewards"], "whiten_rewards", t["whiten_rewards"], right)
-        t.same({key: f"train.{key}" for key in PPO_ONLY if key != "whiten_rewards"})
-        t.idle("mapped: rewards are not whitened", "whiten_rewards")
+        t.same({key: f"train.{key}" for key in PPO_ONLY})
     else:
         t.idle(f"{IDLE_THERE}: only PPO reads it", *PPO_ONLY)
     t.idle(MAPPED if algorithm == "best_of_k" else "mapped: no best-of-K", "bok")

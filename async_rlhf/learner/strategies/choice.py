@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 _ZERO: dict[str, Strategy] = {"1": "zero1", "2": "zero2", "3": "zero3"}
 
 
-def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str, str] = os.environ) -> ParallelConfig:
+def from_accelerate(
+    config: ParallelConfig, bf16: bool, environment: Mapping[str, str] = os.environ, fp16: bool = False
+) -> ParallelConfig:
     """The configuration with strategy "auto" resolved, by what ``accelerate launch`` has put into the environment.
 
     Raises:
@@ -34,8 +36,10 @@ def from_accelerate(config: ParallelConfig, bf16: bool, environment: Mapping[str
         return environment.get(name, "").lower()
 
     asked = said("ACCELERATE_MIXED_PRECISION")
-    right = f"the accelerate config file says mixed_precision: {asked}; set bf16 to match, or leave it out there"
-    require(asked in ("", "no", "bf16") and (asked == "bf16") <= bf16, "bf16", bf16, right)
+    key = "fp16" if asked == "fp16" else "bf16"
+    right = f"the accelerate config file says mixed_precision: {asked}; set {key} to match, or leave it out there"
+    same = asked in ("", "no") or (asked == "bf16" and bf16) or (asked == "fp16" and fp16)
+    require(same, key, fp16 if asked == "fp16" else bf16, right)
     if said("ACCELERATE_USE_DEEPSPEED") == "true":
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
         right = f"the accelerate config file names {file}; set parallel.strategy, and its options as parallel.deepspeed"
@@ -62,7 +66,7 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     """What ``parallel.strategy`` asks for."""
     if ranks.count == 1:
         return Parallel(ranks)
-    parallel = from_accelerate(config.parallel, config.bf16)
+    parallel = from_accelerate(config.parallel, config.bf16, fp16=config.fp16)
     spread = parallel.strategy in ("fsdp", "zero3")
     right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)

@@ -30,6 +30,8 @@ class ZeRO(Parallel):
         ConfigError: DeepSpeed is not installed.
     """
 
+    takes_optimizers = False
+
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
@@ -43,6 +45,7 @@ class ZeRO(Parallel):
         super().prepare(model, parts, make)
         options = {"model": model, "optimizer": self.optimizer, "config": self._options(self.stage)}
         self._engine, self._zero, *_ = self._deepspeed.initialize(**options)
+        self._zero.torch_autocast_gradscaler = None  # see LossScale
         return self.optimizer
 
     def frozen(self, model: Model) -> Model:
@@ -60,12 +63,16 @@ class ZeRO(Parallel):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
+        if self.loss_scale is not None:
+            self._zero.override_loss_scale(self.loss_scale.value)
         self._engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
 
-    def step(self, limit: float) -> list[float]:
+    def step(self, limit: float) -> list[float] | None:
         """As in the base class, but all parts are clipped together, and the norm is known only after the step."""
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
+        if self._overflowed([norm]):  # DeepSpeed has skipped the step
+            return None
         require_finite([norm])
         return [norm]
 
@@ -145,7 +152,11 @@ class ZeRO(Parallel):
             "train_micro_batch_size_per_gpu": self.run.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,  # accumulating() says where a step ends
             "gradient_clipping": self.run.max_grad_norm,
-            "torch_autocast": {"enabled": self.run.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+            "torch_autocast": {
+                "enabled": self.run.bf16 or self.run.fp16,
+                "dtype": "float16" if self.run.fp16 else "bfloat16",
+                "lower_precision_safe_modules": [],
+            },
             # The optimiser is the same AdamW in float32 as everywhere else.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

@@ -27,7 +27,7 @@ class FullyShardedDataParallel(Parallel):
         device: of this rank.
     """
 
-    spreads_weights = True
+    spreads_weights, takes_optimizers = True, False
 
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device) -> None:
         super().__init__(ranks)
