@@ -78,7 +78,7 @@ class OnlineConfig(Checked):
     overwrite_output_dir: bool = key(False, role="place")
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
     resume: bool = key(False, role="place")
-    """Resume from the newest whole checkpoint in output_dir, bit for bit (on a GPU only with deterministic); without one,
+    """Resume from the newest whole checkpoint in output_dir, bit for bit (on a GPU: with deterministic); without one,
     start at the beginning."""
     resume_from: str | None = key(None, role="place")
     """Resume from this checkpoint instead."""

@@ -79,7 +79,9 @@ def test_a_deterministic_run_is_repeated_and_resumed_bit_for_bit(tokenizer, prom
     again = run(tokenizer, prompts, make_args("again", **options))
     start = Path(make_args("once").output_dir) / "checkpoint-2"
     resumed = run(tokenizer, prompts, make_args("resumed", **options, resume_from=str(start)))
-    numbers = ("loss", "objective/scores", "grad_norm")
-    for name in numbers:
-        assert [row[name] for row in once] == [row[name] for row in again], name
-        assert [row[name] for row in once][2:] == [row[name] for row in resumed], name
+    once, again, resumed = (
+        [{name: value for name, value in row.items() if not name.startswith("time/") and name != "eps"} for row in rows]
+        for rows in (once, again, resumed)
+    )
+    assert once == again
+    assert once[2:] == resumed
