@@ -97,7 +97,8 @@ class OnlineConfig(Checked):
     overwrite_output_dir: bool = key(False, role="place")
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
     resume: bool = key(False, role="place", main="output")
-    """Resume from the newest whole checkpoint in output_dir, bit for bit; without one, start at the beginning."""
+    """Resume from the newest whole checkpoint in output_dir, bit for bit (on a GPU: with deterministic); without one,
+    start at the beginning."""
     resume_from: str | None = key(None, role="place")
     """Resume from this checkpoint instead."""
     resume_anyway: bool = key(False, role="place")
@@ -225,6 +226,9 @@ class OnlineConfig(Checked):
     """Write the spans of generate, score, train, publish and wait to trace.json."""
     seed: int = key(0, *SEED)
     """Decides prompts, samples and mini-batches."""
+    deterministic: bool = False
+    """On a GPU, compute with deterministic kernels only: a run can then be repeated and resumed bit for bit, as it
+    always can on a CPU, but is slower. False: equal up to rounding."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
     """Device of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
@@ -278,6 +282,7 @@ class OnlineConfig(Checked):
         self._check_precision_and_penalty()
         self._check_parallel()
         self._check_launch()
+        self._check_deterministic()
 
     def _check_sizes(self) -> None:
         """Refuse sizes that do not divide, or that are said twice and differ."""
@@ -301,12 +306,9 @@ class OnlineConfig(Checked):
             )
             require(agree, "completions_per_batch", completions, right)
         if self.num_train_epochs is not None:
-            for name, said in (
-                ("batches", self.batches is not None),
-                ("total_episodes", self.total_episodes != TOTAL_EPISODES),
-            ):
+            for name, default in (("batches", None), ("total_episodes", TOTAL_EPISODES)):
                 right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
-                require(not said, "num_train_epochs", self.num_train_epochs, right)
+                require(getattr(self, name) == default, "num_train_epochs", self.num_train_epochs, right)
             return
         if self.batches is not None:
             prompts = self.batches * self.batch_size
@@ -349,6 +351,16 @@ class OnlineConfig(Checked):
         right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
         adds = self.non_eos_penalty == "add"
         require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
+
+    def _check_deterministic(self) -> None:
+        """Refuse what cannot be repeated, or cannot be told to be."""
+        if self.deterministic:
+            right = "must be false with generation.in_flight: which weights draw a token depends on timing"
+            require(not self.generation.in_flight, "deterministic", True, right)
+            right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
+            require(self.placement != "server", "deterministic", True, right)
+            right = 'must be false with launch "ray" and engine "vllm": its nodes have environments of their own'
+            require(self.launch == "local" or self.generation.engine != "vllm", "deterministic", True, right)
 
     def _check_parallel(self) -> None:
         """Refuse what does not work with a learner on several ranks."""

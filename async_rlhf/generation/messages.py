@@ -38,6 +38,9 @@ class ModelSpec:
     max_length: int | None = None
     """Most tokens of prompt and response together; None for the model's own limit. vLLM reserves memory for these."""
 
+    deterministic: bool = False
+    """Whether to compute with deterministic kernels only."""
+
     @classmethod
     def for_workers(
         cls, config: OnlineConfig, policy: PreTrainedModel, parallel: Parallel, device: str, num_threads: int | None
@@ -53,6 +56,7 @@ class ModelSpec:
             autocast_dtype(config),
             vllm=generation.vllm if generation.engine == "vllm" else None,
             max_length=config.max_length,
+            deterministic=config.deterministic,
         )
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_rlhf.system.determinism import cumulative_sums
 from async_rlhf.types import Prompt
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -103,7 +104,7 @@ def draw_tokens(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tu
 def _draw_block(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     # Float64, and scaled by its last entry: the sum of 100k rounded probabilities is not exactly 1.
-    cumulative_BV = logprobs_BV.exp().double().cumsum(dim=-1)
+    cumulative_BV = cumulative_sums(logprobs_BV.exp().double())
     threshold_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
     return tokens_B1.squeeze(-1), logprobs_BV.gather(-1, tokens_B1).squeeze(-1)

@@ -26,6 +26,7 @@ from async_rlhf.generation.protocol import Engine, SamplingParams
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.system.determinism import prepare_deterministic
 
 
 def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
@@ -34,6 +35,8 @@ def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
         from async_rlhf.generation.vllm_engine import VLLMEngine
 
         return VLLMEngine(spec, params)
+    if spec.deterministic and "cuda" in spec.device:
+        prepare_deterministic()
     with torch.device(spec.device):
         model = spec.model_class._from_config(spec.config, dtype=spec.dtype)
     return TransformersEngine(model.eval(), params, version=-1, autocast=spec.autocast)

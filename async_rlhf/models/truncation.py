@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from async_rlhf.system.determinism import cumulative_sums
+
 
 class Distribution(NamedTuple):
     """What makes a distribution from logits. Log-probabilities are those of the distribution that results."""
@@ -50,7 +52,7 @@ def truncated(logits_NV: Tensor, distribution: Distribution, drawn_N: Tensor | N
     if distribution.top_p < 1:
         among_NV = sorted_NV.masked_fill(sorted_NV < least_N1, -torch.inf)
         probabilities_NV = among_NV.double().softmax(dim=-1)
-        likelier_NV = probabilities_NV.cumsum(dim=-1) - probabilities_NV
+        likelier_NV = cumulative_sums(probabilities_NV) - probabilities_NV
         last_N1 = (likelier_NV < distribution.top_p).sum(dim=-1, keepdim=True).clamp(min=1) - 1
         least_N1 = torch.maximum(least_N1, sorted_NV.gather(-1, last_N1))
     if drawn_N is not None:

@@ -53,6 +53,7 @@ from async_rlhf.run.record import Record, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
 from async_rlhf.system.versions import code
 
@@ -139,6 +140,8 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     algorithm = _algorithm(config, inputs.algorithm)
     check_integrations(config.report_to)
     ranks = start_ranks(config)
+    if config.deterministic and rank_device(config, ranks).type == "cuda":
+        prepare_deterministic()
     watch = Watch(ranks)
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks)
@@ -365,7 +368,9 @@ def _restore(run: Run, resumed: ResumeState) -> None:
     if run.ranks.leads:
         resumed.check_inputs(run.fingerprints, run.config.resume_anyway)
         run.scorer.restore(resumed.values["rewards"])
-        logger.info("resuming after batch %d, from %s", resumed.batch, checkpoint)
+        exact = run.device.type == "cpu" or run.config.deterministic
+        how = "" if exact else "; what follows is equal up to rounding, as deterministic is false"
+        logger.info("resuming after batch %d, from %s%s", resumed.batch, checkpoint, how)
     run.callbacks.restore_state(checkpoint)
     restore_learner(run.learner, resumed.tensors, resumed.values["learner"])
     resumed.forget_weights()

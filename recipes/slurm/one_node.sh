@@ -5,7 +5,7 @@
 #       --train.gradient_accumulation_steps 8 --train.total_episodes 129024
 #
 # Five minutes before its time is over, and when it is preempted, the run saves and ends; the job is then put back into
-# the queue under the same number, and goes on where it was, bit for bit.
+# the queue under the same number, and goes on where it was, bit for bit (on GPUs with --train.deterministic true).
 #SBATCH --job-name=async-rlhf
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=3

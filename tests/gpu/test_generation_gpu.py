@@ -70,3 +70,18 @@ def test_vllm_loads_new_weights_in_flight(tokenizer, prompts, make_args):
     options = {"staleness": 2, "staleness_mode": "bounded", "device": "cuda:0", "bf16": True}
     rows = run(tokenizer, prompts, make_args("flight", generation, **options))
     assert max(row["engine/logprob_difference"] for row in rows) < 0.05
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_deterministic_run_is_repeated_and_resumed_bit_for_bit(tokenizer, prompts, make_args, staleness):
+    options = {"staleness": staleness, "device": "cuda:0", "deterministic": True, "save_steps": 2}
+    once = run(tokenizer, prompts, make_args("once", **options))
+    again = run(tokenizer, prompts, make_args("again", **options))
+    start = Path(make_args("once").output_dir) / "checkpoint-2"
+    resumed = run(tokenizer, prompts, make_args("resumed", **options, resume_from=str(start)))
+    once, again, resumed = (
+        [{name: value for name, value in row.items() if not name.startswith("time/") and name != "eps"} for row in rows]
+        for rows in (once, again, resumed)
+    )
+    assert once == again
+    assert once[2:] == resumed
