@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from async_rlhf.algorithms.table import find
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
-from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.formats import load_prompts
+from async_rlhf.data.held_out import hold_out
+from async_rlhf.data.loading import Rows
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.ranks.collectives import Ranks
@@ -60,13 +62,16 @@ def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
 
 def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
-    data, columns = config.data, [config.data.prompt_field]
+    data = config.data
     train_rows: Rows = []
     eval_rows: Rows | None = None
     if ranks.leads:  # it hands out the prompts
-        train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
+        field, words = data.prompt_field, data.prompt_words
+        train_rows = load_prompts(data.train, data.train_split, field, words, "data.train")
         if data.eval is not None:
-            eval_rows = load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
+            eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
+        if data.eval_fraction is not None:
+            train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, "data.train", field)
     trainer = OnlineTrainer(
         config.model,
         config.train,

@@ -142,11 +142,12 @@ class Inputs:
         self.write("prompts.jsonl", PROMPTS)
         self.write("texts.jsonl", [{"query": "ab", "query_reference_response": f"ab{i % 7}" * 2} for i in range(40)])
         self.write("pairs.jsonl", [{"prompt": f"p{i}", "chosen": "aa", "rejected": "b"} for i in range(20)])
+        self.write("rated.jsonl", [{"text": f"a{i}", "score": i} for i in range(20)])
         (folder / "reward.py").write_text(
             "def reward(prompts, completions, **columns):\n    return [float(len(set(t))) for t in completions]\n"
         )
 
-    def write(self, name: str, rows: list[dict[str, str]]) -> None:
+    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
         (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def __getitem__(self, name: str) -> str:
@@ -204,6 +205,7 @@ def _stages(inputs: Inputs) -> None:
         run_evaluate: EvaluateConfig(models=models, **judged, **held_out),
         run_data: DocstringsConfig(inputs["data"], source=[nn], max_functions=100),
     }
+    run_pairs(PairsConfig(from_ratings=inputs["rated.jsonl"], output=inputs["drawn.jsonl"]))
     for stage, config in stages.items():
         stage(config)
         stage(config)  # done already, and not to be overwritten
