@@ -92,7 +92,8 @@ class TrainingLoop:
 
     def _write_card(self, folder: Path) -> None:
         run, stream = self.run, self.run.prompts.stream
-        name = run.config.run_name or (run.config.hub_model_id or run.folder.path.resolve().name).rpartition("/")[2]
+        policy = f"{Path(run.record.values['model'] or 'policy').name}-{run.algorithm.name}"
+        name = run.config.run_name or (run.config.hub_model_id or policy).rpartition("/")[2]
         rows = None if stream is None else len(stream)
         card = Card(name, run.config, run.record, rows)
         card.write(folder, run.folder.path / METRICS, run.callbacks.state.newest)

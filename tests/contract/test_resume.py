@@ -353,7 +353,7 @@ def test_nothing_is_unpickled(make_policy, tokenizer, prompts, make_args):
     args = make_args(staleness=1)
     run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
     files = [p for p in (Path(args.output_dir) / "checkpoint-2").rglob("*") if p.is_file()]
-    assert {p.suffix for p in files} <= {".json", ".jsonl", ".safetensors", ".jinja"}
+    assert {p.suffix for p in files} <= {".json", ".jsonl", ".safetensors", ".jinja", ".md"}
 
 
 def test_servers_may_move_but_not_multiply(make_args):

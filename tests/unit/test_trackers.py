@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-# trackio and wandb decide when they are imported where their files go.
+# trackio decides when it is imported where its files go.
 PLACE = tempfile.TemporaryDirectory(prefix="trackers-")
 os.environ.setdefault("TRACKIO_DIR", PLACE.name)
-os.environ["WANDB_MODE"] = "offline"
-os.environ["WANDB_SILENT"] = "true"
 
 from tiny import count_letters  # noqa: E402
 
@@ -252,6 +250,8 @@ def test_wandb_has_configuration_completions_and_evaluation(
     make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     known = {"staleness": 1, "generation": GENERATION, "report_to": ["wandb"], "save_steps": 2, "project": "ours"}
     folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
     evaluate(folder, tmp_path)
