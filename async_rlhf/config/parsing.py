@@ -153,7 +153,8 @@ def parse(
         sys.exit(0)
     places = {} if config_file is None or translated else _places(config_file)
     check_words(arguments, parser._option_string_actions, whole, command)
-    check_file(read, whole, command, lambda key: places.get(key, "the file"))
+    keys = {key: value for key, value in read.items() if key != environment.KEY}
+    check_file(keys, whole, command, lambda key: places.get(key, "the file"))
     _check_environment(parser)
     try:
         with read_by_jsonargparse():

@@ -117,10 +117,15 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
         "completions_per_batch": config.batch_size * config.samples_per_prompt,
         "batches": config.num_batches,
         "optimizer_steps": config.num_optimizer_steps,
+        "longest_prompt": config.prompt_cap,
         "ranks": config.parallel.ranks,
         "placement": config.placement,
     }
-    return sizes if not rows else {**sizes, "prompts": rows, "num_train_epochs": config.total_episodes / rows}
+    return (
+        sizes
+        if not rows
+        else {**sizes, "prompts": rows, "num_train_epochs": config.num_batches * config.batch_size / rows}
+    )
 
 
 def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) -> None:
