@@ -89,16 +89,16 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
         ConfigError: it brings code that the user did not allow.
     """
     check_source(name, key)
-    place, revision = with_revision(name)
+    name, revision = with_revision(name)
     if revision is not None:
         options["revision"] = revision
     try:
-        with quietly(bytes_of(place)):
-            return kind.from_pretrained(str(Path(place).expanduser()), trust_remote_code=trust, **options)
+        with quietly(bytes_of(name)):
+            return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)
     except ValueError as error:
         if trust or "trust_remote_code" not in str(error):
             raise
-        right = f"must be true to load {key}, {name!r}, which brings Python code of its own that is run then"
+        right = f"must be true to load {key}, {whole!r}, which brings Python code of its own that is run then"
         raise ConfigError(f"trust_remote_code: got False; {right}") from None
 
 
