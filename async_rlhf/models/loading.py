@@ -89,7 +89,7 @@ def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any
         ConfigError: it brings code that the user did not allow.
     """
     check_source(name, key)
-    name, revision = with_revision(name)
+    whole, (name, revision) = name, with_revision(name)
     if revision is not None:
         options["revision"] = revision
     try:
