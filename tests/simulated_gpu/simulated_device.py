@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 aten = torch.ops.aten
 GPUS = 2
@@ -201,7 +201,7 @@ def _place_of(tensor: Tensor) -> int | None:
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU, as if on the device."""
-    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = list(_tensors_in((*args, *kwargs.values())))
     here = next((x.index for x in tensors if isinstance(x, SimulatedTensor)), None)
     asked = kwargs.get("device")
     target = _target(function, asked, here)
@@ -221,7 +221,8 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
-    out = function(*_unwrapped(args), **_unwrapped(kwargs))
+    held = partial(_mapped, SimulatedTensor, attrgetter("held"))
+    out = function(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
 
     def wrapped(x: Tensor) -> Tensor:
         owner = owners.get(id(x))
@@ -235,7 +236,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise NotImplementedError(f"{function} changes the shape of a tensor in place; the simulation cannot")
         return owner
 
-    return tree_map_only(Tensor, wrapped, out)
+    return _mapped(Tensor, wrapped, out)
 
 
 def _target(function: Any, asked: Any, here: int | None) -> int | None:
@@ -253,8 +254,21 @@ def _backward_on() -> int | None:
     return _backward[-1] if _backward and torch._C._current_graph_task_id() != -1 else None
 
 
-def _unwrapped(values: Any) -> Any:
-    return tree_map_only(SimulatedTensor, lambda x: x.held, values)
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """The value with every tensor of that kind replaced, also within lists and tuples."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(kind, function, part) for part in value])
+    return value
 
 
 def _count_copy(source: Tensor, kind: torch.dtype, target: int | None, non_blocking: bool) -> None:
@@ -281,7 +295,7 @@ def _require_one_device(
     if function in _INDEXING:
         return _require_indices(args, here)
     # A number that is on the host as a tensor may take part where elements are combined, and only there.
-    lone = torch.Tag.pointwise in function.tags
+    lone = torch.Tag.pointwise in function.tags or function is aten.fill_.Tensor
     places = {_place_of(x) for x in tensors if not (lone and x.ndim == 0 and not isinstance(x, SimulatedTensor))}
     if len(places) > 1:
         names = " and ".join(sorted({str(x.device) for x in tensors}))
