@@ -1,0 +1,83 @@
+"""Whole runs on a simulated GPU: nothing mixes devices, and their numbers are the CPU's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from simulated_runs import train
+from test_golden import KEYS, RUNS
+
+from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf.algorithms.table import BUILT_IN
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+BATCHES = 3
+"""Fewer than the golden runs have; with staleness 1 the third is sampled by weights that have been trained."""
+
+
+def algorithm_of(name: str) -> str:
+    return next((algorithm for algorithm in BUILT_IN if name.startswith(algorithm)), "online_dpo")
+
+
+def require_golden(found, name, staleness, batches=BATCHES):
+    stored = json.loads((GOLDEN / f"{name}_staleness_{staleness}.json").read_text())
+    assert stored.keys() == {key for key in KEYS if key in found[0]}
+    for key, values in stored.items():
+        assert [line[key] for line in found] == pytest.approx(values[:batches], rel=1e-5, abs=1e-5), key
+
+
+def test_every_algorithm_has_a_golden_run():
+    assert {algorithm_of(name) for name in RUNS} == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_inline_runs_have_the_cpus_losses(on_gpu, tmp_path, name):
+    found = on_gpu(train, tmp_path, BATCHES, algorithm=algorithm_of(name), **RUNS[name])
+    require_golden(found, name, 0)
+
+
+@pytest.mark.parametrize(("name", "device"), [(name, f"cuda:{i % 2}") for i, name in enumerate(RUNS)])
+def test_runs_with_a_worker_have_the_cpus_losses(on_gpu, tmp_path, name, device):
+    """A worker on the learner's GPU reads the weights there, one on the other GPU reads them from the host."""
+    options = {"algorithm": algorithm_of(name), "staleness": 1, **RUNS[name]}
+    found = on_gpu(train, tmp_path, BATCHES, generation={"device": device}, **options)
+    require_golden(found, name, 1)
+
+
+@pytest.mark.parametrize("name", ["online_dpo_lora", "ppo_shared_trunk", "grpo"])
+def test_synchronous_runs_with_a_worker_have_the_cpus_losses(on_gpu, tmp_path, name):
+    options = {"algorithm": algorithm_of(name), **RUNS[name]}
+    found = on_gpu(train, tmp_path, BATCHES, generation={"placement": "process"}, **options)
+    require_golden(found, name, 0)
+
+
+@pytest.mark.parametrize(("name", "staleness"), [("online_dpo_lora", 0), ("ppo", 1)])
+def test_a_resumed_run_goes_on_with_the_cpus_losses(on_gpu, tmp_path, name, staleness):
+    options = {"algorithm": algorithm_of(name), "staleness": staleness, "save_steps": 2, **RUNS[name]}
+    on_gpu(train, tmp_path, 2, **options)
+    found = on_gpu(train, tmp_path, 4, resume=True, **options)
+    require_golden(found, name, staleness, 4)
+
+
+OTHERS = {
+    "bf16": {"algorithm": "grpo", "bf16": True, "gradient_checkpointing": True, "head_float32": True},
+    "values_of_whole_texts": {"algorithm": "ppo", "bootstrap_truncated": True},
+    "values_of_whole_texts_by_a_head": {"algorithm": "ppo", "bootstrap_truncated": True, "shared_trunk": True},
+    "adapters_on_the_value_model": {"algorithm": "ppo", "lora": LoRAConfig(rank=4)},
+    "corrected_kl": {"algorithm": "grpo", "kl": KLConfig(coef=0.1, where="loss", estimator="k3", corrected=True)},
+    "evaluation": {"evaluates": True, "eval_steps": 1},
+    "bfloat16_snapshots": {"generation": {"placement": "process", "dtype": "bfloat16"}},
+}
+"""What no golden run has."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_runs_have_the_losses_of_the_same_run_on_the_cpu(on_gpu, tmp_path, name):
+    gpu, cpu = (on_gpu(train, tmp_path, 2, device, name=device[:3], **OTHERS[name]) for device in ("cuda:0", "cpu"))
+    keys = [key for key in gpu[0] if key in KEYS or key.startswith("eval_")]
+    assert len(gpu) == len(cpu)
+    assert len(keys) > 4
+    for one, other in zip(gpu, cpu, strict=True):
+        assert {key: one.get(key) for key in keys} == pytest.approx({key: other.get(key) for key in keys}, rel=1e-5), name
