@@ -211,7 +211,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = args[1] if function is aten.copy_.default else args[0]
         if function is aten.copy_.default:
             target, kind = _place_of(args[0]), args[0].dtype
-            non_blocking = bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False)
+            non_blocking = bool(args[2]) if len(args) > 2 else False
         else:
             kind, non_blocking = kwargs.get("dtype") or source.dtype, kwargs.get("non_blocking", False)
         _count_copy(source, kind, target, non_blocking)
@@ -244,14 +244,12 @@ def _target(function: Any, asked: Any, here: int | None) -> int | None:
 
     torch's C++ code asks for a CPU tensor where it means the device of a tensor at hand (see SimulatedTensor).
     """
-    if asked is None or _on(asked) is not None or function is aten._to_copy.default:
+    if asked is None or _on(asked) is not None:
         return here if asked is None else _on(asked)
-    return _backward_on() if here is None else here
-
-
-def _backward_on() -> int | None:
-    """The GPU of the backward pass that is under way in this thread."""
-    return _backward[-1] if _backward and torch._C._current_graph_task_id() != -1 else None
+    backward = _backward[-1] if _backward and torch._C._current_graph_task_id() != -1 else None
+    if function is aten._to_copy.default:
+        return None if backward is None else here
+    return backward if here is None else here
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:
@@ -368,14 +366,16 @@ def install() -> None:
 
 
 def _redirect_autocast() -> None:
-    """Autocast of the device is that of the CPU, and that of the CPU does nothing for tensors of the device."""
+    """Autocast of the device is torch's for the CPU; that for the CPU does nothing to tensors of the device."""
     autocast: Any = torch.autocast
-    start, enabled, kind = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+    start, is_enabled, kind = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     @wraps(start)
     def begin(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        start(self, "cpu", dtype, enabled and device_type == "cuda", cache_enabled)
+        if device_type != "cuda":
+            dtype, enabled = kind("cpu"), is_enabled("cpu")
+        start(self, "cpu", dtype, enabled, cache_enabled)
 
     autocast.__init__ = begin
-    torch.is_autocast_enabled = lambda device="cuda": device == "cuda" and enabled("cpu")
+    torch.is_autocast_enabled = lambda device="cuda": device == "cuda" and is_enabled("cpu")
     torch.get_autocast_dtype = lambda device: kind("cpu")
