@@ -135,7 +135,7 @@ def published_bytes(kind: str, folder: Path, lora: bool = False) -> tuple[int, i
     return sum(found.to_host.values()), parameters
 
 
-def decode_waits(length: int, stops: int = 40) -> tuple[Mapping[str, int], list[int]]:
+def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[int]]:
     """Sample for prompts of unequal lengths. Returns the waits by place, and the lengths of the completions.
 
     Args:
