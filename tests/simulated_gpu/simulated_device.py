@@ -278,7 +278,9 @@ def _count_copy(source: Tensor, kind: torch.dtype, target: int | None, non_block
         return
     to_host = target is None
     host_type, device_type = (kind, source.dtype) if to_host else (source.dtype, kind)
-    _crosses("to_host" if to_host else "to_device", source.numel() * (host_type if non_blocking else device_type).itemsize)
+    _crosses(
+        "to_host" if to_host else "to_device", source.numel() * (host_type if non_blocking else device_type).itemsize
+    )
     if to_host or not non_blocking:
         _waits()
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import __future__
+
+import importlib
+import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +82,10 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
         callbacks=[StopAfter(batches)],
     )
     trainer.train()
-    assert {parameter.device for parameter in trainer.model.parameters()} == {torch.device(device)}
+    learner, reward_model = trainer.learner, trainer.run.scorer.reward_model
+    for name, model in (("model", learner.model), ("reference", learner.reference), ("reward model", reward_model)):
+        places = set() if model is None else {parameter.device for parameter in model.parameters()}
+        assert places <= {torch.device(device)}, f"the {name} is on the wrong device: {places}"
     return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -148,3 +158,43 @@ def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[
     with traffic() as found:
         completions = TransformersEngine(policy, params).generate(prompts)
     return dict(found.waits), [len(sample.drawn) for samples in completions for sample in samples]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake in one function of the package."""
+
+    function: str
+    """Module below the package and name within it: "models.forward:score_batch"."""
+    right: str
+    """What the function says, once."""
+    wrong: str
+    """What it says with the mistake."""
+
+
+def with_fault(fault: Fault, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function while the package has the fault, in this process."""
+    with _planted(fault):
+        return function(*args, **options)
+
+
+@contextmanager
+def _planted(fault: Fault) -> Iterator[None]:
+    module, _, name = fault.function.partition(":")
+    place: Any = importlib.import_module(f"async_rlhf.{module}")
+    function = inspect.unwrap(attrgetter(name)(place))
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(fault.right) != 1:
+        raise LookupError(f"{fault.function} says {fault.right!r} {source.count(fault.right)} times; must be once")
+    text = source.replace(fault.right, fault.wrong)
+    found: dict[str, Any] = {}
+    exec(
+        compile(text, f"<{fault.function}>", "exec", __future__.annotations.compiler_flag),
+        dict(function.__globals__),
+        found,
+    )
+    right, function.__code__ = function.__code__, inspect.unwrap(found[function.__name__]).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = right

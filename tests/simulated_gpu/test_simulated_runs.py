@@ -77,7 +77,10 @@ OTHERS = {
 def test_other_runs_have_the_losses_of_the_same_run_on_the_cpu(on_gpu, tmp_path, name):
     gpu = on_gpu(train, tmp_path, 2, name="gpu", **OTHERS[name])
     cpu = train(tmp_path, 2, "cpu", name="cpu", **OTHERS[name])
-    compared = [[[key for key in line if key in KEYS or key.startswith("eval_") and "time" not in key] for line in run] for run in (gpu, cpu)]
+    compared = [
+        [[key for key in line if key in KEYS or key.startswith("eval_") and "time" not in key] for line in run]
+        for run in (gpu, cpu)
+    ]
     assert compared[0] == compared[1]
     assert len(compared[0]) == (4 if name == "evaluation" else 2)
     for keys, one, other in zip(compared[0], gpu, cpu, strict=True):
