@@ -43,6 +43,7 @@ from async_rlhf.evaluation.statistics import (
     win_rate,
 )
 from async_rlhf.evaluation.tables import format_table, side_by_side
+from async_rlhf.evaluation.tracking import log_to_trackers
 from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
 from async_rlhf.reports.progress import progress_bar
 
@@ -129,6 +130,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     _plot(results, folder / "evaluation.png")
     stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
     logger.info("%s", text)
+    if config.track and config.run is not None:
+        log_to_trackers(Path(config.run), results, samples[: config.num_samples])
     return results
 
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.evaluation import HeldOutConfig
-from async_rlhf.data.loading import load_rows
+from async_rlhf.data.formats import load_prompts
+from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.sampling import first_prompts, sampling_params
 from async_rlhf.generation.messages import ModelSpec
@@ -93,7 +94,9 @@ def generate(
 ) -> tuple[list[Prompt], int, dict[str, list[Generation]]]:
     """The prompts, how many were dropped, and every model's answers, from the files in ``folder`` or sampled now."""
     models = models_of(config)
-    rows = load_rows(config.data, config.split, columns=[config.prompt_field], key="data")
+    rows = load_prompts(config.data, config.split, config.prompt_field, config.prompt_words, "data")
+    if config.eval_fraction is not None:
+        rows = hold_out(rows, config.eval_fraction, "data", config.prompt_field)[1]
     tokenizer = shared_tokenizer(models, config.trust_remote_code)
     prompts, dropped = first_prompts(rows, tokenizer, config)
     judged = isinstance(config, EvaluateConfig)

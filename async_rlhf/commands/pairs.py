@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from async_rlhf.commands.ratings import run_pairs_from_ratings
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
-from async_rlhf.data.loading import load_rows
+from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
@@ -23,12 +24,17 @@ logger = logging.getLogger(__name__)
 
 def run_pairs(config: PairsConfig) -> dict[str, float]:
     """Sample, judge, and write ``config.output``: one JSON object per line with `prompt`, `chosen`, `rejected`,
-    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length").
+    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length"). With
+    ``from_ratings`` see :func:`~async_rlhf.commands.ratings.run_pairs_from_ratings`.
 
     Returns:
         prompts, dropped (prompts too long), pairs, ties (pairs dropped because both score the same),
         ended_share (samples that ended by themselves), score_mean and score_margin (mean of best minus worst).
     """
+    if config.from_ratings is not None:
+        return run_pairs_from_ratings(config)
+    assert config.model is not None
+    assert config.prompts is not None
     output = Path(config.output)
     inputs = {
         "model": config.model,
@@ -40,7 +46,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     if (results := stage.done()) is not None:
         return results
     device = torch.device(config.device) if config.device else default_device()
-    rows = load_rows(config.prompts, config.split, columns=[config.prompt_field], key="prompts")
+    rows = load_prompts(config.prompts, config.split, config.prompt_field, config.prompt_words, "prompts")
     tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
     judge = RewardJudge(
         config.reward_model, config.reward_funcs, config.batch_size, device, trust=config.trust_remote_code

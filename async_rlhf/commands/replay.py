@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.commands.train import RUN_FILE, run_train
+from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
 from async_rlhf.run.config import ReplayConfig, RunConfig
+from async_rlhf.run.record import RUN_FILE
 
 logger = logging.getLogger(__name__)
 

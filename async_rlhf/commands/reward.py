@@ -1,4 +1,4 @@
-"""A reward model from preference pairs: the Bradley-Terry likelihood of the preferred completion.
+"""A reward model from preference pairs, by the Bradley-Terry likelihood of the preferred completion; or from ratings.
 
 B  pairs of a batch; their rows alternate: chosen, rejected, chosen, ...
 """
@@ -6,7 +6,7 @@ B  pairs of a batch; their rows alternate: chosen, rejected, chosen, ...
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.ratings import RatingTrainer, Scale, encode_ratings, evaluate_ratings, told_ratings
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.training import StageTrainer, publish_model, require_single_process, train
 from async_rlhf.config import ConfigError, RewardConfig
-from async_rlhf.data.formats import RowReader
+from async_rlhf.config.base import require
+from async_rlhf.config.rows import SCORE
+from async_rlhf.data.formats import RowReader, first_words
+from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.evaluation.statistics import wilson
@@ -38,7 +43,6 @@ logger = logging.getLogger(__name__)
 class EncodedPair:
     """Prompt + completion, as tokens, for both sides."""
 
-    prompt: str
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
 
@@ -48,12 +52,27 @@ class EncodedPair:
         return max(len(self.chosen), len(self.rejected))
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What differs between learning from pairs and from ratings, after the data are read."""
+
+    trainer: StageTrainer
+    counts: dict[str, Any]
+    reference: list[tuple[int, ...]]
+    """Rows whose mean score is made 0 by default; none with ratings, whose mean is 0 already."""
+    evaluate: Callable[[], dict[str, Any]]
+    told: Callable[[dict[str, Any]], str]
+    """The results in one line."""
+
+
 def run_reward(config: RewardConfig) -> dict[str, Any]:
     """Train a reward model and save it with its tokenizer in ``config.output_dir``.
 
     Returns:
-        train_loss, pairs, dropped (too long), ties (both sides alike), score_offset (what ``center`` subtracted) and,
-        on held-out pairs, the results of :func:`evaluate_pairs`.
+        train_loss, dropped (too long), score_offset (what ``center`` subtracted). With pairs also pairs, ties (both
+        sides alike) and, on held-out pairs, the results of :func:`evaluate_pairs`; with ratings rows, rating_mean and
+        rating_sd (a rating is rating_mean + rating_sd x score) and, on held-out rows, the results of
+        :func:`~async_rlhf.commands.ratings.evaluate_ratings`.
 
     Raises:
         ConfigError: see the message.
@@ -63,40 +82,114 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     if (results := stage.done()) is not None:
         return results
     require_single_process("reward")
-    rows = load_rows(config.train, config.train_split, key="train")
-    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+    rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
     model = new_reward_model(config.model, tokenizer, config.seed, trust=trust)
     longest = longest_row(model, config.max_length)
     reference = _reference(config, tokenizer, longest)
-    pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
-    if heldout is None:
-        pairs, held = split_by_prompt(pairs, config.eval_fraction, config.seed)
-    else:
-        held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
-
     size = config.per_device_train_batch_size
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
-    lengths = [pair.longest for pair in pairs]
-    trainer = RewardTrainer(model, pairs, lengths, config, lambda: evaluate_pairs(model, held, size))
-    found: dict[str, Any] = {"train_loss": train(trainer), "pairs": len(pairs), **counts, "score_offset": 0.0}
-    if config.center:
-        found["score_offset"] = center_scores(model, reference or [pair.chosen for pair in pairs], 2 * size)
-    found |= evaluate_pairs(model, held, size)
-    text = "reward: on %d held-out pairs accuracy %.3f, margin %.3f, calibration error %.3f; scores moved by %.3f"
-    numbers = (found[key] for key in ("eval_accuracy", "eval_margin", "eval_ece"))
-    logger.info(text, len(held), *numbers, -found["score_offset"])
-    publish_model(stage, trainer, tokenizer, found)
+    task = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
+    found: dict[str, Any] = {"train_loss": train(task.trainer), **task.counts, "score_offset": 0.0}
+    if config.center and (zero := reference or task.reference):
+        found["score_offset"] = center_scores(model, zero, 2 * size)
+    found |= task.evaluate()
+    moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
+    logger.info("reward: %s%s", task.told(found), moved)
+    publish_model(stage, task.trainer, tokenizer, found)
     return found
 
 
+def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
+    """Training and held-out rows, and whether they are rated; checked before any model is loaded."""
+    rows = load_rows(config.train, config.train_split, key="train")
+    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+    field = config.score_field
+    rated = is_rated(rows, field)
+    if rated:
+        require_different(read_ratings(rows, field, "train"), field, "train")
+        if heldout is not None:
+            read_ratings(heldout, field, "eval")
+        right = "must be 0 with ratings, whose mean is the zero"
+        weight = config.center_rewards_coefficient
+        require(weight == 0, "center_rewards_coefficient", weight, right)
+    else:
+        _require_pairs(rows, field)
+    if config.prompt_words is not None:
+        rows = first_words(rows, config.prompt_words, "train")
+        heldout = None if heldout is None else first_words(heldout, config.prompt_words, "eval")
+    if heldout is None:
+        rows, heldout = hold_out(rows, config.held_out_share, "train")
+    if rated:
+        require_different(read_ratings(rows, field, "train"), field, "train, less what is held out")
+    return rows, heldout, rated
+
+
+def _require_pairs(rows: Rows, field: str) -> None:
+    """Require the first row to be a pair, and no other column to be named for ratings."""
+    columns = ", ".join(map(repr, rows[0]))
+    if "chosen" not in rows[0] and "rejected" not in rows[0]:
+        right = f"must have `chosen` and `rejected`, or a rating in {field!r} (score_field)"
+        raise ConfigError(f"train: row 1 has {columns}; {right}")
+    require(field == SCORE, "score_field", field, "must be left out with pairs (`chosen` and `rejected`)")
+
+
+def _pairs(
+    config: RewardConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    rows: Rows,
+    heldout: Rows,
+) -> _Task:
+    pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
+    held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
+    size = config.per_device_train_batch_size
+    lengths = [pair.longest for pair in pairs]
+    text = "on {eval_pairs} held-out pairs accuracy {eval_accuracy:.3f}, margin {eval_margin:.3f}, calibration error "
+    return _Task(
+        trainer=RewardTrainer(model, pairs, lengths, config, lambda: evaluate_pairs(model, held, size)),
+        counts={"pairs": len(pairs), **counts},
+        reference=[pair.chosen for pair in pairs],
+        evaluate=lambda: evaluate_pairs(model, held, size),
+        told=lambda found: (text + "{eval_ece:.3f}").format(**found),
+    )
+
+
+def _ratings(
+    config: RewardConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    rows: Rows,
+    heldout: Rows,
+) -> _Task:
+    rated, dropped = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
+    held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
+    require_different([row.rating for row in rated], config.score_field, f"train, up to {longest} tokens")
+    scale, size = Scale.of([row.rating for row in rated]), 2 * config.per_device_train_batch_size
+
+    def evaluate() -> dict[str, Any]:
+        return evaluate_ratings(model, held, scale, size)
+
+    return _Task(
+        trainer=RatingTrainer(model, rated, scale, config, evaluate),
+        counts={"rows": len(rated), "dropped": dropped, "rating_mean": scale.mean, "rating_sd": scale.sd},
+        reference=[],
+        evaluate=evaluate,
+        told=told_ratings,
+    )
+
+
 def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[tuple[int, ...]]:
-    """The data whose mean score must be 0, as tokens; empty to use the training pairs."""
+    """The data whose mean score must be 0, as tokens; empty to use the training data."""
     if config.reference is None:
         return []
     rows = load_rows(config.reference, config.reference_split, key="reference")
+    if config.prompt_words is not None:
+        rows = first_words(rows, config.prompt_words, "reference")
     return [row.tokens for row in encode_rows(rows, tokenizer, False, longest, "reference")[0]]
 
 
@@ -143,9 +236,9 @@ def encode_pairs(
     for side, texts in zip(("chosen", "rejected"), texts_of_sides, strict=True):
         ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
         sides.append([a + b for a, b in zip(encoded, encode_responses(tokenizer, texts, ended), strict=True)])
-    pairs = [EncodedPair(*pair) for pair in zip(prompts, *sides, strict=True)]
+    pairs = [EncodedPair(*pair) for pair in zip(*sides, strict=True)]
     different = [pair for pair in pairs if pair.chosen != pair.rejected]
-    kept = [pair for pair in different if pair.longest <= longest]
+    kept = [pair for pair in different if pair.chosen and pair.rejected and pair.longest <= longest]
     if not kept:
         raise ConfigError(f"max_length: got {longest}; no pair of {key} has two different sides that fit")
     counts = {"dropped": len(different) - len(kept), "ties": len(pairs) - len(different)}
@@ -154,23 +247,6 @@ def encode_pairs(
             "%s: left out %d pairs longer than %d tokens, %d ties", key, counts["dropped"], longest, counts["ties"]
         )
     return kept, {name: float(count) for name, count in counts.items()}
-
-
-def split_by_prompt(
-    pairs: Sequence[EncodedPair], fraction: float, seed: int
-) -> tuple[list[EncodedPair], list[EncodedPair]]:
-    """Training and held-out pairs; those of one prompt stay together.
-
-    Raises:
-        ConfigError: there is only one prompt.
-    """
-    prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
-    if len(prompts) < 2:
-        raise ConfigError(f"train: got pairs of {len(prompts)} prompt; must be of 2 at least, to hold one out")
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
-    held = {prompts[i] for i in order[:count]}
-    return [pair for pair in pairs if pair.prompt not in held], [pair for pair in pairs if pair.prompt in held]
 
 
 @torch.no_grad()

@@ -12,15 +12,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.training import StageTrainer, publish_model, require_single_process, train
-from async_rlhf.config import ConfigError, SFTConfig
-from async_rlhf.data.formats import RowReader
+from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.stages import StageConfig
+from async_rlhf.data.formats import RowReader, first_words
+from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.templates import read_template, template_file, use_template
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses, train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import response_logits
-from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row, new_gpt_neox
+from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row
+from async_rlhf.models.new import embed_added_tokens, new_language_model
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +34,20 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     """Train a language model on texts, and save it with its tokenizer in ``config.output_dir``.
 
     Returns:
-        train_loss (nats per trained token, mean over the run), rows, dropped (too long) and, with ``eval``, eval_loss
-        (nats per token) and eval_perplexity (e to that power).
+        train_loss (nats per trained token, mean over the run), rows, dropped (too long, or no longer than
+        ``prompt_words``) and, with held-out data, eval_loss (nats per token) and eval_perplexity (e to that power).
 
     Raises:
         ConfigError: see the message; among others a row whose `query` is not the start of its text.
     """
-    inputs = {"train": config.train, "eval": config.eval, "model": config.model}
+    inputs = {"train": config.train, "eval": config.eval, "model": config.model, "tokenizer": config.tokenizer}
+    if config.chat_template is not None and template_file(config.chat_template) is not None:
+        inputs["chat_template"] = config.chat_template
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
     if (results := stage.done()) is not None:
         return results
     require_single_process("sft")
-    rows = load_rows(config.train, config.train_split, key="train")
-    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+    rows, heldout, short = load_stage_rows(config)
     model, tokenizer = _start(config, rows)
     longest = longest_row(model, config.max_length)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
@@ -54,7 +60,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed)
     trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config, evaluate)
-    results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped}
+    results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped + short}
     if held_examples:
         results |= evaluate()
         logger.info("sft: held-out loss %.4f, perplexity %.2f", results["eval_loss"], results["eval_perplexity"])
@@ -77,6 +83,24 @@ class SFTTrainer(StageTrainer):
         return torch.nn.functional.cross_entropy(logits_NV, batch["labels"][mask_BT], reduction="sum")
 
 
+def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:
+    """Training rows, held-out rows if there are any, and how many training texts ``prompt_words`` left out.
+
+    Raises:
+        ConfigError: they cannot be read, or cannot be divided.
+    """
+    rows = load_rows(config.train, config.train_split, key="train")
+    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+    count = len(rows)
+    if config.prompt_words is not None:
+        rows = first_words(rows, config.prompt_words, "train")
+        heldout = None if heldout is None else first_words(heldout, config.prompt_words, "eval")
+    short = count - len(rows)
+    if config.eval_fraction is not None:
+        rows, heldout = hold_out(rows, config.eval_fraction, "train")
+    return rows, heldout, short
+
+
 def encode_rows(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, completion_only: bool, longest: int, key: str
 ) -> tuple[list[EncodedRow], int]:
@@ -96,7 +120,7 @@ def encode_rows(
     if completion_only and "" in prompts:
         raise ConfigError(
             f"completion_only: got True, and row {prompts.index('') + 1} of {key} has no prompt (`query`, or `prompt` "
-            "with `completion`, or `messages`); set completion_only false to train on whole texts"
+            "with `completion`, or `messages`); set completion_only false to train on whole texts, or prompt_words"
         )
     encoded = zip(encode_texts(tokenizer, prompts, key), encode_responses(tokenizer, responses), strict=True)
     examples = [EncodedRow(prompt + rest, len(prompt) if completion_only else 0) for prompt, rest in encoded]
@@ -112,10 +136,33 @@ def encode_rows(
 
 
 def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train, and its tokenizer, with the chat template if one is given."""
+    template = None if config.chat_template is None else read_template(config.chat_template)
+    trust = config.trust_remote_code
     if config.model is not None:
-        trust = config.trust_remote_code
-        return load_policy(config.model, trust=trust), load_tokenizer(config.model, trust=trust)
+        tokenizer = load_tokenizer(config.model, trust=trust)
+        added = [] if template is None else use_template(tokenizer, template)
+        right = f"must be 0 where chat_template adds tokens ({', '.join(added)}): adapters do not train embeddings"
+        require(not added or config.lora.rank == 0, "lora.rank", config.lora.rank, right)
+        model = load_policy(config.model, trust=trust)
+        return (embed_added_tokens(model, tokenizer, config.seed) if added else model), tokenizer
     size = config.new_model
-    texts = (prompt + response for prompt, response in RowReader(None, "train").demonstrations(rows))
-    tokenizer = train_tokenizer(texts, size.vocab_size, size.max_positions)
-    return new_gpt_neox(size, tokenizer, config.seed), tokenizer
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer, "tokenizer", trust=trust)
+        tokenizer.model_max_length = size.max_positions
+        if template is not None:
+            use_template(tokenizer, template)
+    else:
+        tokenizer = _trained_tokenizer(size, rows, template)
+    return new_language_model(size, tokenizer, config.seed), tokenizer
+
+
+def _trained_tokenizer(size: NewModelConfig, rows: Rows, template: str | None) -> PreTrainedTokenizerBase:
+    """A tokenizer that is trained on the rows, written by the template if they are chats."""
+    blank = train_tokenizer([], 300, size.max_positions)  # bytes alone: it writes chats as the trained one will
+    special = [] if template is None else use_template(blank, template)
+    texts = (prompt + response for prompt, response in RowReader(blank, "train").demonstrations(rows))
+    tokenizer = train_tokenizer(texts, size.vocab_size, size.max_positions, special)
+    if template is not None:
+        use_template(tokenizer, template)
+    return tokenizer

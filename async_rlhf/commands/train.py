@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import transformers
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
-from async_rlhf.config.secrets import without_secrets
-from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.formats import load_prompts
+from async_rlhf.data.held_out import hold_out
+from async_rlhf.data.loading import Rows
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import hold_folder, refuse_second
+from async_rlhf.run.record import of_command
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring.functions import load_object, load_reward_functions
-from async_rlhf.system.files import whole_file
 
 MARKER = "train"
-RUN_FILE = "run.yml"
-"""The whole configuration of a run, next to its logs: ``async-rlhf train --config run.yml`` runs it again."""
 
 
 def run_train(config: RunConfig) -> dict[str, Any]:
@@ -66,13 +62,16 @@ def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
 
 def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
-    data, columns = config.data, [config.data.prompt_field]
+    data = config.data
     train_rows: Rows = []
     eval_rows: Rows | None = None
     if ranks.leads:  # it hands out the prompts
-        train_rows = load_rows(data.train, data.train_split, columns=columns, key="data.train")
+        field, words = data.prompt_field, data.prompt_words
+        train_rows = load_prompts(data.train, data.train_split, field, words, "data.train")
         if data.eval is not None:
-            eval_rows = load_rows(data.eval, data.eval_split, columns=columns, key="data.eval")
+            eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
+        if data.eval_fraction is not None:
+            train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, "data.train", field)
     trainer = OnlineTrainer(
         config.model,
         config.train,
@@ -86,12 +85,9 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         callbacks=[load_object(name, "callbacks") for name in config.callbacks],
         prompt_field=data.prompt_field,
         algorithm=find(config.algorithm),
+        record=of_command(config),
     )
     if ranks.leads:
-        with whole_file(Path(config.train.output_dir) / RUN_FILE) as file:
-            # vLLM options and reward arguments may contain secrets that we cannot recognise.
-            os.fchmod(file.fileno(), 0o600)
-            yaml.safe_dump(without_secrets(asdict(config)), file, sort_keys=False)
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from transformers import (
 
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
+from async_rlhf.config.base import dotted
+from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.models.loading import write_model
 
@@ -142,9 +145,20 @@ class StageTrainer(Trainer):
             return self.loss_sum(model, inputs) / num_items_in_batch
 
 
+class StageArguments(TrainingArguments):
+    """The Trainer's arguments; trackers show the stage's configuration, and not the Trainer's unused defaults."""
+
+    stage_config: StageConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stage's configuration, with dotted keys, and what the Trainer calls its epochs."""
+        values = dotted(without_secrets(asdict(self.stage_config), HIDDEN))
+        return {**values, "num_train_epochs": self.num_train_epochs}
+
+
 def _training_arguments(config: StageConfig) -> TrainingArguments:
     output = Path(config.output_dir).resolve()
-    args = TrainingArguments(
+    args = StageArguments(
         output_dir=str(output.with_name(f".{output.name}.logs")),  # moved into the output folder at the end
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
@@ -163,6 +177,7 @@ def _training_arguments(config: StageConfig) -> TrainingArguments:
         remove_unused_columns=False,
         disable_tqdm=False,
     )
+    args.stage_config = config
     args._n_gpu = min(args.n_gpu, 1)  # DataParallel would wrap the model, and split pairs
     return args
 

@@ -9,6 +9,7 @@ from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, 
 from async_rlhf.config.generation import TEMPERATURE, Dtype, VLLMConfig
 from async_rlhf.config.online import SEED
 from async_rlhf.config.rewards import JudgeConfig, check_one_judge
+from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_prompt_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,10 @@ class HeldOutConfig(Checked):
     """The split to take if there are several."""
     prompt_field: str = "query"
     """The column with the prompt, as text or as messages of a chat."""
+    prompt_words: int | None = key(None, PROMPT_WORDS)
+    """For rows of plain `text`: its first so many words are the prompt, the rest is the human answer."""
+    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    """Take only the rows that other commands hold out of this data with the same eval_fraction; null for all."""
     output_dir: str = key(REQUIRED, FOLDER, role="place")
     """Where the results go."""
     engine: Literal["transformers", "vllm"] = "transformers"
@@ -66,6 +71,7 @@ class HeldOutConfig(Checked):
             require(name != "" and "/" not in name and not name.startswith("."), "models", name, right)
             right = "is the name of the human responses; must be another"
             require(name != "reference_response", "models", name, right)
+        check_prompt_words(self.prompt_words, self.prompt_field)
         right = 'must be left out unless engine is "vllm"'
         require(self.engine == "vllm" or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
 
@@ -102,6 +108,9 @@ class EvaluateConfig(HeldOutConfig):
     """Tokenizer of the reward model; null takes the one saved with it."""
     num_samples: int = key(10, at_least(0))
     """Prompts shown side by side."""
+    track: bool = key(True, role="log")
+    """With run, log the results of its checkpoints in the same runs of W&B, TensorBoard, MLflow or trackio, each at its
+    batch; report_to of the training says which."""
 
     def check(self) -> None:
         if self.generations is None:
@@ -114,6 +123,8 @@ class EvaluateConfig(HeldOutConfig):
                 "data",
                 "split",
                 "prompt_field",
+                "prompt_words",
+                "eval_fraction",
                 "temperature",
                 "response_length",
                 "max_prompt_length",

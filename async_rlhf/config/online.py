@@ -34,6 +34,21 @@ LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
 MAX_COEFFICIENT = 1e15
 _STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
 _FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {_STAYS}")
+
+
+def _names_repository(name: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+_HUB_NAME = Rule(
+    _names_repository, 'must be "name" or "owner/name" as the Hub has them: letters, digits, "_", "-", "."'
+)
 _KEPT = "it decides what is kept, not what is trained"
 
 NonEosPenalty = bool | Literal["replace", "add"]
@@ -163,6 +178,20 @@ class OnlineConfig(Checked):
     """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     run_name: str | None = key(None, role="log")
     """Name for those integrations."""
+    project: str | None = key(None, role="log")
+    """The project of W&B or trackio, the experiment of MLflow; null for what $WANDB_PROJECT or $MLFLOW_EXPERIMENT_NAME
+    says, or else "huggingface", as transformers has it."""
+    push_to_hub: bool = key(False, role="place")
+    """Upload the policy to the Hugging Face Hub, beside training; an upload that fails is a warning."""
+    hub_model_id: str | None = key(None, _HUB_NAME, role="place")
+    """The repository, "name" or "owner/name"; null for the name of output_dir."""
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = key("every_save", role="place")
+    """ "end" uploads the final policy; "every_save" the policy of each checkpoint, too; "checkpoint" besides the newest
+    checkpoint with all that resuming needs, as last-checkpoint; "all_checkpoints" every one, under its own name."""
+    hub_private_repo: bool | None = key(None, role="place")
+    """Whether a repository that is made here is private; null leaves it to the owner's settings."""
+    hub_token: str | None = key(None, role="place")
+    """The token; it is written to no file. Null takes $HF_TOKEN, or that of ``hf auth login``."""
     progress: bool = key(True, role="log")
     """Show a progress bar."""
     trace: bool = key(True, role="log")
@@ -210,6 +239,9 @@ class OnlineConfig(Checked):
             'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
             'use placement "process"',
         )
+        for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
+            given = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            require(self.push_to_hub or not given, name, getattr(self, name), "must be left out without push_to_hub")
         right = "must be false with resume: a run that is resumed cannot also be deleted"
         require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", True, right)
         require(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from typing import Literal
 
 from async_rlhf.config.base import (
     DEVICE,
@@ -21,6 +22,14 @@ from async_rlhf.config.base import (
 from async_rlhf.config.generation import TEMPERATURE, Dtype
 from async_rlhf.config.online import LEARNING_RATE, SEED, AdapterConfig, LRSchedule
 from async_rlhf.config.rewards import check_one_judge
+from async_rlhf.config.rows import (
+    COLUMN,
+    EVAL_FRACTION,
+    PROMPT_WORDS,
+    SCORE,
+    check_one_held_out,
+    check_prompt_words,
+)
 
 _SMALL = "a new model is a small one"
 _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole number, or below 1 a share of all steps")
@@ -28,10 +37,10 @@ _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole n
 
 @dataclass(frozen=True)
 class NewModelConfig(Checked):
-    """A small GPT-NeoX (the Pythia architecture) made from scratch, with a byte-level BPE tokenizer."""
+    """A small language model made from scratch, with a byte-level BPE tokenizer unless another is given."""
 
     vocab_size: int = key(1536, at_least(300), at_most(10**6, _SMALL))
-    """Vocabulary of the tokenizer, which is trained on the stage's own texts."""
+    """Vocabulary of the tokenizer, which is trained on the stage's own texts; with tokenizer, its own is taken."""
     hidden_size: int = key(128, at_least(1), at_most(10**6, _SMALL))
     """Width of the residual stream."""
     num_layers: int = key(3, at_least(1), at_most(1000, _SMALL))
@@ -40,6 +49,8 @@ class NewModelConfig(Checked):
     """Attention heads."""
     max_positions: int = key(256, at_least(1), at_most(10**6, _SMALL))
     """Longest sequence."""
+    architecture: Literal["gpt_neox", "llama", "qwen2", "qwen3"] = "gpt_neox"
+    """The body, as transformers names it: "gpt_neox" (Pythia), "llama", "qwen2" or "qwen3"."""
 
     def check(self) -> None:
         require(
@@ -48,6 +59,10 @@ class NewModelConfig(Checked):
             self.hidden_size,
             f"must be a multiple of num_heads ({self.num_heads})",
         )
+        right = (
+            f"must be an even multiple of num_heads ({self.num_heads}): rotary positions turn pairs of a head's numbers"
+        )
+        require(self.hidden_size // self.num_heads % 2 == 0, "hidden_size", self.hidden_size, right)
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,13 @@ class StageConfig(Checked):
     output_dir: str = key(REQUIRED, FOLDER, role="place")
     """Where the trained model goes."""
     eval: str | None = None
-    """Held-out data in the same format; null for none."""
+    """Held-out data in the same format; null for none, or for eval_fraction."""
+    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
+    text) decides, so every command holds out the same rows of the same data, and rows of one prompt stay together."""
+    prompt_words: int | None = key(None, PROMPT_WORDS)
+    """For rows of plain `text`: its first so many words are the prompt, the rest is the response; null for no prompt.
+    Texts with no more words are dropped, and counted."""
     train_split: str = "train"
     """The split to take if there are several."""
     eval_split: str = "validation"
@@ -104,7 +125,14 @@ class StageConfig(Checked):
     """Do the stage again even if it is done already."""
 
     def check(self) -> None:
-        require(self.eval_steps == 0 or self.eval is not None, "eval_steps", self.eval_steps, "must be 0 without eval")
+        check_one_held_out(self.eval, self.eval_fraction)
+        right = "must be 0 without eval or eval_fraction"
+        require(self.eval_steps == 0 or self.holds_out, "eval_steps", self.eval_steps, right)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is held-out data."""
+        return self.eval is not None or self.eval_fraction is not None
 
 
 @dataclass(frozen=True)
@@ -116,20 +144,33 @@ class SFTConfig(StageConfig):
     model: str | None = None
     """The model to start from, a folder or a name on the hub; null makes a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
-    """Size of the new model."""
+    """Architecture and size of the new model."""
+    tokenizer: str | None = None
+    """The new model's tokenizer, a folder or a name on the hub; null trains one on the stage's texts."""
+    chat_template: str | None = key(None, Rule(lambda text: text.strip() != "", "must not be empty"))
+    """How chats become text: "chatml", a Jinja file, or Jinja text; null takes the tokenizer's. Its special tokens are
+    added to the vocabulary, and the one that it writes after an answer becomes the end of sequence."""
     completion_only: bool = True
     """Train on the response alone; false trains on prompts too."""
+
+    def check(self) -> None:
+        super().check()
+        right = "must be null with model, which has its own"
+        require(self.model is None or self.tokenizer is None, "tokenizer", self.tokenizer, right)
+        size, right = self.new_model.vocab_size, "must be left out with tokenizer, whose vocabulary is the model's"
+        default = NewModelConfig.__dataclass_fields__["vocab_size"].default
+        require(self.tokenizer is None or size == default, "new_model.vocab_size", size, right)
 
 
 @dataclass(frozen=True)
 class PairsConfig(Checked):
-    """Preference pairs from a model's own samples, judged by a reward: ``async-rlhf pairs``."""
+    """Preference pairs from a model's own samples, judged by a reward, or from ratings: ``async-rlhf pairs``."""
 
-    model: str
+    model: str | None = None
     """The model that samples, a folder or a name on the hub."""
-    prompts: str
+    prompts: str | None = None
     """Rows with `query` (see prompt_field): a file, a folder, or a name on the hub."""
-    output: str = key(REQUIRED, role="place")
+    output: str = key("", Rule(bool, "name the .jsonl file to write"), role="place")
     """The .jsonl file to write, with `prompt`, `chosen`, `rejected` and the two scores."""
     split: str = "train"
     """The split to take where there are several."""
@@ -153,8 +194,21 @@ class PairsConfig(Checked):
     """Prompts with more tokens are dropped, and counted."""
     batch_size: int = key(256, at_least(1))
     """Completions decoded together."""
+    from_ratings: str | None = None
+    """Instead of sampling, draw pairs from rated rows: `prompt` and `completion`, or `text`, with a `score`. A pair has
+    one prompt; texts without a prompt are paired with each other."""
+    score_field: str = key(SCORE, COLUMN)
+    """The column with the rating, a number."""
+    margin: float = key(0.0, at_least(0))
+    """Least difference of the two ratings of a pair; equal ratings never make one."""
+    max_pairs: int | None = key(None, at_least(1))
+    """Draw this many of all possible pairs; null for as many as there are rows."""
+    prompt_words: int | None = key(None, PROMPT_WORDS)
+    """For rows of plain `text`: its first so many words are the prompt."""
+    eval_fraction: float = key(0.1, EVAL_FRACTION)
+    """No pair joins a text that ``reward`` holds out with this eval_fraction to one that it trains on."""
     seed: int = key(0, *SEED)
-    """Seed of sampling."""
+    """Seed of sampling, or of drawing pairs."""
     device: str | None = key(None, DEVICE, role="place")
     """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     trust_remote_code: bool = key(False, role="place")
@@ -163,6 +217,13 @@ class PairsConfig(Checked):
     """Do it again where it is done already."""
 
     def check(self) -> None:
+        if self.from_ratings is not None:
+            self._leaves_out(SAMPLED, "with from_ratings: nothing is sampled")
+            return
+        self._leaves_out(RATED, "without from_ratings")
+        check_prompt_words(self.prompt_words, self.prompt_field)
+        require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
+        require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
         check_one_judge(self.reward_model, self.reward_funcs)
         require(
             1 <= self.pairs_per_prompt <= self.samples_per_prompt // 2,
@@ -171,29 +232,58 @@ class PairsConfig(Checked):
             f"must be 1 to {self.samples_per_prompt // 2}: half of samples_per_prompt",
         )
 
+    def _leaves_out(self, names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            item, value = self.__dataclass_fields__[name], getattr(self, name)
+            default = [] if item.default is MISSING else item.default
+            require(value == default, name, value, f"must be left out {why}")
+
+
+SAMPLED = (
+    *("model", "prompts", "prompt_field", "reward_model", "reward_funcs", "samples_per_prompt", "pairs_per_prompt"),
+    *("temperature", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
+)
+"""Keys of PairsConfig that mean nothing where pairs are drawn from ratings."""
+RATED = ("score_field", "margin", "max_pairs", "eval_fraction")
+"""Keys that mean nothing where pairs are sampled."""
+
 
 @dataclass(frozen=True)
 class RewardConfig(StageConfig):
-    """Reward model from preference pairs: ``async-rlhf reward``. Rows have `prompt`, `chosen` and `rejected`, as text
-    or as messages of a chat; `prompt` may be missing where both sides are whole chats.
+    """Reward model from preference pairs or from ratings: ``async-rlhf reward``. Rows have `prompt`, `chosen` and
+    `rejected`, as text or as messages of a chat; `prompt` may be missing where both sides are whole chats, or texts
+    without a common prompt. Or they have a `score`, with `prompt` and `completion`, `messages` or `text`.
     """
 
     model: str = key("", Rule(bool, "give the model to start from"))
     """The language model to start from, a folder or a name on the hub."""
-    eval_fraction: float = key(0.1, Rule(lambda x: 0 < x < 1, "must be between 0 and 1"))
-    """Share of the training pairs held out for the reported accuracy if `eval` is null; pairs of one prompt stay
-    together."""
+    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    """Hold out about this share of the training data where eval is null; null for a tenth. A hash of the prompt
+    (without one, of the text) decides, so rows of one prompt stay together."""
+    score_field: str = key(SCORE, COLUMN)
+    """The column with the rating of a row that is no pair, a number. The model then learns it by least squares, in
+    standard deviations from the mean rating."""
     center: bool = True
     """Shift the trained model's score by a constant so that its mean over the reference data is 0. The shift is stored
     in the bias of the last normalisation, so every program that loads the model applies it; a model without that bias
     (Llama) is left as it is, with a warning."""
     reference: str | None = None
-    """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs."""
+    """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs. A model that learns
+    ratings is left as it is by null: its zero is the mean rating."""
     reference_split: str = "train"
     """The split to take where there are several."""
     center_rewards_coefficient: float = key(0.0, at_least(0))
     """Weight of (score(chosen) + score(rejected))^2 in the loss, which keeps scores near 0 (Eisenstein et al., arXiv
     2312.09244); 0 for none."""
+
+    @property
+    def holds_out(self) -> bool:
+        return True
+
+    @property
+    def held_out_share(self) -> float:
+        """eval_fraction, or a tenth where neither it nor eval is given."""
+        return 0.1 if self.eval_fraction is None else self.eval_fraction
 
     def check(self) -> None:
         super().check()

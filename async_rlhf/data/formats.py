@@ -1,20 +1,26 @@
-"""The formats of rows: prompts, demonstrations and preference pairs, as plain text or as chats.
+"""The formats of rows: prompts, demonstrations, ratings and preference pairs, as plain text or as chats.
 
 The tokenizer's chat template turns a chat into text. Everything after this module works with text.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.loading import Rows
+from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.tokenizer import TEXT, split_text
+
+logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -70,7 +76,8 @@ class RowReader:
         return [self._demonstration(row, f"{self.key}: row {n}") for n, row in enumerate(rows, start=1)]
 
     def preferences(self, rows: Rows) -> list[Preference]:
-        """`prompt`, `chosen` and `rejected` of every row; two whole chats must have their prompt in common.
+        """`prompt`, `chosen` and `rejected` of every row; two whole chats must have their prompt in common. Two texts
+        may have none, and then no prompt in common either.
 
         Raises:
             ConfigError: a column is missing, or is neither text nor a chat.
@@ -83,21 +90,8 @@ class RowReader:
         return _text(value, place)
 
     def _demonstration(self, row: Mapping[str, Any], place: str) -> Demonstration:
-        if row.get(TEXT) is not None:
-            _text(row[TEXT], f"{place}: `{TEXT}`")
-            return Demonstration(*split_text(row, place))
-        if row.get("messages") is not None:
-            chat = _chat(row["messages"], f"{place}: `messages`")
-            return Demonstration(*self._answered(_without_answer(chat, place), chat, f"{place}: `messages`"))
-        for column in ("completion", "chosen"):
-            if row.get("prompt") is not None and row.get(column) is not None:
-                return Demonstration(*self._prompted(row["prompt"], row[column], f"{place}: `{column}`"))
-        if row.get("text") is not None:
-            return Demonstration("", _text(row["text"], f"{place}: `text`"))
-        raise ConfigError(
-            f"{place} has {', '.join(map(repr, row))}; must have `{TEXT}`, or `prompt` and `completion`, or "
-            "`messages`, or `text`"
-        )
+        prompt, response, column = demonstration_parts(row, place)
+        return Demonstration(*self._prompted(prompt, response, f"{place}: `{column}`"))
 
     def _preference(self, row: Mapping[str, Any], place: str) -> Preference:
         for column in ("chosen", "rejected"):
@@ -111,6 +105,8 @@ class RowReader:
         if given is not None and not once_more:
             prompt, first = self._prompted(given, chosen, f"{place}: `chosen`")
             return Preference(prompt, first, self._prompted(given, rejected, f"{place}: `rejected`")[1])
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            return Preference("", *(_text(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")))
         sides = [_chat(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")]
         starts = [_without_answer(side, place) for side in sides]
         if list(starts[0]) != list(starts[1]):
@@ -139,8 +135,8 @@ class RowReader:
                 "prompts (add_generation_prompt) are the start of the whole"
             )
         rest, answer = whole[len(start) :], str(chat[-1]["content"]).strip()
-        before, found, after = rest.rpartition(answer)
-        if not found:  # the template changes the answer's text
+        before, found, after = rest.rpartition(answer) if answer else ("", "", rest)
+        if not found:  # it is empty, or the template changes its text
             before, after = "", rest
         # The end of sequence that the template writes, not one within the answer's text.
         ended, eos, _ = after.partition(self.tokenizer.eos_token)
@@ -149,7 +145,8 @@ class RowReader:
     def _template(self, chat: Messages, place: str, answered: bool = False) -> str:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text"
+                f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text "
+                "(sft adds one: chat_template)"
             )
         for number, message in enumerate(chat, start=1):
             if message.get("content") is None and not message.get("tool_calls"):
@@ -162,6 +159,102 @@ class RowReader:
             )
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{place}: the chat template cannot write it: {error}") from error
+
+
+def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[str | Messages, str | Messages, str]:
+    """Prompt and response of a row as they are there, each text or messages, and the column that the response is in.
+
+    See :meth:`RowReader.demonstrations`. The prompt is "" if there is none.
+
+    Raises:
+        ConfigError: the row has no such columns.
+    """
+    if row.get(TEXT) is not None:
+        _text(row[TEXT], f"{place}: `{TEXT}`")
+        return *split_text(row, place), TEXT
+    if row.get("messages") is not None:
+        chat = _chat(row["messages"], f"{place}: `messages`")
+        return _without_answer(chat, place), chat[-1:], "messages"
+    for column in ("completion", "chosen"):
+        if row.get("prompt") is not None and row.get(column) is not None:
+            return row["prompt"], row[column], column
+    if row.get("text") is not None:
+        return "", _text(row["text"], f"{place}: `text`"), "text"
+    raise ConfigError(
+        f"{place} has {', '.join(map(repr, row))}; must have `{TEXT}`, or `prompt` and `completion`, or "
+        "`messages`, or `text`"
+    )
+
+
+def identity(row: Mapping[str, Any], place: str) -> str:
+    """What a demonstration, a rated row or a pair is about: its prompt, or without one its text; of a pair without a
+    prompt, the chosen side. Rows with the same are not independent of each other.
+
+    Raises:
+        ConfigError: the row is none of these.
+    """
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return prompt_identity(row["chosen"] if row.get("prompt") in (None, "") else row["prompt"], place)
+    prompt, response, _ = demonstration_parts(row, place)
+    return prompt_identity(response if prompt == "" else prompt, place)
+
+
+def prompt_identity(value: Any, place: str) -> str:
+    """The same of a prompt, or of a chat with its answer, which does not count. A chat of one message is its text.
+
+    Raises:
+        ConfigError: it is neither text nor a chat.
+    """
+    if not is_chat(value):
+        return _text(value, place)
+    chat = _without_answer(value, place)
+    one = chat[0].get("content") if len(chat) == 1 else None
+    return one if isinstance(one, str) else json.dumps([[m["role"], m.get("content")] for m in chat], default=str)
+
+
+def first_words(rows: Rows, words: int, key: str) -> list[dict[str, Any]]:
+    """Rows of plain `text` as rows of `query`, its first so many words, and `query_reference_response`, the whole.
+
+    The space after the query belongs to the response. Texts with no more words than that are left out, with a warning.
+
+    Args:
+        rows: with `text`, and without another prompt.
+        words: at least 1.
+        key: the configuration key that errors name.
+
+    Raises:
+        ConfigError: a row has no text or another prompt, or no text has more words.
+    """
+    cut, longest = [], 0
+    for number, row in enumerate(rows, start=1):
+        place = f"{key}: row {number}"
+        if row.get("text") is None:
+            raise ConfigError(f"{place} has {', '.join(map(repr, row))}; must have `text` with prompt_words")
+        other = next((name for name in ("query", TEXT, "prompt", "messages") if row.get(name) is not None), None)
+        if other is not None:
+            raise ConfigError(f"{place} has {other!r} beside `text`; must have no other prompt with prompt_words")
+        text = _text(row["text"], f"{place}: `text`")
+        ends = [word.end() for word in islice(re.finditer(r"\S+", text), words + 1)]
+        longest = max(longest, len(ends))
+        if len(ends) > words:
+            rest = {name: value for name, value in row.items() if name != "text"}
+            cut.append({**rest, "query": text[: ends[words - 1]], TEXT: text})
+    if not cut:
+        raise ConfigError(f"prompt_words: got {words}; no text of {key} has more words (the longest has {longest})")
+    if len(cut) < len(rows):
+        logger.warning("%s: dropped %d of %d texts: no more than %d words", key, len(rows) - len(cut), len(rows), words)
+    return cut
+
+
+def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int | None, key: str) -> Rows:
+    """Rows with prompts in ``prompt_field``, or if ``prompt_words`` is given, with `query` from :func:`first_words`.
+
+    Raises:
+        ConfigError: they cannot be read, or a row has no prompt.
+    """
+    if prompt_words is not None:
+        return first_words(load_rows(source, split, key=key), prompt_words, key)
+    return load_rows(source, split, columns=[prompt_field], key=key)
 
 
 def _text(value: Any, place: str) -> str:

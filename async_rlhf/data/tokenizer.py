@@ -6,6 +6,7 @@ a prompt that was encoded alone, so training must have the same boundary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,13 +27,16 @@ TEXT = "query_reference_response"
 _WORDS = r"[A-Z]?[a-z]+|[A-Z]+|\d|\s+|_|[^\w\s]+|[^\W\d_]+"
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, max_length: int, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer (like GPT-2's and Pythia's, except for how words are split); deterministic.
 
     Args:
         texts: the merges are learned from these; an ``<|endoftext|>`` at the end of one is left out.
-        vocab_size: most tokens: 256 bytes, two special tokens and the merges. Short texts may yield fewer.
+        vocab_size: most tokens: 256 bytes, special tokens and the merges. Short texts may yield fewer.
         max_length: longest sequence of the model; recorded in the tokenizer.
+        special: more tokens that are never part of a word, such as those of a chat template.
 
     Returns:
         A tokenizer with ``<|endoftext|>`` (id 0) to end texts and ``<|padding|>`` (id 1) to pad them. Every text
@@ -48,11 +52,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOS, PAD],
+        special_tokens=[EOS, PAD, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text.removesuffix(EOS) for text in texts), trainer)
+    between = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    pieces = (piece for text in texts for piece in between.split(text.removesuffix(EOS)))
+    tokenizer.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,

@@ -183,3 +183,32 @@ def length_controlled_win_rate(outcomes: Sequence[float], longer: Sequence[float
     half = _Z * math.sqrt(np.linalg.inv(curvature)[0, 0])
     low, middle, high = (1 / (1 + math.exp(-x)) for x in (weights[0] - half, weights[0], weights[0] + half))
     return Interval(middle, low, high)
+
+
+def pearson(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Pearson's correlation; None if one side does not vary, or there are fewer than two values."""
+    first, second = (np.asarray(side, dtype=np.float64) - np.mean(side) for side in (a, b))
+    size = math.sqrt(float(first @ first) * float(second @ second))
+    return None if size == 0 else float(np.clip(float(first @ second) / size, -1, 1))
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Spearman's rank correlation: Pearson's of the ranks, where equal values share their mean rank."""
+    return pearson(_ranks(a), _ranks(b))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    _, place, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place].tolist()
+
+
+def correlation_interval(correlation: float, n: int, of_ranks: bool = False) -> Interval | None:
+    """A correlation with its interval by Fisher's transform: tanh(atanh(r) +- z s), s = 1 / sqrt(n - 3).
+
+    For ranks, s is 1.06 / sqrt(n - 3) (Fieller, Hartley and Pearson, 1957). None for fewer than four values.
+    """
+    if n < 4:
+        return None
+    half = _Z * (math.sqrt(1.06) if of_ranks else 1.0) / math.sqrt(n - 3)
+    middle = math.atanh(min(max(correlation, -1 + 1e-15), 1 - 1e-15))
+    return Interval(correlation, math.tanh(middle - half), math.tanh(middle + half))

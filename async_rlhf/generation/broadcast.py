@@ -1,9 +1,9 @@
 """Sends weights from the learner's memory to a server's over the network, without a shared folder.
 
-Each transfer has a door of its own (:mod:`async_rlhf.system.doors`), on the address under which the server sees the
-learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
+Each transfer has a port of its own (:mod:`async_rlhf.system.guarded_port`), on the address under which the server sees
+the learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
 join again, nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go
-over the connections that the door let in; between GPUs by NCCL, whose group is made over them.
+over the connections that this port has accepted; between GPUs by NCCL, whose group is made over them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rlhf.system.doors import Door, knock
+from async_rlhf.system.guarded_port import GuardedPort, connect
 
 TIMEOUT = timedelta(seconds=120)
 _BLOCK = 1 << 24
@@ -46,14 +46,14 @@ class Sender:
         self.device = device
         self._receivers = receivers
         self._host = own_address(url)
-        self._door = Door(self._host)
+        self._port = GuardedPort(self._host)
 
     def invitation(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """The arguments of :func:`receive`, for JSON."""
         return {
             "host": self._host,
-            "port": self._door.port,
-            "secret": self._door.secret.hex(),
+            "port": self._port.port,
+            "secret": self._port.secret.hex(),
             "world": self._receivers + 1,
             "backend": "nccl" if by_nccl(self.device) else "tcp",
             "tensors": [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()],
@@ -67,8 +67,8 @@ class Sender:
         """
         try:
             with ExitStack() as stack:
-                inside = self._door.admit(range(1, self._receivers + 1), TIMEOUT.total_seconds())
-                channels = [stack.enter_context(channel) for channel in inside.values()]
+                accepted = self._port.accept(range(1, self._receivers + 1), TIMEOUT.total_seconds())
+                channels = [stack.enter_context(channel) for channel in accepted.values()]
                 for channel in channels:
                     channel.settimeout(TIMEOUT.total_seconds())
                 if by_nccl(self.device):
@@ -81,7 +81,7 @@ class Sender:
 
     def _send_by_nccl(self, channels: Sequence[socket.socket], tensors: Mapping[str, Tensor]) -> None:
         store = dist.HashStore()
-        with telling(store, channels), _NCCLGroup(store, 0, self._receivers + 1) as group, own_stream(self.device):
+        with forwarded(store, channels), _NCCLGroup(store, 0, self._receivers + 1) as group, own_stream(self.device):
             for tensor in tensors.values():
                 group.broadcast(tensor.to(self.device))
 
@@ -108,13 +108,13 @@ def receive(
     """
     seconds = TIMEOUT.total_seconds()
     with ExitStack() as stack:
-        channel = stack.enter_context(knock(host, port, bytes.fromhex(secret), rank, seconds))
+        channel = stack.enter_context(connect(host, port, bytes.fromhex(secret), rank, seconds))
         channel.settimeout(seconds)
         group = None
         if by_nccl(device):
             store = dist.HashStore()
             store.set_timeout(TIMEOUT)
-            stack.enter_context(hearing(store, channel))
+            stack.enter_context(received(store, channel))
             group = stack.enter_context(_NCCLGroup(store, rank, world))
         for name, shape, dtype in tensors:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -213,7 +213,7 @@ class _NCCLGroup:
 
 
 @contextmanager
-def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
+def forwarded(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[None]:
     """Within, forward what NCCL writes to this store, such as its group's id, to every receiver: no other port."""
     over = threading.Event()
 
@@ -237,7 +237,7 @@ def telling(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[No
 
 
 @contextmanager
-def hearing(store: dist.Store, channel: socket.socket) -> Iterator[None]:
+def received(store: dist.Store, channel: socket.socket) -> Iterator[None]:
     """Within, write to this store what the learner forwards."""
 
     def hear() -> None:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -40,8 +40,9 @@ def _without_weights(model_type: str, config: str) -> PreTrainedModel | None:
     """A model that knows how its tensors are converted; None for one that brings its own code, which converts none."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
+    known = AutoConfig.for_model(**json.loads(config))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(known)]._from_config(known)
 
 
 def _layer(name: str) -> str:

@@ -17,13 +17,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from async_rlhf.config import ConfigError, NewModelConfig
+from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
 from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
@@ -331,30 +329,6 @@ def check_positions(model: PreTrainedModel, prompt_length: int, response_length:
         raise ConfigError(
             f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
             f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions"
-        )
-
-
-def new_gpt_neox(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A GPT-NeoX with random weights that depend only on the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return GPTNeoXForCausalLM(
-            GPTNeoXConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=size.hidden_size,
-                num_hidden_layers=size.num_layers,
-                num_attention_heads=size.num_heads,
-                intermediate_size=4 * size.hidden_size,
-                max_position_embeddings=size.max_positions,
-                # GPT-NeoX's default 0.02 suits widths in the thousands; a narrow model needs 1 / sqrt(width).
-                initializer_range=size.hidden_size**-0.5,
-                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-                bos_token_id=tokenizer.eos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-                attention_dropout=0.0,
-                hidden_dropout=0.0,
-            )
         )
 
 

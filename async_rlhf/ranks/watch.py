@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.system.doors import Door, knock
+from async_rlhf.system.guarded_port import GuardedPort, connect
 from async_rlhf.system.signals import RankError
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ class Watch:
         master = os.environ.get("MASTER_ADDR", "localhost")
         host = _LOOPBACK if ranks.local_count == ranks.count else master
         if ranks.leads:
-            door = open_door(host)
-            ranks.from_lead("watch", lambda: (door.port, door.secret))
-            self._connections = door.admit(range(1, ranks.count), _ARRIVAL)
+            guarded = open_port(host)
+            ranks.from_lead("watch", lambda: (guarded.port, guarded.secret))
+            self._connections = guarded.accept(range(1, ranks.count), _ARRIVAL)
         else:
             port, secret = ranks.from_lead("watch", lambda: (0, b""))
-            self._connections = {0: knock(host, port, secret, ranks.rank, _ARRIVAL)}
+            self._connections = {0: connect(host, port, secret, ranks.rank, _ARRIVAL)}
         for rank, connection in self._connections.items():
             _notice_lost_hosts(connection)
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
@@ -152,7 +152,7 @@ class Watch:
         self._connections.clear()
 
 
-def open_door(host: str) -> Door:
+def open_port(host: str) -> GuardedPort:
     """Open a port on the address of this host that the other ranks use.
 
     If none of this host's interfaces has that address (a service in front of it, or a name that only this host resolves
@@ -161,9 +161,9 @@ def open_door(host: str) -> Door:
     with suppress(OSError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         if host in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
-            return Door(address)
+            return GuardedPort(address)
     logger.warning("MASTER_ADDR: %s is no interface of this host; ranks are let in on all of them", host)
-    return Door("")
+    return GuardedPort("")
 
 
 def _described(error: BaseException) -> str:

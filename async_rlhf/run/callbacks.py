@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,23 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.base import dotted
+from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
-from async_rlhf.system.files import naming
+from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
+from async_rlhf.run.hub import HubUploads
+from async_rlhf.run.record import derived
+from async_rlhf.system.files import naming, whole_file
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+TRACKERS = "trackers.json"
+"""In a run's folder: in which runs of trackers it is logged."""
 KEPT_LOGS = 200
 """Lines of ``log_history``. All lines are in metrics.jsonl; without a limit every checkpoint would repeat them."""
 
@@ -49,13 +56,49 @@ class OnlineTrainerState(TrainerState):
 
 
 class OnlineTrainingArguments(TrainingArguments):
-    """The arguments as transformers' callbacks know them, with the whole configuration under ``online_config``."""
+    """The arguments as transformers' callbacks know them, with the whole configuration under ``online_config``.
+
+    What callbacks log as the configuration is that of the run, with dotted keys. transformers' own keys without a
+    meaning here, such as those of its data loader, are left out.
+    """
 
     online_config: OnlineConfig
+    logged_config: Mapping[str, Any]
+    """See :meth:`to_dict`."""
+    tracker_project: str | None
+    """The project, if the configuration names one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration that callbacks log."""
+        return dict(self.logged_config)
 
 
-def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
-    """A configuration as the arguments that transformers' callbacks read."""
+_TRANSLATED = {
+    *(
+        "output_dir",
+        "report_to",
+        "save_steps",
+        "eval_steps",
+        "lr_scheduler_type",
+        "run_name",
+        "project",
+        "num_train_epochs",
+    ),
+    *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
+}
+"""Keys that transformers spells in another way, or would act on."""
+
+
+def training_arguments(
+    config: OnlineConfig, known: Mapping[str, Any] | None = None, rows: int | None = None
+) -> OnlineTrainingArguments:
+    """A configuration as the arguments that transformers' callbacks read.
+
+    Args:
+        config: of the run.
+        known: what is to be logged of it and of what else decides the run; None for the configuration alone.
+        rows: prompts of one pass over the data, if that is known.
+    """
     arguments = OnlineTrainingArguments(
         output_dir=config.output_dir,
         run_name=config.run_name,
@@ -84,7 +127,16 @@ def training_arguments(config: OnlineConfig) -> OnlineTrainingArguments:
         disable_tqdm=not config.progress,
         use_cpu=not torch.cuda.is_available(),
     )
-    arguments.online_config = config
+    # After its own checks, which are about what its Trainer does with bf16.
+    values = asdict(config)
+    passed = {item.name for item in fields(TrainingArguments)} & {item.name for item in fields(config)}
+    for name in passed - _TRANSLATED:
+        setattr(arguments, name, values[name])
+    sizes = derived(config, rows)
+    arguments.num_train_epochs = sizes.get("num_train_epochs", 1.0)
+    arguments.online_config, arguments.tracker_project = config, config.project
+    logged = dotted(without_secrets(values, HIDDEN)) if known is None else known
+    arguments.logged_config = {**logged, **sizes}
     return arguments
 
 
@@ -158,6 +210,9 @@ class Callbacks:
         learner: its policy, optimiser and scheduler are passed to callbacks.
         processing_class: the tokenizer.
         callbacks: the user's, classes or instances, called only on rank 0. The other ranks have only the state.
+        known: what trackers show as the configuration; None for ``config`` alone.
+        rows: prompts of one pass over the data, if that is known.
+        found: the runs of trackers to go on with, from :func:`tracked_runs`.
     """
 
     def __init__(
@@ -166,8 +221,11 @@ class Callbacks:
         learner: Learner,
         processing_class: Any,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+        known: Mapping[str, Any] | None = None,
+        rows: int | None = None,
+        found: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.arguments = training_arguments(config)
+        self.arguments = training_arguments(config, known, rows)
         self.state = OnlineTrainerState(
             max_steps=config.num_batches,
             logging_steps=config.logging_steps,
@@ -178,9 +236,13 @@ class Callbacks:
         leads = learner.ranks.leads
         self._progress = ProgressCallback() if config.progress and leads else None
         called: list[Any] = [DefaultFlowCallback]
+        integrations = tracker_callbacks(config.report_to if leads else (), found or {})
+        self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}
+        self._found, self._leads, self._whole = dict(found or {}), leads, False
+        self.uploads = HubUploads(config) if config.push_to_hub and leads else None
         if leads:
-            integrations = get_reporting_integration_callbacks(config.report_to)
-            called += [*([self._progress] if self._progress else []), *integrations, *callbacks]
+            called += [*([self._progress] if self._progress else []), *integrations.values(), *callbacks]
+        called += [self.uploads] if self.uploads else []
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
@@ -210,6 +272,13 @@ class Callbacks:
     def begin(self) -> None:
         """Before the first batch."""
         self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
+        identities = self._found | {name: tracker.identity() for name, tracker in self._trackers.items()}
+        path = Path(self.arguments.online_config.output_dir) / TRACKERS
+        if identities:
+            with whole_file(path) as file:
+                json.dump(identities, file, indent=1, default=str)
+        elif self._leads and tracked_runs(path.parent):  # an earlier run's
+            path.unlink()
 
     def step_begin(self) -> None:
         """Before each batch."""
@@ -220,7 +289,7 @@ class Callbacks:
         self.state.global_step += 1
         self.state.episode += prompts
         self.state.completions += completions
-        self.state.epoch = self.state.global_step / self.state.max_steps
+        self.state.epoch = self.state.global_step / self.state.max_steps * self.arguments.num_train_epochs
         self.control = self._handler.on_step_end(self.arguments, self.state, self.control)
         return self.control
 
@@ -228,6 +297,12 @@ class Callbacks:
         """Metrics have been logged."""
         self.state.note(logs)
         self.control = self._handler.on_log(self.arguments, self.state, self.control, logs)
+
+    def table(self, name: str, rows: Rows) -> None:
+        """Show a table in all trackers that can."""
+        for tracker, callback in self._trackers.items() if rows else ():
+            with forgiving(tracker, f"table of batch {self.state.global_step}"):
+                callback.table(name, in_unicode(rows), self.state.global_step)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """An evaluation is done."""
@@ -254,8 +329,21 @@ class Callbacks:
     def end(self) -> None:
         """After the last batch."""
         self.control = self._handler.on_train_end(self.arguments, self.state, self.control)
+        self._whole = True
 
     def close(self) -> None:
-        """Release the terminal, however the run ended."""
+        """Release the terminal and end the trackers' runs, however the run ended."""
         if self._progress is not None:
             self._progress.stop()
+        for name, tracker in self._trackers.items():
+            with forgiving(name, "end of the run"):
+                tracker.close(self._whole)
+
+
+def tracked_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs of trackers in which the run in this folder is logged: tracker -> how to find it."""
+    try:
+        found = json.loads((folder / TRACKERS).read_text(encoding="utf-8"))
+        return {name: dict(identity) for name, identity in found.items() if name in TRACKED}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

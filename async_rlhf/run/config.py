@@ -10,6 +10,7 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import FOLDER, Checked, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions
+from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_one_held_out, check_prompt_words
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,22 @@ class DataConfig(Checked):
     train: str
     """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
     eval: str | None = None
-    """Held-out prompts, in the same way; null for none."""
+    """Held-out prompts, in the same way; null for none, or for eval_fraction."""
+    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    """Hold out about this share of the training prompts instead, the same as in ``sft``; null for none."""
     prompt_field: str = "query"
     """The column with the prompt."""
+    prompt_words: int | None = key(None, PROMPT_WORDS)
+    """For rows of plain `text`: its first so many words are the prompt; rewards get the rest with it, as
+    `query_reference_response`."""
     train_split: str = "train"
     """The split to take if there are several."""
     eval_split: str = "validation"
     """The same, for held-out prompts."""
+
+    def check(self) -> None:
+        check_one_held_out(self.eval, self.eval_fraction, "data.")
+        check_prompt_words(self.prompt_words, self.prompt_field, "data.")
 
 
 @dataclass(frozen=True)
@@ -89,10 +99,10 @@ class RunConfig(Checked):
         right = f"must be empty, or one number for each of the {len(functions)} of reward_funcs"
         require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
         require(
-            self.train.eval_steps == 0 or self.data.eval is not None,
+            self.train.eval_steps == 0 or self.data.eval is not None or self.data.eval_fraction is not None,
             "train.eval_steps",
             self.train.eval_steps,
-            "must be 0 without data.eval",
+            "must be 0 without data.eval or data.eval_fraction",
         )
         require(
             self.reward_model is not None or len(self.reward_funcs) > 0,

@@ -29,7 +29,7 @@ _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
 _LOG = re.compile(r"(metrics|samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json")
-_HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old)")
+_HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
 
 def hold_folder(folder: Path) -> Hold:

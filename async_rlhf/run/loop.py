@@ -15,10 +15,11 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.callbacks import OnlineTrainerState
+from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.folder import FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.manifest import write_whole
-from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Run
 from async_rlhf.system import random_state
 from async_rlhf.types import Batch, Group, ScoredBatch
@@ -42,7 +43,7 @@ class TrainingLoop:
     """
 
     run: Run
-    rollouts: Rollouts
+    rollouts: RolloutSchedule
     trace: Trace
     logs: Mapping[str, JsonLines]
     stop_asked: Callable[[], bool]
@@ -79,9 +80,17 @@ class TrainingLoop:
         run.require_folder()
         policy = partial(save_learner, run.learner, run.tokenizer)
         if run.ranks.leads:
-            write_whole(folder, [policy, run.callbacks.save_state, *([] if resume is None else [resume.write])])
+            parts = [policy, run.callbacks.save_state, self._write_card, *([] if resume is None else [resume.write])]
+            write_whole(folder, parts)
         else:
             policy(folder)
+
+    def _write_card(self, folder: Path) -> None:
+        run, stream = self.run, self.run.prompts.stream
+        name = run.config.run_name or (run.config.hub_model_id or run.folder.path.resolve().name).rpartition("/")[2]
+        rows = None if stream is None else len(stream)
+        card = Card(name, run.config, run.record, rows)
+        card.write(folder, run.folder.path / METRICS, run.callbacks.state.newest)
 
     def save(self) -> None:
         """Write a checkpoint from which the run can resume bit for bit, and delete old ones."""
@@ -189,6 +198,7 @@ class TrainingLoop:
             for sample, score in zip(group.samples, scores, strict=True)
         ][: self.run.config.num_samples_logged]
         texts = decode_samples(self.run.tokenizer, [sample for _, sample, _ in samples])
+        table = []
         for (group, sample, score), text in zip(samples, texts, strict=True):
             # A completion without a reward has the score null: JSON knows no NaN.
             reward = None if math.isnan(score) else score
@@ -196,3 +206,6 @@ class TrainingLoop:
             prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
             self.logs[SAMPLES].write(row)
+            lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())
+            table.append({**row, "episode": self.run.callbacks.state.episode, "lag": lag})
+        self.run.callbacks.table("completions", table)

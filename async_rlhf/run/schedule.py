@@ -40,7 +40,7 @@ def batches_for(version: int, staleness: int, num_batches: int, start: int = 0) 
     return range(first, min(version + 1 + staleness, num_batches) + 1)
 
 
-class Rollouts:
+class RolloutSchedule:
     """Batches of completions in order. Iterate, and publish the weights after each batch. Every rank does both.
 
     Args:

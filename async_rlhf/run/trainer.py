@@ -23,9 +23,11 @@ from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.choices import make_generator
-from async_rlhf.run.folder import log_names
+from async_rlhf.run.folder import FINAL, log_names
+from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop
-from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.record import Record, note_start
+from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Inputs, Model, Run, build
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.signals import ending_on_signals
@@ -49,6 +51,7 @@ class OnlineTrainer:
         callbacks: transformers' callbacks.
         prompt_field: the column with the prompt's text.
         algorithm: an algorithm of your own; ``args`` must be its configuration.
+        record: what run.yml says; None writes what can be said of these arguments.
 
     Raises:
         ConfigError: the arguments do not fit together; raised before anything is trained or written.
@@ -72,6 +75,7 @@ class OnlineTrainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         prompt_field: str = "query",
         algorithm: Algorithm | None = None,
+        record: Record | None = None,
     ) -> None:
         inputs = Inputs(
             model=model,
@@ -85,6 +89,7 @@ class OnlineTrainer:
             eval_dataset=eval_dataset,
             callbacks=callbacks,
             prompt_field=prompt_field,
+            record=record,
         )
         self.run = build(args, inputs)
         self._started = False
@@ -128,10 +133,49 @@ class OnlineTrainer:
         self._started = True
         return train(self.run)
 
+    def push_to_hub(
+        self,
+        repo_id: str | None = None,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "End of training",
+    ) -> str | None:
+        """Upload the final policy to the Hugging Face Hub and wait for it; ``push_to_hub`` of the configuration does
+        so beside training.
+
+        Args:
+            repo_id: the repository; None takes hub_model_id, or the name of output_dir.
+            private: whether it is made private, if it is made.
+            token: None takes hub_token, $HF_TOKEN, or that of ``hf auth login``.
+            commit_message: of the upload.
+
+        Returns:
+            The URL of the commit; None on the other ranks, which upload nothing.
+
+        Raises:
+            RuntimeError: there is no final policy yet.
+        """
+        if not self.run.ranks.leads:
+            return None
+        folder = self.run.folder.path / FINAL
+        if not folder.is_dir():
+            raise RuntimeError(f"push_to_hub: there is no {str(folder)!r}; call train() first")
+        name = repo_id or self.args.hub_model_id or self.run.folder.path.resolve().name
+        private = self.args.hub_private_repo if private is None else private
+        return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
+
 
 def train(run: Run) -> OnlineTrainerState:
     """Train, once; see :meth:`OnlineTrainer.train`."""
-    with run.hold or nullcontext(), run.watch.watching(), ending_on_signals() as stop_asked, ExitStack() as stack:
+    uploads = run.callbacks.uploads
+    with (
+        run.hold or nullcontext(),
+        closing(uploads) if uploads else nullcontext(),  # the other ranks do not wait for them
+        run.watch.watching(),
+        ending_on_signals() as stop_asked,
+        ExitStack() as stack,
+    ):
         threads = stack.enter_context(shared_cores(run.config, run.device, run.ranks.local_count))
         if run.hold is not None:
             stack.enter_context(run.hold.alone())
@@ -143,7 +187,10 @@ def train(run: Run) -> OnlineTrainerState:
         run.require_folder()
         logs = {}
         if run.ranks.leads:
+            goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.state.best_model_checkpoint)
+            run.record.write(run.folder.path)
+            note_start(run.folder.path, goes_on, run.ranks.count, run.device)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
@@ -161,9 +208,9 @@ def _log(run: Run, name: str) -> JsonLines:
     return JsonLines(run.folder.path / name, keep)
 
 
-def _rollouts(run: Run, generator: Generator, trace: Trace) -> Rollouts:
+def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:
     config, resumed = run.config, run.resumed
-    return Rollouts(
+    return RolloutSchedule(
         generator,
         run.prompts,
         batch_size=config.batch_size,

@@ -42,14 +42,16 @@ from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.ranks.watch import Watch
-from async_rlhf.run.callbacks import Callbacks, check_integrations
+from async_rlhf.run.callbacks import Callbacks, check_integrations, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.choices import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
+from async_rlhf.run.record import Record, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.lock import Hold
+from async_rlhf.system.versions import code
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class Inputs:
     eval_dataset: Rows | None = None
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = ()
     prompt_field: str = "query"
+    record: Record | None = None
+    """How the run was asked for, where a command knows it; None for what can be said of the arguments."""
 
     def __post_init__(self) -> None:
         given = self.reward_model is not None or len(self.reward_funcs) > 0
@@ -104,6 +108,8 @@ class Run:
     eval_engine: SharedEngine
     """The same, with one completion per prompt."""
     callbacks: Callbacks
+    record: Record
+    """How the run was asked for."""
     fingerprints: Mapping[str, str]
     """Fingerprints of the inputs that decide the result; on rank 0."""
 
@@ -163,6 +169,7 @@ def _build(
     learner = Learner(models.policy, models.reference, algorithm, config, models.value, parallel, load)
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
     one_each = replace(models.params, samples_per_prompt=1)
+    record = inputs.record or of_python(config, algorithm.name, inputs)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if prompts.stream is not None:
         fingerprints["train_dataset"] = prompts.stream.fingerprint()
@@ -185,9 +192,26 @@ def _build(
         engine=shared_engine(config, models.policy, models.params, parallel),
         eval_prompts=eval_prompts,
         eval_engine=shared_engine(config, models.policy, one_each, parallel),
-        callbacks=Callbacks(config, learner, tokenizer, inputs.callbacks),
+        callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
+        record=record,
         fingerprints=fingerprints,
     )
+
+
+def _callbacks(
+    config: OnlineConfig,
+    inputs: Inputs,
+    record: Record,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: SharedPrompts,
+    folder: RunFolder,
+) -> Callbacks:
+    """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
+    known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
+    found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.leads else {}
+    rows = None if prompts.stream is None else len(prompts.stream)
+    return Callbacks(config, learner, tokenizer, inputs.callbacks, known, rows, found)
 
 
 def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:

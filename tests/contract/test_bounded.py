@@ -20,7 +20,7 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run import trainer as trainers
-from async_rlhf.run.schedule import Rollouts, read_schedule
+from async_rlhf.run.schedule import RolloutSchedule, read_schedule
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import drawn_versions
 
@@ -113,12 +113,12 @@ def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
     monkeypatch.setattr(process, "run_worker", run_slow_worker)
     seen = {}
 
-    class Watched(Rollouts):
+    class Watched(RolloutSchedule):
         def _check(self, batch):
             seen[batch.index] = batch
             super()._check(batch)
 
-    monkeypatch.setattr(trainers, "Rollouts", Watched)
+    monkeypatch.setattr(trainers, "RolloutSchedule", Watched)
     generation = {"placement": "process", "in_flight": True, "response_length": 30, "workers": workers}
     args = make_args("flight", generation, staleness=2, staleness_mode="bounded", total_episodes=64)
     _, metrics, _ = run(make_policy, tokenizer, prompts, args)

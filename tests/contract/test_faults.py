@@ -416,7 +416,7 @@ def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prom
 
 
 def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompts, make_args):
-    from async_rlhf.run.schedule import Rollouts
+    from async_rlhf.run.schedule import RolloutSchedule
     from async_rlhf.types import Batch, Group
 
     class Stale:
@@ -451,7 +451,7 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
             return Batch(index, 0, groups, 0.0)
 
     generator = Stale()
-    rollouts = Rollouts(
+    rollouts = RolloutSchedule(
         generator, PromptStream(prompts, tokenizer), batch_size=2, num_batches=3, staleness=0, trace=Trace()
     )
     rollouts.publish(generator.model, 0)

@@ -18,8 +18,10 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, parse_yaml
-from async_rlhf.data.formats import RowReader
+from async_rlhf.data.formats import RowReader, first_words
+from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import load_rows
+from async_rlhf.data.ratings import read_ratings
 from async_rlhf.run.config import RunConfig
 
 SECONDS = 20.0  # of a case, on a machine with much else to do; one takes some 30 ms
@@ -288,7 +290,7 @@ messages = st.lists(
     st.fixed_dictionaries({"role": json_values | st.just("user")}, optional={"content": json_values}), max_size=3
 )
 columns = st.sampled_from(
-    ["query", "prompt", "chosen", "rejected", "messages", "text", "completion", "query_reference_response"]
+    ["query", "prompt", "chosen", "rejected", "messages", "text", "completion", "query_reference_response", "score"]
 )
 rows = st.dictionaries(columns, json_values | messages | st.text(max_size=8), max_size=4).map(json.dumps)
 odd_lines = st.sampled_from(
@@ -315,6 +317,9 @@ def test_every_file_of_rows_is_read_or_has_one_clear_error(lines):
         lambda: reader.prompts([row.get("query") for row in found], "query"),
         lambda: reader.demonstrations(found),
         lambda: reader.preferences(found),
+        lambda: read_ratings(found, "score", "data.train"),
+        lambda: first_words(found, 1, "data.train"),
+        lambda: hold_out(found, 0.5, "data.train"),
     ):
         try:
             read()

@@ -77,6 +77,7 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.choices import make_generator
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
 
 HAS_RAY = find_spec("ray") is not None
@@ -141,11 +142,12 @@ class Inputs:
         self.write("prompts.jsonl", PROMPTS)
         self.write("texts.jsonl", [{"query": "ab", "query_reference_response": f"ab{i % 7}" * 2} for i in range(40)])
         self.write("pairs.jsonl", [{"prompt": f"p{i}", "chosen": "aa", "rejected": "b"} for i in range(20)])
+        self.write("rated.jsonl", [{"text": f"a{i}", "score": i} for i in range(20)])
         (folder / "reward.py").write_text(
             "def reward(prompts, completions, **columns):\n    return [float(len(set(t))) for t in completions]\n"
         )
 
-    def write(self, name: str, rows: list[dict[str, str]]) -> None:
+    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
         (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def __getitem__(self, name: str) -> str:
@@ -203,6 +205,7 @@ def _stages(inputs: Inputs) -> None:
         run_evaluate: EvaluateConfig(models=models, **judged, **held_out),
         run_data: DocstringsConfig(inputs["data"], source=[nn], max_functions=100),
     }
+    run_pairs(PairsConfig(from_ratings=inputs["rated.jsonl"], output=inputs["drawn.jsonl"]))
     for stage, config in stages.items():
         stage(config)
         stage(config)  # done already, and not to be overwritten
@@ -264,6 +267,11 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(dist, "init_process_group", _stop)
         with pytest.raises(StopError):
             start_ranks(args(device="cpu"))
+        uploads = HubUploads(args(push_to_hub=True))
+        patch.setattr(uploads._api, "create_repo", _stop)
+        with pytest.raises(StopError):
+            uploads._name()
+        uploads.on_save(None, SimpleNamespace(global_step=1), None)
     zero = ZeRO.__new__(ZeRO)  # without DeepSpeed
     zero.config, zero.run = ParallelConfig("zero2"), args()
     zero._options(2)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from async_rlhf.generation import broadcast
-from async_rlhf.generation.broadcast import Sender, hearing, receive, telling
+from async_rlhf.generation.broadcast import Sender, forwarded, receive, received
 
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:80"
@@ -32,7 +32,7 @@ TENSORS = {
 
 
 def transfer(receivers: int, before=lambda invitation: None, backend: str = "tcp") -> list[dict[str, torch.Tensor]]:
-    """Send TENSORS to receivers in threads. ``before`` is called once the door is open."""
+    """Send TENSORS to receivers in threads. ``before`` is called once the port is open."""
     sender = Sender(URL, receivers, CPU)
     invitation = sender.invitation(TENSORS)
     before(invitation)
@@ -148,8 +148,8 @@ def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():
                 stack.enter_context(end)
         for store, (_, far) in zip(theirs, pairs, strict=True):
             store.set_timeout(timedelta(seconds=30))
-            stack.enter_context(hearing(store, far))
-        stack.enter_context(telling(ours, [near for near, _ in pairs]))
+            stack.enter_context(received(store, far))
+        stack.enter_context(forwarded(ours, [near for near, _ in pairs]))
         for key, value in (("0", os.urandom(128)), ("later", b"\0\n")):
             ours.set(key, value)
             for store in theirs:

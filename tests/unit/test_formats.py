@@ -54,6 +54,7 @@ START = "[user]a\n[assistant]b<eos>\n[user]c\n[assistant]"
         ({"text": "plain"}, ("", "plain")),
         ({"prompt": "Q:", "chosen": " A", "rejected": " B"}, ("Q:", " A")),
         ({"messages": said("a", "b", "c", "d")}, (START, "d")),
+        ({"messages": said("a", "b", "c", "")}, (START, "")),
         ({"prompt": said("a", "b", "c"), "completion": said("", "d")[1:]}, (START, "d")),
         ({"prompt": said("a", "b", "c"), "completion": "d"}, (START, "d")),
         # The name of the column decides, not the order in the row.
@@ -71,6 +72,8 @@ def test_demonstrations(reader, row, expected):
         ({"chosen": said("a", "b", "c", "x"), "rejected": said("a", "b", "c", "y")}, (START, "x", "y")),
         ({"prompt": said("a", "b", "c"), "chosen": ANSWERS[0], "rejected": ANSWERS[1]}, (START, "x", "y")),
         ({"prompt": said("a", "b", "c"), "chosen": "x", "rejected": "y"}, (START, "x", "y")),
+        ({"chosen": "one text", "rejected": "another"}, ("", "one text", "another")),  # no prompt in common
+        ({"prompt": None, "chosen": "one text", "rejected": "another"}, ("", "one text", "another")),
         # UltraFeedback: the prompt once more, as text beside two whole chats.
         ({"prompt": "a", "chosen": said("a", "x"), "rejected": said("a", "y")}, ("[user]a\n[assistant]", "x", "y")),
     ],
@@ -99,7 +102,7 @@ def test_prompts_are_all_before_the_last_answer(reader):
         ("preferences", {"prompt": "p", "chosen": "x"}, r"data: row 1 has no 'rejected'; it has 'prompt', 'chosen'"),
         ("preferences", {"prompt": 2, "chosen": "x", "rejected": "y"}, r"row 1: `prompt` is a int; must be text"),
         ("preferences", {"chosen": said("a", "x"), "rejected": said("b", "y")}, r"must be the same chat but for the"),
-        ("preferences", {"chosen": "x", "rejected": "y"}, r"row 1: `chosen` is 'x'; must be a chat"),
+        ("preferences", {"chosen": "x", "rejected": said("a", "y")}, r"row 1: `chosen` is 'x'; must be a chat"),
         (
             "demonstrations",
             {"messages": [{"role": "tool", "content": ""}, *said("a", "b")]},

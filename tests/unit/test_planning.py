@@ -33,7 +33,7 @@ from async_rlhf.planning.simulate import LEARNER, Outcome, Work, simulate
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
 from async_rlhf.planning.times import given as given_times
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run.schedule import Rollouts
+from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -84,7 +84,7 @@ class NoPrompts:
 def ends_by_the_real_schedule(work: Work, staleness: int) -> list[float]:
     """When each batch is done, by schedule.py itself and the order of the loop in trainer.py."""
     generator = ClockedGenerator(work)
-    rollouts = Rollouts(
+    rollouts = RolloutSchedule(
         generator,
         NoPrompts(),
         batch_size=1,

@@ -19,7 +19,7 @@ from async_rlhf.commands.reward import RewardTrainer, encode_pairs, run_reward
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.commands.training import train
-from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig
+from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.forward import score_rows
@@ -204,8 +204,12 @@ def test_held_out_losses_on_the_way(config, tmp_path, caplog):
     assert [line for line in caplog.messages if "held-out loss" in line] == lines
     with pytest.raises(ConfigError, match=r"eval_steps: got 1.5; must be a whole number"):
         replace(share, eval_steps=1.5)
-    with pytest.raises(ConfigError, match="eval_steps: got 2; must be 0 without eval"):
-        replace(config, eval_steps=2)
+    with pytest.raises(ConfigError, match="eval_steps: got 2; must be 0 without eval or eval_fraction"):
+        SFTConfig(config.train, output_dir=str(tmp_path / "sft"), eval_steps=2)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):  # pairs are held out anyway
+        run_reward(replace(config, eval_steps=4, output_dir=str(tmp_path / "own")))
+    assert len([line for line in caplog.messages if "held-out loss" in line]) == 1
 
 
 # ---------------------------------------------------------------- relabel

@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses, split_text, train_tokenizer
-from async_rlhf.models.loading import load_tokenizer, new_gpt_neox, write_model
+from async_rlhf.models.loading import load_tokenizer, write_model
+from async_rlhf.models.new import new_language_model
 
 TEXTS = ["def read_file(path): Return the content.", "def write_file(path, text): Write the text."] * 20
 HARD = ["", " two  spaces ", "tab\tand\nline\r\n", "naïve Ünïcode — 漢字 🙂", "don't , stop .", "<|endoftext|x"]
@@ -40,7 +41,7 @@ def test_the_same_texts_give_the_same_tokenizer(bpe):
 
 
 def test_saved_beside_a_model_it_is_read_back_alike(bpe, tmp_path):
-    model = new_gpt_neox(NewModelConfig(hidden_size=16, num_layers=1, num_heads=2), bpe, seed=0)
+    model = new_language_model(NewModelConfig(hidden_size=16, num_layers=1, num_heads=2), bpe, seed=0)
     write_model(model, bpe, tmp_path / "model")
     for loaded in (load_tokenizer(str(tmp_path / "model")), AutoTokenizer.from_pretrained(tmp_path / "model")):
         assert loaded.get_vocab() == bpe.get_vocab()

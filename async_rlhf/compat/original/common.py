@@ -11,7 +11,7 @@ from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED
 from async_rlhf.config.base import ConfigError, require
 
 _INTEGRATIONS = ("tensorboard", "wandb")
-_HUB = f"{IDLE_HERE}: upload the finished folder with `huggingface-cli upload`"
+_HUB = f"{IDLE_HERE}: upload the finished folder with `huggingface-cli upload`, or give train.push_to_hub to train"
 _ONE_OPTIMIZER = f"{IDLE_HERE}: the optimiser is torch's AdamW"
 _RANKS = f"{IDLE_HERE}: train.parallel, or accelerate's config file, says how ranks share the work"
 _REASONS = {

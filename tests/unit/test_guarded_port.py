@@ -1,4 +1,4 @@
-"""A door lets in who knows the secret, and strangers neither get in, nor hold anybody up, nor break anything."""
+"""A guarded port lets in who knows the secret; strangers neither get in, nor hold anybody up, nor break anything."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from contextlib import suppress
 import pytest
 
 from async_rlhf.ranks import watch
-from async_rlhf.ranks.watch import Watch, open_door
-from async_rlhf.system import doors
-from async_rlhf.system.doors import Door, knock
+from async_rlhf.ranks.watch import Watch, open_port
+from async_rlhf.system import guarded_port
+from async_rlhf.system.guarded_port import GuardedPort, connect
 
 HERE = "127.0.0.1"
 LENGTH = 4 + 32 + 32
 
 
 class Admitting:
-    """A door that somebody waits at, in a thread."""
+    """A port that somebody waits at, in a thread."""
 
     def __init__(self, numbers=(1,), seconds: float = 30.0) -> None:
-        self.door, self.inside, self.error = Door(HERE), {}, None
+        self.port, self.accepted, self.error = GuardedPort(HERE), {}, None
         self.thread = threading.Thread(target=self._admit, args=(numbers, seconds))
         self.thread.start()
 
     def _admit(self, numbers, seconds) -> None:
         try:
-            self.inside = self.door.admit(numbers, seconds)
+            self.accepted = self.port.accept(numbers, seconds)
         except BaseException as error:
             self.error = error
 
-    def knock(self, number: int = 1) -> socket.socket:
-        return knock(HERE, self.door.port, self.door.secret, number, 20.0)
+    def connect(self, number: int = 1) -> socket.socket:
+        return connect(HERE, self.port.port, self.port.secret, number, 20.0)
 
     def stranger(self) -> socket.socket:
-        return socket.create_connection((HERE, self.door.port), timeout=20)
+        return socket.create_connection((HERE, self.port.port), timeout=20)
 
     def end(self) -> dict[int, socket.socket]:
         self.thread.join(timeout=60)
         assert not self.thread.is_alive()
         if self.error is not None:
             raise self.error
-        for connection in self.inside.values():
+        for connection in self.accepted.values():
             connection.close()
-        return self.inside
+        return self.accepted
 
 
 def test_guests_are_let_in_by_their_numbers():
     there = Admitting((1, 2, 5))
-    mine = {number: there.knock(number) for number in (5, 1, 2)}
+    mine = {number: there.connect(number) for number in (5, 1, 2)}
     there.thread.join(timeout=60)
     for number, connection in mine.items():
         connection.sendall(b"%d" % number)
-        assert there.inside[number].recv(1) == b"%d" % number
-        there.inside[number].sendall(b"!")
+        assert there.accepted[number].recv(1) == b"%d" % number
+        there.accepted[number].sendall(b"!")
         assert connection.recv(1) == b"!"
         connection.close()
     assert there.end().keys() == {1, 2, 5}
@@ -64,12 +64,12 @@ def test_guests_are_let_in_by_their_numbers():
 
 def wrong_secret(there: Admitting) -> None:
     with pytest.raises(ConnectionError):
-        knock(HERE, there.door.port, os.urandom(32), 1, 20.0)
+        connect(HERE, there.port.port, os.urandom(32), 1, 20.0)
 
 
 def wrong_number(there: Admitting) -> None:
     with pytest.raises(ConnectionError):
-        knock(HERE, there.door.port, there.door.secret, 7, 20.0)
+        connect(HERE, there.port.port, there.port.secret, 7, 20.0)
 
 
 def rubbish(there: Admitting) -> None:
@@ -95,9 +95,9 @@ def gone_at_once(there: Admitting) -> None:
 
 
 def an_old_proof(there: Admitting) -> None:
-    """What a guest has said at another time does not open the door again."""
-    earlier = Door(HERE)
-    earlier.secret = there.door.secret
+    """What a peer has said at another time does not open the port again."""
+    earlier = GuardedPort(HERE)
+    earlier.secret = there.port.secret
     said = []
 
     def overhear() -> None:
@@ -110,7 +110,7 @@ def an_old_proof(there: Admitting) -> None:
     thread = threading.Thread(target=overhear)
     thread.start()
     with pytest.raises(ConnectionError):
-        knock(HERE, earlier.port, earlier.secret, 1, 20.0)
+        connect(HERE, earlier.port, earlier.secret, 1, 20.0)
     thread.join(timeout=20)
     earlier.close()
     with there.stranger() as one:
@@ -125,38 +125,38 @@ def an_old_proof(there: Admitting) -> None:
 def test_a_stranger_is_sent_away_and_the_guest_still_let_in(stranger):
     there = Admitting()
     stranger(there)
-    there.knock().close()
+    there.connect().close()
     assert there.end().keys() == {1}
 
 
 def test_strangers_who_say_nothing_hold_nobody_up():
-    """More of them than may be at the door."""
+    """More of them than may be at the port."""
     there = Admitting()
-    silent = [there.stranger() for _ in range(doors._CROWD + 20)]
+    silent = [there.stranger() for _ in range(guarded_port._MOST_WAITING + 20)]
     started = time.monotonic()
-    there.knock().close()
+    there.connect().close()
     assert there.end().keys() == {1}
-    assert time.monotonic() - started < doors._PATIENCE  # nobody waited for one of them
+    assert time.monotonic() - started < guarded_port._PROOF_SECONDS  # nobody waited for one of them
     for one in silent:
         one.close()
 
 
 def test_who_is_silent_for_long_is_sent_away(monkeypatch):
-    monkeypatch.setattr(doors, "_PATIENCE", 0.2)
+    monkeypatch.setattr(guarded_port, "_PROOF_SECONDS", 0.2)
     there = Admitting()
     with there.stranger() as one:
         assert len(one.recv(32, socket.MSG_WAITALL)) == 32
         assert one.recv(1) == b""
-    there.knock().close()
+    there.connect().close()
     there.end()
 
 
 def test_a_number_is_let_in_once():
     there = Admitting((1, 2))
-    first = there.knock(1)
+    first = there.connect(1)
     with pytest.raises(ConnectionError):
-        there.knock(1)
-    second = there.knock(2)
+        there.connect(1)
+    second = there.connect(2)
     assert there.end().keys() == {1, 2}
     first.close()
     second.close()
@@ -164,7 +164,7 @@ def test_a_number_is_let_in_once():
 
 def test_somebody_who_does_not_come_is_named():
     there = Admitting((1, 2), seconds=1.0)
-    first = there.knock(1)
+    first = there.connect(1)
     with pytest.raises(TimeoutError, match="number 2 did not come within 1 s"):
         there.end()
     assert first.recv(1) == b""
@@ -184,16 +184,16 @@ def test_a_guest_leaves_a_host_that_does_not_know_the_secret():
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(ConnectionError, match="does not know the secret of this run"):
-            knock(HERE, false_host.getsockname()[1], os.urandom(32), 1, 20.0)
+            connect(HERE, false_host.getsockname()[1], os.urandom(32), 1, 20.0)
         thread.join(timeout=20)
 
 
-def test_a_guest_gives_up_on_a_host_that_says_nothing():
+def test_a_peer_gives_up_on_a_host_that_says_nothing():
     with (
         socket.create_server((HERE, 0)) as silent,
         pytest.raises(ConnectionError, match=r"does not let in: .*timed out"),
     ):
-        knock(HERE, silent.getsockname()[1], os.urandom(32), 1, 0.3)
+        connect(HERE, silent.getsockname()[1], os.urandom(32), 1, 0.3)
 
 
 class TwoRanks:
@@ -239,18 +239,18 @@ def other_address() -> str:
 
 
 def test_a_name_that_is_no_interface_of_this_host_opens_all_of_them_and_says_so(caplog):
-    door = open_door("192.0.2.1")  # of a network that is none
+    port = open_port("192.0.2.1")  # of a network that is none
     assert "MASTER_ADDR: 192.0.2.1 is no interface of this host" in caplog.text
-    socket.create_connection((other_address(), door.port), timeout=20).close()
-    door.close()
+    socket.create_connection((other_address(), port.port), timeout=20).close()
+    port.close()
 
 
 @pytest.mark.parametrize("host", ["localhost", HERE])
 def test_a_named_interface_is_the_only_one(host, caplog):
-    door = open_door(host)
+    port = open_port(host)
     assert caplog.text == ""
-    assert door._server.getsockname()[0] in (HERE, "::1")
-    door.close()
+    assert port._server.getsockname()[0] in (HERE, "::1")
+    port.close()
 
 
 def test_a_message_without_an_end_is_none(monkeypatch):

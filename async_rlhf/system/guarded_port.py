@@ -19,152 +19,150 @@ from dataclasses import dataclass, field
 _NONCE = 32
 _PROOF = 32
 _NUMBER = 4
-_PATIENCE = 10.0
-"""Seconds within which a guest (a connecting peer) must send the proof."""
-_CROWD = 64
-"""Guests that may be waiting at a time; if more come, the earliest is disconnected."""
+_PROOF_SECONDS = 10.0
+"""Seconds within which a peer must send the proof."""
+_MOST_WAITING = 64
+"""Peers that may be waiting at a time; if more come, the earliest is disconnected."""
 
 
-class Door:
-    """A listening port that admits guests who know its secret.
+class GuardedPort:
+    """A listening port that accepts peers who know its secret.
 
     Args:
         host: the address to listen on; "" for all of this host's.
 
     Attributes:
         port: a free port that was chosen.
-        secret: generated for this door; give it to the guests over another channel.
+        secret: generated for this port; give it to the peers over another channel.
     """
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, 0), family=family, backlog=_CROWD)
+        self._server = socket.create_server((host, 0), family=family, backlog=_MOST_WAITING)
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self.secret = os.urandom(32)
 
-    def admit(self, numbers: Collection[int], seconds: float) -> dict[int, socket.socket]:
-        """Wait for the guests of these numbers, then close the door.
+    def accept(self, numbers: Collection[int], seconds: float) -> dict[int, socket.socket]:
+        """Wait for the peers of these numbers, then close the port.
 
         Args:
-            numbers: of the guests, from 0; each number is admitted once.
-            seconds: within which all of them must be admitted.
+            numbers: of the peers, from 0; each number is accepted once.
+            seconds: within which all of them must be accepted.
 
         Returns:
             A connection to each, by number.
 
         Raises:
-            TimeoutError: a guest did not come.
+            TimeoutError: a peer did not come.
         """
-        inside: dict[int, socket.socket] = {}
-        waiting: list[_Guest] = []
+        accepted: dict[int, socket.socket] = {}
+        waiting: list[_Peer] = []
         deadline = time.monotonic() + seconds
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._server, selectors.EVENT_READ)
-                while len(inside) < len(numbers):
+                while len(accepted) < len(numbers):
                     if time.monotonic() > deadline:
-                        missing = ", ".join(str(number) for number in sorted(set(numbers) - inside.keys()))
+                        missing = ", ".join(str(number) for number in sorted(set(numbers) - accepted.keys()))
                         raise TimeoutError(f"number {missing} did not come within {seconds:g} s")
                     for key, _ in selector.select(0.5):
                         if key.data is None:
-                            self._welcome(selector, waiting)
+                            self._accept_one(selector, waiting)
                         elif key.data in waiting:
-                            self._hear(selector, waiting, key.data, numbers, inside)
+                            self._read_from(selector, waiting, key.data, numbers, accepted)
                     now = time.monotonic()
-                    for guest in [one for one in waiting if now > one.until]:
-                        _send_away(selector, waiting, guest)
+                    for peer in [one for one in waiting if now > one.until]:
+                        _disconnect(selector, waiting, peer)
         except BaseException:
-            for connection in inside.values():
+            for connection in accepted.values():
                 connection.close()
             raise
         finally:
-            for guest in waiting:
-                guest.connection.close()
+            for peer in waiting:
+                peer.connection.close()
             self.close()
-        return inside
+        return accepted
 
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
 
-    def _welcome(self, selector: selectors.BaseSelector, waiting: list[_Guest]) -> None:
+    def _accept_one(self, selector: selectors.BaseSelector, waiting: list[_Peer]) -> None:
         try:
             connection, _ = self._server.accept()
             connection.setblocking(False)
-        except OSError:  # the guest is gone again, or no file descriptor is left
+        except OSError:  # the peer is gone again, or no file descriptor is left
             return
-        guest = _Guest(connection)
+        peer = _Peer(connection)
         try:
-            connection.send(guest.nonce)
+            connection.send(peer.nonce)
         except OSError:
             connection.close()
             return
-        selector.register(connection, selectors.EVENT_READ, guest)
-        waiting.append(guest)
-        if len(waiting) > _CROWD:
-            _send_away(selector, waiting, waiting[0])
+        selector.register(connection, selectors.EVENT_READ, peer)
+        waiting.append(peer)
+        if len(waiting) > _MOST_WAITING:
+            _disconnect(selector, waiting, waiting[0])
 
-    def _hear(
+    def _read_from(
         self,
         selector: selectors.BaseSelector,
-        waiting: list[_Guest],
-        guest: _Guest,
+        waiting: list[_Peer],
+        peer: _Peer,
         numbers: Collection[int],
-        inside: dict[int, socket.socket],
+        accepted: dict[int, socket.socket],
     ) -> None:
-        """Read from a guest; admit it once its proof is complete and right."""
+        """Read from a peer; accept it once its proof is complete and right."""
         length = _NUMBER + _NONCE + _PROOF
         try:
-            part = guest.connection.recv(length - len(guest.said))
+            part = peer.connection.recv(length - len(peer.said))
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        guest.said += part
-        if part and len(guest.said) < length:
+        peer.said += part
+        if part and len(peer.said) < length:
             return
-        said, proof = guest.said[:-_PROOF], guest.said[-_PROOF:]
+        said, proof = peer.said[:-_PROOF], peer.said[-_PROOF:]
         number = int.from_bytes(said[:_NUMBER], "big")
-        known = len(guest.said) == length and hmac.compare_digest(
-            _proof(self.secret, b"guest", guest.nonce, said), proof
-        )
-        if not known or number not in numbers or number in inside:
-            _send_away(selector, waiting, guest)
+        known = len(peer.said) == length and hmac.compare_digest(_proof(self.secret, b"peer", peer.nonce, said), proof)
+        if not known or number not in numbers or number in accepted:
+            _disconnect(selector, waiting, peer)
             return
         try:
-            guest.connection.send(_proof(self.secret, b"host", guest.nonce, said))
+            peer.connection.send(_proof(self.secret, b"host", peer.nonce, said))
         except OSError:
-            _send_away(selector, waiting, guest)
+            _disconnect(selector, waiting, peer)
             return
-        selector.unregister(guest.connection)
-        waiting.remove(guest)
-        guest.connection.setblocking(True)
-        inside[number] = guest.connection
+        selector.unregister(peer.connection)
+        waiting.remove(peer)
+        peer.connection.setblocking(True)
+        accepted[number] = peer.connection
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Peer:
     connection: socket.socket
     nonce: bytes = field(default_factory=lambda: os.urandom(_NONCE))
     said: bytes = b""
-    until: float = field(default_factory=lambda: time.monotonic() + _PATIENCE)
+    until: float = field(default_factory=lambda: time.monotonic() + _PROOF_SECONDS)
 
 
-def _send_away(selector: selectors.BaseSelector, waiting: list[_Guest], guest: _Guest) -> None:
-    selector.unregister(guest.connection)
-    waiting.remove(guest)
-    guest.connection.close()
+def _disconnect(selector: selectors.BaseSelector, waiting: list[_Peer], peer: _Peer) -> None:
+    selector.unregister(peer.connection)
+    waiting.remove(peer)
+    peer.connection.close()
 
 
-def knock(host: str, port: int, secret: bytes, number: int, seconds: float) -> socket.socket:
-    """Connect to a door as a guest.
+def connect(host: str, port: int, secret: bytes, number: int, seconds: float) -> socket.socket:
+    """Connect to a guarded port.
 
     Args:
-        host: address of the door.
+        host: of the port.
         port: see host.
-        secret: of the door.
-        number: of this guest.
+        secret: of the port.
+        number: of this peer.
         seconds: time limit for everything.
 
     Raises:
@@ -178,7 +176,7 @@ def knock(host: str, port: int, secret: bytes, number: int, seconds: float) -> s
     try:
         theirs = _read(connection, _NONCE, deadline)
         said = number.to_bytes(_NUMBER, "big") + os.urandom(_NONCE)
-        connection.sendall(said + _proof(secret, b"guest", theirs, said))
+        connection.sendall(said + _proof(secret, b"peer", theirs, said))
         answer = _read(connection, _PROOF, deadline)
         if not hmac.compare_digest(answer, _proof(secret, b"host", theirs, said)):
             raise ConnectionError(f"who listens at {host}:{port} does not know the secret of this run")
@@ -193,7 +191,7 @@ def knock(host: str, port: int, secret: bytes, number: int, seconds: float) -> s
 
 
 def _proof(secret: bytes, who: bytes, nonce: bytes, said: bytes) -> bytes:
-    """The proof from the host's nonce, the guest's nonce and the guest's number; neither side's works for the other."""
+    """The proof from the host's nonce, the peer's nonce and the peer's number; neither side's works for the other."""
     return hmac.digest(secret, b"async_rlhf " + who + b"\0" + nonce + said, "sha256")
 
 

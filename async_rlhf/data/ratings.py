@@ -1,0 +1,97 @@
+"""Rated rows: their ratings as numbers, and pairs drawn from them."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import shown
+from async_rlhf.data.loading import Rows
+
+_ROUNDING = 1e-9
+_LARGEST = 1e30
+"""Its square still is a number of 64 bits, and no rating is larger."""
+
+
+def is_rated(rows: Rows, field: str) -> bool:
+    """Whether these are rows with a rating, and not preference pairs."""
+    first = rows[0]
+    return "chosen" not in first and "rejected" not in first and any(field in row for row in rows)
+
+
+def read_ratings(rows: Rows, field: str, key: str) -> list[float]:
+    """The rating of every row.
+
+    Args:
+        rows: any number.
+        field: the column with the rating.
+        key: the configuration key that errors name.
+
+    Raises:
+        ConfigError: a rating is missing or is no finite number.
+    """
+    return [_rating(row.get(field), f"{key}: row {number}", field, list(row)) for number, row in enumerate(rows, 1)]
+
+
+def _rating(value: object, place: str, field: str, columns: Sequence[str]) -> float:
+    if value is None:
+        found = f"has null as {field!r}" if field in columns else f"has no {field!r}"
+        raise ConfigError(
+            f"{place} {found}; it has {', '.join(map(repr, columns))}; must have a rating, a finite number"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        right = "must be 1 or 0" if isinstance(value, bool) else "must be a finite number, without quotes or units"
+        raise ConfigError(f"{place}: {field!r} is {shown(value)}, a {type(value).__name__}; {right}")
+    if not abs(value) <= _LARGEST:  # NaN neither
+        raise ConfigError(f"{place}: {field!r} is {shown(value)}; must be a finite number, at most 1e30 in size")
+    return float(value)
+
+
+def require_different(ratings: Sequence[float], field: str, key: str) -> None:
+    """Require at least two rows whose ratings differ.
+
+    Raises:
+        ConfigError: there is one row, or all ratings are equal.
+    """
+    if len(ratings) < 2:
+        raise ConfigError(f"{key}: got {len(ratings)} rated row; must be 2 at least, with different ratings")
+    if min(ratings) == max(ratings):
+        same = f"all {len(ratings)} rows have {ratings[0]:g} as {field!r}"
+        raise ConfigError(f"{key}: {same}; must differ, or there is nothing to learn")
+
+
+def draw_pairs(
+    groups: Sequence[Sequence[int]], ratings: Sequence[float], margin: float, count: int, seed: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Pairs of rows whose ratings differ enough, drawn uniformly and without replacement from all such pairs.
+
+    Args:
+        groups: numbers of rows; both rows of a pair are in one group.
+        ratings: of every row.
+        margin: least difference of the two ratings, up to rounding; equal ratings never make a pair.
+        count: how many to draw; all if there are no more.
+        seed: of the draw.
+
+    Returns:
+        (better row, worse row) of every pair, and how many pairs there are to draw from.
+    """
+    orders, better = [], []  # each group by rating, and (group, row, how many of its rows make a pair below it)
+    for number, group in enumerate(groups):
+        order = sorted(group, key=ratings.__getitem__)
+        values = [ratings[row] for row in order]
+        orders.append(order)
+        for row in order:
+            value = ratings[row]
+            enough = bisect_right(values, value - margin + _ROUNDING * max(1.0, abs(value)))
+            better.append((number, row, min(enough, bisect_left(values, value))))
+    ends = list(accumulate(below for *_, below in better))
+    total = ends[-1] if ends else 0
+    pairs = []
+    for index in random.Random(seed).sample(range(total), min(count, total)):
+        place = bisect_right(ends, index)
+        number, row, below = better[place]
+        pairs.append((row, orders[number][index - (ends[place] - below)]))
+    return pairs, total

@@ -1,0 +1,208 @@
+"""What a run's folder says about how the run came to be: run.yml, environment.json, and the same for trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.base import dotted
+from async_rlhf.config.rewards import FunctionName
+from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
+from async_rlhf.scoring.functions import name_loaded_by
+from async_rlhf.system.files import whole_file
+from async_rlhf.system.versions import environment
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.yml"
+"""The whole configuration of a run, next to its logs: ``async-rlhf train --config run.yml`` runs it again."""
+ENVIRONMENT = "environment.json"
+"""Versions, commits and machine of every start of the run: a list, the first start first."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a run was asked for, without its secrets."""
+
+    values: Mapping[str, Any]
+    """As :class:`~async_rlhf.run.config.RunConfig` spells it."""
+    unnamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys that were given as objects in Python -> what they were."""
+
+    def flat(self) -> dict[str, Any]:
+        """The configuration as trackers show it: dotted keys, those of training without a prefix."""
+        values = without_secrets(dict(self.values), HIDDEN)
+        train = values.pop("train", {})
+        for key in ("reward_funcs", "callbacks"):
+            values[key] = [_without_secret_arguments(name) for name in values.get(key, [])]
+        return dotted(values) | dotted(train)
+
+    def write(self, folder: Path) -> None:
+        """Write run.yml, for the owner alone: engine options and reward arguments may contain secrets that we cannot
+        recognise.
+        """
+        with whole_file(folder / RUN_FILE) as file:
+            os.fchmod(file.fileno(), 0o600)
+            if self.unnamed:
+                file.write("# Of a run from Python. To run this file as a command, give by name what was an object:\n")
+                file.writelines(f"#   {key}: {what}\n" for key, what in self.unnamed.items())
+            yaml.safe_dump(without_secrets(dict(self.values)), file, sort_keys=False)
+
+
+def of_command(config: Any) -> Record:
+    """The record of a run by the command: its whole configuration."""
+    return Record(asdict(config))
+
+
+def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
+    """The record of a run from Python: names where there are names, and a word about every object.
+
+    Args:
+        config: of the run.
+        algorithm: its name.
+        inputs: the run's :class:`~async_rlhf.run.wiring.Inputs`.
+    """
+    unnamed: dict[str, str] = {}
+    models = {}
+    for key in ("model", "reward_model", "ref_model", "value_model"):
+        given = getattr(inputs, key)
+        if given is not None and not isinstance(given, str):
+            unnamed[key] = type(given).__name__
+            given = getattr(given.config, "_name_or_path", "") or None
+        models[key] = given
+    names, found = [name_loaded_by(f) or _name(f) for f in inputs.reward_funcs], []
+    for function, name in zip(inputs.reward_funcs, names, strict=True):
+        if name_loaded_by(function) is None and not _can_be_found(function):
+            found.append(name)
+    if found:
+        unnamed["reward_funcs"] = ", ".join(found)
+    unnamed |= {"data.train": f"{_count(inputs.train_dataset)} rows"}
+    if inputs.eval_dataset is not None:
+        unnamed["data.eval"] = f"{_count(inputs.eval_dataset)} rows"
+    callbacks = [_name(one if isinstance(one, type) else type(one)) for one in inputs.callbacks]
+    if inputs.processing_class is not None:
+        unnamed["tokenizer"] = type(inputs.processing_class).__name__
+    values = {
+        "model": models.pop("model"),
+        "data": {"train": None, "eval": None, "prompt_field": inputs.prompt_field},
+        **models,
+        "reward_funcs": names,
+        "tokenizer": getattr(inputs.processing_class, "name_or_path", None) or None,
+        "callbacks": callbacks,
+        "train": asdict(config),
+        "algorithm": algorithm,
+    }
+    return Record(values, unnamed)
+
+
+def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
+    """What follows from a configuration, as trackers show it.
+
+    Args:
+        config: of the run.
+        rows: prompts of one pass over the data, if that is known.
+    """
+    sizes = {
+        "prompts_per_batch": config.batch_size,
+        "completions_per_batch": config.batch_size * config.samples_per_prompt,
+        "batches": config.num_batches,
+        "optimizer_steps": config.num_optimizer_steps,
+        "ranks": config.parallel.ranks,
+        "placement": config.placement,
+    }
+    return sizes if not rows else {**sizes, "prompts": rows, "num_train_epochs": config.total_episodes / rows}
+
+
+def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) -> None:
+    """Add this start to environment.json. A run that begins afresh begins a new list."""
+    path = folder / ENVIRONMENT
+    earlier = _starts(path)
+    if earlier is None:
+        logger.warning("WARNING: %s was not written by a run, and is left as it is", path)
+        return
+    now = environment() | {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ranks": ranks,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+    now["command"] = without_secret_words(now["command"])
+    with whole_file(path) as file:
+        json.dump([*(earlier if goes_on else []), now], file, indent=1)
+        file.write("\n")
+
+
+def _starts(path: Path) -> list[dict[str, Any]] | None:
+    """The starts noted so far; None if it is another file."""
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, list) and all("async_rlhf" in one for one in found) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def without_secret_words(words: list[str]) -> list[str]:
+    """A command's words without the values of secret keys: "--a.api_key=x" and "--a.api_key x"."""
+    shown, hide = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = name.startswith("--") and is_secret(name[2:])
+        shown.append(HIDDEN if hide else f"{name}={HIDDEN}" if secret and equals else _public(word))
+        hide = secret and not equals and not hide
+    return shown
+
+
+def _public(word: str) -> str:
+    start = word.find("{")
+    if start >= 0 and word.endswith("}"):  # a group of keys, or a key that is a mapping
+        try:
+            values = yaml.safe_load(word[start:])
+            return word[:start] + json.dumps(without_secrets(values, HIDDEN))
+        except (yaml.YAMLError, TypeError):
+            return HIDDEN
+    return masked(_without_secret_arguments(word))
+
+
+def without_text_arguments(name: str) -> str:
+    """A function's name as in reward_funcs, with those of its arguments that are numbers, true, false or null."""
+    return _with_arguments(name, lambda key, value: is_secret(key) or not isinstance(value, (int, float, type(None))))
+
+
+def _without_secret_arguments(name: str) -> str:
+    """The same without the values of arguments such as api_key."""
+    return _with_arguments(name, lambda key, value: is_secret(key))
+
+
+def _with_arguments(name: str, hides: Callable[[str, Any], bool]) -> str:
+    if "(" not in name:
+        return name
+    try:
+        wanted = FunctionName.parse(name, "")
+    except ConfigError:
+        return name
+    arguments = (f"{k}={HIDDEN if hides(k, v) else repr(v)}" for k, v in (wanted.arguments or {}).items())
+    return f"{wanted.place}:{wanted.attribute}({', '.join(arguments)})"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _can_be_found(function: Callable[..., Any]) -> bool:
+    return getattr(function, "__qualname__", "<").isidentifier() and function.__module__ != "__main__"
+
+
+def _count(rows: Any) -> int | str:
+    return len(rows) if hasattr(rows, "__len__") else "some"
