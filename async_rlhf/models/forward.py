@@ -74,8 +74,9 @@ def head_in_float32(model: PreTrainedModel) -> None:
 
 
 def _places(mask_BT: Tensor, device: torch.device) -> Tensor:
-    """Where the mask is nonzero, as places in the flattened rows: (N,) on ``device``, which is not waited for if the mask
-    is on the CPU.
+    """Where the mask is nonzero, as places in the flattened rows: (N,) on ``device``.
+
+    The host waits for the device only if the mask is there.
     """
     return mask_BT.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import __future__
-
 import importlib
 import inspect
 import json
@@ -189,7 +187,7 @@ def _planted(fault: Fault) -> Iterator[None]:
     text = source.replace(fault.right, fault.wrong)
     found: dict[str, Any] = {}
     exec(
-        compile(text, f"<{fault.function}>", "exec", __future__.annotations.compiler_flag),
+        compile(text, f"<{fault.function}>", "exec", annotations.compiler_flag),
         dict(function.__globals__),
         found,
     )
