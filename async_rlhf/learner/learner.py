@@ -274,8 +274,8 @@ class Learner:
                 self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
             if counts:
                 for name, value in loss.metrics.items():
-                    number = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-                    loss_sums[name] = loss_sums.get(name, 0.0) + number
+                    found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+                    loss_sums[name] = found + loss_sums.get(name, 0.0)
                 seen.add(output, micro_batch, rows.sampled_BT)
 
     def _autocast(self) -> torch.autocast:

@@ -158,6 +158,24 @@ def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[
     return dict(found.waits), [len(sample.drawn) for samples in completions for sample in samples]
 
 
+def tokens_in_flight(device: str) -> list[tuple[list[int], list[int]]]:
+    """Sample while newer weights come every third step. Returns tokens and versions of each completion."""
+    engine = TransformersEngine(new_policy().to(device), SamplingParams(2, 1.0, 12, (256, 10), seed=0))
+    steps = 0
+
+    def refresh() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 3 == 0:
+            newer = snapshots.named_weights(new_policy(seed=steps))
+            engine.load({name: tensor.to(device) for name, tensor in newer.items()}, version=steps)
+
+    engine.refresh = refresh
+    prompts = [Prompt(i, i, tuple(range(1, 6 + i))) for i in range(3)]
+    completions = engine.generate(prompts)
+    return [(sample.drawn.tolist(), sample.versions.tolist()) for samples in completions for sample in samples]
+
+
 @dataclass(frozen=True)
 class Fault:
     """A mistake in one function of the package."""

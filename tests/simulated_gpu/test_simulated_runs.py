@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import train
+from simulated_runs import tokens_in_flight, train
 from test_golden import KEYS, RUNS
 
 from async_rlhf import KLConfig, LoRAConfig
@@ -92,3 +92,9 @@ def test_other_runs_have_the_losses_of_the_same_run_on_the_cpu(on_gpu, tmp_path,
     assert len(compared[0]) == (4 if name == "evaluation" else 2)
     for keys, one, other in zip(compared[0], gpu, cpu, strict=True):
         assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-5, abs=1e-6)
+
+
+def test_weights_that_come_in_flight_sample_what_they_sample_on_the_cpu(on_gpu):
+    found = on_gpu(tokens_in_flight, "cuda:0")
+    assert found == tokens_in_flight("cpu")
+    assert len({version for _, versions in found for version in versions}) > 3
