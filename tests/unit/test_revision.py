@@ -92,7 +92,7 @@ def test_names_and_revisions():
         load_policy("org/model@")
     with pytest.raises(
         ConfigError,
-        match="model: got 'model@v1'; there is no such folder; must be a folder with a model, or a hub name",
+        match="model: got 'model@v1'; there is no such folder; must be a folder with a model",
     ):
         load_policy("model@v1")
     words = arguments(ServeConfig("org/model@v1", api_key="0123"), has_gpu=True)
