@@ -32,6 +32,11 @@ class Needs:
     value_learning_rate: float | None = None
     """Learning rate of the value model or head; None for the policy's."""
 
+    @property
+    def copies_reward(self) -> bool:
+        """Whether the value model starts as a copy of the reward model, unless one is given."""
+        return self.values and not self.shared_trunk
+
 
 def nothing(config: OnlineConfig) -> Needs:
     """For algorithms that need only scores."""

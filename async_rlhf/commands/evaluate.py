@@ -48,6 +48,7 @@ from async_rlhf.evaluation.statistics import (
 from async_rlhf.evaluation.tables import WIDTH, format_table, side_by_side
 from async_rlhf.evaluation.tracking import log_to_trackers
 from async_rlhf.models.loading import check_source, check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.reports.progress import progress_bar
 
@@ -93,6 +94,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         ConfigError: see the message.
     """
     check_source(config.ref_model, "ref_model")
+    require_bitsandbytes(config.reward_model_bits)
     if config.generations is None:
         config = with_prompt_cap(config, models_of(config))
     folder = Path(config.output_dir)
@@ -103,9 +105,15 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     device = torch.device(config.device) if config.device else default_device()
     judge = None
     if config.judge.url is None:  # load it first, so that errors show before anything is sampled
-        size, tokenizer = config.batch_size, config.reward_tokenizer
-        trust = config.trust_remote_code
-        judge = RewardJudge(config.reward_model, config.reward_funcs, size, device, tokenizer=tokenizer, trust=trust)
+        judge = RewardJudge(
+            config.reward_model,
+            config.reward_funcs,
+            config.batch_size,
+            device,
+            tokenizer=config.reward_tokenizer,
+            trust=config.trust_remote_code,
+            bits=config.reward_model_bits,
+        )
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     distribution, lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))

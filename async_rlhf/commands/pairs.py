@@ -19,6 +19,7 @@ from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.models.loading import default_device, load_policy, load_tokenizer
 from async_rlhf.models.positions import sampling_prompt_cap
+from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     """
     if config.from_ratings is not None:
         return run_pairs_from_ratings(config)
+    require_bitsandbytes(config.reward_model_bits)
     assert config.model is not None
     config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
     assert config.model is not None
@@ -53,7 +55,12 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     rows = load_prompts(config.prompts, config.split, config.prompt_field, config.prompt_words, "prompts")
     tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
     judge = RewardJudge(
-        config.reward_model, config.reward_funcs, config.batch_size, device, trust=config.trust_remote_code
+        config.reward_model,
+        config.reward_funcs,
+        config.batch_size,
+        device,
+        trust=config.trust_remote_code,
+        bits=config.reward_model_bits,
     )
     prompts, dropped = first_prompts(rows, tokenizer, config)
 

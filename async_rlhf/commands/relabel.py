@@ -16,6 +16,7 @@ from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.loading import default_device
+from async_rlhf.models.quantised import require_bitsandbytes
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
+    require_bitsandbytes(config.reward_model_bits)
     folder = Path(config.output_dir)
     outputs = {split: folder / f"{split}.jsonl" for split in config.splits}
     inputs: dict[str, Source] = {
@@ -59,6 +61,7 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
         dtype,
         config.reward_tokenizer,
         trust=config.trust_remote_code,
+        bits=config.reward_model_bits,
     )
     files, found = {}, {}
     for split, rows in data.items():

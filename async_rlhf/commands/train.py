@@ -21,6 +21,7 @@ from async_rlhf.data.loading import Rows
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.models.positions import with_prompt_cap
+from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
 from async_rlhf.reports.integrations import check_integrations
@@ -43,6 +44,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         The metrics of the last batch that was logged.
     """
     check_integrations(config.train.report_to)
+    require_bitsandbytes(config.train.reward_model_bits, "train.reward_model_bits")
     for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
         check_source(getattr(config, name), name)
     ranks = start_ranks(config.train)

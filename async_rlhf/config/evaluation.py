@@ -8,7 +8,7 @@ from typing import Literal
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, key, require
 from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, VLLMConfig
 from async_rlhf.config.online import SEED
-from async_rlhf.config.rewards import JudgeConfig, check_one_judge
+from async_rlhf.config.rewards import JudgeConfig, check_bits, check_one_judge
 from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_prompt_words
 
 
@@ -106,6 +106,9 @@ class EvaluateConfig(HeldOutConfig):
     """A folder or hub name: KL and perplexity are taken under this model instead."""
     reward_model: str | None = key(None, main="judging")
     """The gold reward: a reward model, or else reward_funcs or judge."""
+    reward_model_bits: Literal[4, 8] | None = None
+    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
+    them."""
     reward_funcs: list[str] = key([], main="judging")
     """The gold reward as functions, as in ``train``."""
     judge: JudgeConfig = key(JudgeConfig)
@@ -154,9 +157,10 @@ class EvaluateConfig(HeldOutConfig):
             right = "must be null without reward_model"
             alone = self.reward_model is not None or self.reward_tokenizer is None
             require(alone, "reward_tokenizer", self.reward_tokenizer, right)
+            check_bits(self.reward_model_bits, self.reward_model)
         else:
             right = "must be left out with judge.url"
             require(self.penalties is None, "penalties", self.penalties, right)
-            for name in ("reward_model", "reward_tokenizer"):
+            for name in ("reward_model", "reward_model_bits", "reward_tokenizer"):
                 require(getattr(self, name) is None, name, getattr(self, name), right)
             require(not self.reward_funcs, "reward_funcs", self.reward_funcs, right)

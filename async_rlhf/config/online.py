@@ -234,6 +234,9 @@ class OnlineConfig(Checked):
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model, here and where completions are sampled; with false, a model that needs
     this is an error."""
+    reward_model_bits: Literal[4, 8] | None = None
+    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
+    them."""
     num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
     """CPU threads of the learner; null for torch's choice, less the generators' share."""
     lora: LoRAConfig = key(LoRAConfig)
@@ -371,6 +374,9 @@ class OnlineConfig(Checked):
         right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
         spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
         require(not spread or self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
+        right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
+        here = not spread and self.ray.reward_workers == 0
+        require(here or self.reward_model_bits is None, "reward_model_bits", self.reward_model_bits, right)
         right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
         own = parallel.ranks == 1 or self.device in (None, "cpu", "cuda")
         require(own, "device", self.device, right)

@@ -21,7 +21,7 @@ from async_rlhf.config.base import (
 )
 from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype
 from async_rlhf.config.online import LEARNING_RATE, SEED, AdapterConfig, LRSchedule
-from async_rlhf.config.rewards import check_one_judge
+from async_rlhf.config.rewards import check_bits, check_one_judge
 from async_rlhf.config.rows import (
     COLUMN,
     EVAL_FRACTION,
@@ -179,6 +179,9 @@ class PairsConfig(Checked):
     """The column with the prompt, as text or as messages of a chat."""
     reward_model: str | None = key(None, main="data and models")
     """The judge: a reward model, or else reward_funcs."""
+    reward_model_bits: Literal[4, 8] | None = None
+    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
+    them."""
     reward_funcs: list[str] = key([], main="data and models")
     """Or functions, as in ``train``."""
     samples_per_prompt: int = key(2, at_least(2), main="sampling")
@@ -231,6 +234,7 @@ class PairsConfig(Checked):
         require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
         require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
         check_one_judge(self.reward_model, self.reward_funcs)
+        check_bits(self.reward_model_bits, self.reward_model)
         require(
             1 <= self.pairs_per_prompt <= self.samples_per_prompt // 2,
             "pairs_per_prompt",
@@ -246,7 +250,8 @@ class PairsConfig(Checked):
 
 
 SAMPLED = (
-    *("model", "prompts", "prompt_field", "reward_model", "reward_funcs", "samples_per_prompt", "pairs_per_prompt"),
+    *("model", "prompts", "prompt_field", "reward_model", "reward_model_bits", "reward_funcs"),
+    *("samples_per_prompt", "pairs_per_prompt"),
     *("temperature", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
 )
 """Keys of PairsConfig that mean nothing where pairs are drawn from ratings."""
@@ -309,6 +314,9 @@ class RelabelConfig(Checked):
     """Splits of the data; a file has one, under the name given here."""
     reward_model: str | None = None
     """The gold reward: a reward model (folder, owner/model or owner/model@revision), or else reward_funcs."""
+    reward_model_bits: Literal[4, 8] | None = None
+    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
+    them."""
     reward_funcs: list[str] = key([])
     """Or functions, as in ``train``."""
     reward_tokenizer: str | None = None
@@ -329,3 +337,4 @@ class RelabelConfig(Checked):
 
     def check(self) -> None:
         check_one_judge(self.reward_model, self.reward_funcs)
+        check_bits(self.reward_model_bits, self.reward_model)

@@ -35,6 +35,7 @@ class RewardJudge:
         dtype: of the reward model.
         tokenizer: of the reward model, a folder or hub name; None for the one saved with it.
         trust: whether Python code that comes with these may be run.
+        bits: see :func:`~async_rlhf.models.loading.load_reward_model`.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class RewardJudge:
         tokenizer: str | None = None,
         *,
         trust: bool = False,
+        bits: int | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.functions = load_reward_functions(reward_funcs)
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
-            self.model = load_reward_model(reward_model, device, trust=trust).to(dtype)
+            self.model = load_reward_model(reward_model, device, trust=trust, bits=bits, dtype=dtype)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(reward_model, key="reward_model", trust=trust)
         if tokenizer is not None:

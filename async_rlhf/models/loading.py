@@ -26,6 +26,7 @@ from transformers import (
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.quantised import quantised, saved_tensors
 from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
 from async_rlhf.ranks.collectives import Ranks
@@ -146,13 +147,29 @@ def load_policy(
 
 
 def load_reward_model(
-    name: str, device: torch.device | str = "cpu", key: str = "reward_model", *, trust: bool = False
+    name: str,
+    device: torch.device | str = "cpu",
+    key: str = "reward_model",
+    *,
+    trust: bool = False,
+    bits: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A sequence-classification model with one output, in float32, in evaluation mode; for ``trust`` see
-    :func:`load_policy`.
+    """A sequence-classification model with one output, in evaluation mode.
+
+    Args:
+        name: a folder or hub name.
+        device: where to put it.
+        key: the configuration key that errors name.
+        trust: see :func:`load_policy`.
+        bits: hold the linear layers but the head in 4 or 8 bits, see :func:`~async_rlhf.models.quantised.quantised`.
+        dtype: of the weights; with ``bits``, of those that are not held so.
     """
-    model = _load(AutoModelForSequenceClassification, name, key, trust, num_labels=1)
-    return check_reward_model(model, key).to(device).eval()
+    kind = AutoModelForSequenceClassification
+    if bits is None:
+        return check_reward_model(_load(kind, name, key, trust, num_labels=1), key).to(device, dtype).eval()
+    options = {"quantization_config": quantised(bits, dtype), "device_map": {"": torch.device(device)}, "dtype": dtype}
+    return check_reward_model(_load(kind, name, key, trust, num_labels=1, **options), key).eval()
 
 
 def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> PreTrainedModel:
@@ -163,23 +180,28 @@ def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> Pre
 
 
 def reward_model_for(
-    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase, trust: bool = False
+    model: PreTrainedModel | str,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    trust: bool = False,
+    bits: int | None = None,
 ) -> PreTrainedModel:
-    """The given reward model, or the one of that name, which must use the policy's tokens."""
+    """The given reward model, or the one of that name, which must use the policy's tokens; for ``bits`` see
+    :func:`load_reward_model`.
+    """
     if isinstance(model, str):
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
-        model = load_reward_model(model, trust=trust)
+        model = load_reward_model(model, device, trust=trust, bits=bits)
     check_embeddings(model, tokenizer, "reward_model")
-    return check_reward_model(model).eval()
+    return check_reward_model(model).to(device).eval()
 
 
 def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTrainedModel:
-    """A complete model in float32: missing weights are an error, as they would be random."""
+    """A complete model, in float32 unless said otherwise: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     try:
-        model, report = _from_pretrained(
-            kind, name, key, trust, dtype=torch.float32, output_loading_info=True, **options
-        )
+        options = {"dtype": torch.float32, "output_loading_info": True, **options}
+        model, report = _from_pretrained(kind, name, key, trust, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -274,11 +296,16 @@ def value_model_for(
     return (new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model)).to(device)
 
 
+def frozen_checksum(model: nn.Module) -> str:
+    """A checksum of all that decides a model's output, also of one with quantised layers that has just been loaded."""
+    return checksum(saved_tensors(model) or named_weights(model))
+
+
 def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
     """Require every rank to have the same models under these names."""
     if ranks.count == 1:
         return
-    mine = {key: checksum(named_weights(model)) for key, model in models.items() if model is not None}
+    mine = {key: frozen_checksum(model) for key, model in models.items() if model is not None}
     for rank, theirs in enumerate(ranks.gather("models", mine)):
         for key in mine:
             found = f"different weights on ranks {rank} and {ranks.rank}"

@@ -9,7 +9,7 @@ from typing import Any
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.online import OnlineConfig
-from async_rlhf.config.rewards import check_functions
+from async_rlhf.config.rewards import check_bits, check_functions
 from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_one_held_out, check_prompt_words
 
 
@@ -92,8 +92,10 @@ class RunConfig(Checked):
         right = f"must be a {algorithm.config.__name__} with algorithm {self.algorithm!r}"
         require(type(self.train) is algorithm.config, "train", type(self.train).__name__, right)
         right = f"must be null: {self.algorithm!r} has no value model"
-        valued = algorithm.needs(self.train).values
-        require(self.value_model is None or valued, "value_model", self.value_model, right)
+        needs = algorithm.needs(self.train)
+        require(self.value_model is None or needs.values, "value_model", self.value_model, right)
+        copied = needs.copies_reward and self.value_model is None
+        check_bits(self.train.reward_model_bits, self.reward_model, copied, "train.reward_model_bits")
         check_functions(self.reward_funcs)
         check_functions(self.callbacks, "callbacks")
         weights, functions = self.train.reward_weights, self.reward_funcs

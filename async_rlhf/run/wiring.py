@@ -18,6 +18,7 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.rewards import check_bits
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.generation.protocol import SamplingParams
@@ -30,6 +31,7 @@ from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter,
 from async_rlhf.models.loading import (
     check_embeddings,
     check_positions,
+    frozen_checksum,
     in_float32,
     load_policy,
     new_value_head,
@@ -40,7 +42,7 @@ from async_rlhf.models.loading import (
     value_model_for,
 )
 from async_rlhf.models.positions import with_prompt_cap
-from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.ranks.watch import Watch
@@ -139,6 +141,9 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     """
     algorithm = _algorithm(config, inputs.algorithm)
     check_integrations(config.report_to)
+    copied = algorithm.needs(config).copies_reward and inputs.value_model is None
+    check_bits(config.reward_model_bits, inputs.reward_model, copied)
+    require_bitsandbytes(config.reward_model_bits)
     ranks = start_ranks(config)
     if config.deterministic and rank_device(config, ranks).type == "cuda":
         prepare_deterministic()
@@ -174,7 +179,7 @@ def _build(
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
-    reward_checksum = None if models.reward is None else checksum(named_weights(models.reward))
+    reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
     if folder.checkpoint is not None and resumed is not None:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
@@ -307,8 +312,8 @@ def _load_models(
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward = None
     if inputs.reward_model is not None:
-        reward = reward_model_for(inputs.reward_model, tokenizer, trust)
-        reward.to(reward_device(config, device))
+        place = reward_device(config, device)
+        reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, config.reward_model_bits)
     reference = load_policy(ref_model, device, "ref_model", trust=trust) if isinstance(ref_model, str) else ref_model
     if reference is not None:
         check_embeddings(reference.to(device), tokenizer, "ref_model")

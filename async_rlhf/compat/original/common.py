@@ -165,9 +165,7 @@ def model_options(t: Translation, read: tuple[str, ...] = ()) -> None:
         "model_revision": "the main revision is what is loaded",
         "attn_implementation": "transformers' default attention",
     }
-    reasons |= dict.fromkeys(
-        ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), "no quantised weights"
-    )
+    reasons |= dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), "")
     for key, reason in reasons.items():
         t.idle(f"{IDLE_HERE}: {reason}" if key in read else f"{IDLE_THERE}: this program does not read it", key)
 

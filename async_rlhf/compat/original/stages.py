@@ -6,6 +6,7 @@ from pathlib import Path
 
 from async_rlhf.compat.original import common
 from async_rlhf.compat.original.translation import IDLE_HERE, IDLE_THERE, MAPPED, Translation, one_of
+from async_rlhf.config.base import require
 
 _SANITY_ROWS = 64
 _TRL_MAX_LENGTH = 1024  # SFTTrainer's default if max_seq_length is not given
@@ -122,6 +123,17 @@ def translate_relabel(t: Translation) -> None:
     t.idle(f"{IDLE_HERE}: upload the finished folder with `huggingface-cli upload`", "push_to_hub")
     t.same({"tokenizer_name": "reward_tokenizer"})
     t.idle(f"{IDLE_THERE}: relabel_with_rm.py does not read it", "template", "seed")
-    read = ("attn_implementation", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
-    common.model_options(t, read=read)
+    _bits(t)
+    common.model_options(t, read=("attn_implementation",))
     common.adapters(t, "", read=False)
+
+
+def _bits(t: Translation) -> None:
+    """How many bits the linear layers of the model that labels are held in."""
+    eight, four = bool(t["load_in_8bit"]), bool(t["load_in_4bit"])
+    require(not (eight and four), "load_in_4bit", four, "must be false with load_in_8bit: there are 4 bits or 8")
+    for key, own, bits in (("load_in_8bit", eight, 8), ("load_in_4bit", four, 4)):
+        t.maps(key, {"reward_model_bits": bits} if own else {})
+    kind = t["bnb_4bit_quant_type"]
+    t.idle(MAPPED if kind == "nf4" else f"{IDLE_HERE}: 4 bits are nf4", "bnb_4bit_quant_type")
+    t.idle(f"{IDLE_HERE}: the scales of blocks are not quantised again", "use_bnb_nested_quant")

@@ -70,6 +70,8 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     spread = parallel.strategy in ("fsdp", "zero3")
     right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
+    bits, right = config.reward_model_bits, "must be null with weights spread over ranks (parallel.strategy)"
+    require(not spread or bits is None, "reward_model_bits", bits, right)
     if ranks.leads:
         logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
     if parallel.strategy == "ddp":
