@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import PROMPTS, byte_tokenizer, new_args, tiny_config
+from tiny import PROMPTS, byte_tokenizer, new_args, new_policy, new_reward_model
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf.config import OnlineConfig
@@ -34,34 +34,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def make_policy() -> Callable[..., GPTNeoXForCausalLM]:
-    """A new policy; equal seeds give equal weights, wide enough that samples differ."""
-
-    def make(seed: int = 0) -> GPTNeoXForCausalLM:
-        torch.manual_seed(seed)
-        model = GPTNeoXForCausalLM(tiny_config())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(4)
-        return model
-
-    return make
+    """See :func:`tiny.new_policy`."""
+    return new_policy
 
 
 @pytest.fixture
 def make_reward_model() -> Callable[..., GPTNeoXForSequenceClassification]:
-    def make(seed: int = 1, **changes: int) -> GPTNeoXForSequenceClassification:
-        torch.manual_seed(seed)
-        config = tiny_config(**changes)
-        config.num_labels = 1
-        model = GPTNeoXForSequenceClassification(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(4)
-        return model.eval()
-
-    return make
+    return new_reward_model
 
 
 @pytest.fixture

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.types import Prompt, Sample
 
+Model = TypeVar("Model", bound=PreTrainedModel)
 LLAMA_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -48,6 +56,27 @@ def tiny_config(**changes: int) -> GPTNeoXConfig:
         "pad_token_id": 257,
     }
     return GPTNeoXConfig(**sizes | changes)
+
+
+def new_policy(seed: int = 0) -> GPTNeoXForCausalLM:
+    """A policy; equal seeds give equal weights, wide enough that samples differ."""
+    torch.manual_seed(seed)
+    return _widened(GPTNeoXForCausalLM(tiny_config()))
+
+
+def new_reward_model(seed: int = 1, **changes: int) -> GPTNeoXForSequenceClassification:
+    torch.manual_seed(seed)
+    config = tiny_config(**changes)
+    config.num_labels = 1
+    return _widened(GPTNeoXForSequenceClassification(config)).eval()
+
+
+def _widened(model: Model) -> Model:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
 
 
 class Drawn(NamedTuple):

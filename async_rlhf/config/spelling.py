@@ -58,7 +58,8 @@ def check_file(
             if isinstance(value, Mapping):
                 check_file(value, kind, command, place, f"{key}.")
         elif not _exists(key, known):
-            raise ConfigError(f"{key}: {place(key)}: async-rlhf {command} has no such key{_meant(key, known, '')}")
+            shown = key if key.isprintable() else repr(key)
+            raise ConfigError(f"{shown}: {place(key)}: async-rlhf {command} has no such key{_meant(key, known, '')}")
 
 
 def check_words(words: Sequence[str], options: Collection[str], kind: type[Checked], command: str) -> None:
@@ -78,7 +79,8 @@ def check_words(words: Sequence[str], options: Collection[str], kind: type[Check
         option = word.partition("=")[0].removesuffix("+")
         key = option.removeprefix("--")
         if word.startswith("--") and option not in options and not _exists(key, known):
-            raise ConfigError(f"{option}: async-rlhf {command} has no such option{_meant(key, known, '--')}")
+            shown = option if option.isprintable() else repr(option)
+            raise ConfigError(f"{shown}: async-rlhf {command} has no such option{_meant(key, known, '--')}")
 
 
 def _exists(key: str, known: Mapping[str, bool]) -> bool:

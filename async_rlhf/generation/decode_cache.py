@@ -91,19 +91,26 @@ def join(caches: Sequence[DynamicCache], prompts: int, repeats: int) -> DynamicC
     return cache
 
 
-def keep_rows(cache: DynamicCache, stays_B: Tensor) -> Tensor:
+def keep_rows(cache: DynamicCache, stays: Sequence[bool], device: torch.device) -> Tensor:
     """Drop the rows that do not stay; the last ones move into their places.
 
+    Args:
+        cache: on ``device``, which is not waited for.
+        stays: whether each row stays.
+        device: of the cache.
+
     Returns:
-        For each remaining row, its index before: (rows,).
+        For each remaining row, its index before: (rows,) on the CPU.
     """
+    stays_B = torch.tensor(stays)
     rows = int(stays_B.sum())
     gaps, movers = (~stays_B[:rows]).nonzero().squeeze(-1), stays_B[rows:].nonzero().squeeze(-1) + rows
-    order_B = torch.arange(rows, device=stays_B.device)
+    order_B = torch.arange(rows)
     order_B[gaps] = movers
+    gaps, movers, moved_B = (places.to(device, non_blocking=True) for places in (gaps, movers, order_B))
     for layer in cache.layers:
         if isinstance(layer, RoomyLayer):
             layer.keep(rows, gaps, movers)
         else:
-            layer.reorder_cache(order_B)
+            layer.reorder_cache(moved_B)
     return order_B

@@ -117,40 +117,40 @@ class TransformersEngine:
         uniforms_TR = torch.from_numpy(uniforms).reshape(rows, -1).T.contiguous().to(device)
         tokens_TR = torch.zeros(params.response_length, rows, dtype=torch.long, device=device)
         logprobs_TR = torch.zeros(params.response_length, rows, device=device)
-        lengths_R = torch.full((rows,), params.response_length, device=device)
-        stopped_R = torch.zeros(rows, dtype=torch.bool, device=device)
+        ends: dict[int, int] = {}  # the length of each row that has ended
         stops = torch.tensor(params.stop_token_ids, device=device)
         versions: list[int] = []
 
         room = params.response_length
         logits_BV, mask_BT, cache = self._prefill([p.tokens for p in prompts], params.samples_per_prompt, room)
-        live_B = torch.arange(rows, device=device)  # the rows still in the batch
+        live, live_B = list(range(rows)), torch.arange(rows, device=device)  # the rows still in the batch
         for step in range(params.response_length):
             logits_BV = truncated(logits_BV, params.distribution)
             tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_TR[step, live_B], params.temperature)
             tokens_TR[step, live_B] = tokens_B
             logprobs_TR[step, live_B] = logprobs_B
             versions.append(self.version)
-            ends_B = torch.isin(tokens_B, stops)
-            if ends_B.any():
-                lengths_R[live_B[ends_B]] = step + 1
-                stopped_R[live_B[ends_B]] = True
-                kept_B = keep_rows(cache, ~ends_B)
+            ended = torch.isin(tokens_B, stops).tolist()  # all that the host waits for
+            if any(ended):
+                ends |= {row: step + 1 for row, now in zip(live, ended, strict=True) if now}
+                kept = keep_rows(cache, [not now for now in ended], device)
+                live = [live[place] for place in kept.tolist()]
+                kept_B = kept.to(device, non_blocking=True)
                 live_B, tokens_B, mask_BT = (x[kept_B] for x in (live_B, tokens_B, mask_BT))
             room = params.response_length - step - 1
-            if len(live_B) == 0 or room == 0:
+            if not live or room == 0:
                 break
             if self.refresh is not None:
                 self.refresh()
             if self.version != versions[-1]:  # the cache was computed with other weights
                 drawn_BT = tokens_TR[: step + 1, live_B].T.tolist()
-                of_B = (live_B // params.samples_per_prompt).tolist()
-                so_far = [(*prompts[p].tokens, *drawn) for p, drawn in zip(of_B, drawn_BT, strict=True)]
+                of = [prompts[row // params.samples_per_prompt].tokens for row in live]
+                so_far = [(*prompt, *drawn) for prompt, drawn in zip(of, drawn_BT, strict=True)]
                 logits_BV, mask_BT, cache = self._prefill(so_far, 1, room)
             else:
                 seen_BT = mask_BT[:, : mask_BT.shape[1] - room]
                 logits_BV = self._forward(tokens_B[:, None], seen_BT, seen_BT.sum(dim=1, keepdim=True) - 1, cache)
-        return self._samples(prompts, tokens_TR.T, logprobs_TR.T, lengths_R, stopped_R, versions)
+        return self._samples(prompts, tokens_TR.T, logprobs_TR.T, ends, versions)
 
     def _prefill(self, rows: Sequence[tuple[int, ...]], samples: int, room: int) -> tuple[Tensor, Tensor, DynamicCache]:
         """Run each row of tokens once, padded on the left, and repeat its state for its samples.
@@ -198,23 +198,22 @@ class TransformersEngine:
         prompts: Sequence[Prompt],
         tokens_RT: Tensor,
         logprobs_RT: Tensor,
-        lengths_R: Tensor,
-        stopped_R: Tensor,
+        ends: Mapping[int, int],
         versions: Sequence[int],
     ) -> Completions:
         finite = torch.isfinite(logprobs_RT).all(dim=0).tolist()
         if not all(finite):
             raise FloatingPointError(f"the logits of weights version {versions[finite.index(False)]} are not finite")
-        k = self.params.samples_per_prompt
+        k, most = self.params.samples_per_prompt, self.params.response_length
         tokens, logprobs = tokens_RT.cpu().numpy(), logprobs_RT.cpu().numpy()
         samples = [
             Sample.answer(
                 prompts[i // k].tokens,
-                tokens[i, :length],
-                logprobs[i, :length],
-                versions[:length],
-                finish_reason="stop" if stopped else "length",
+                tokens[i, : ends.get(i, most)],
+                logprobs[i, : ends.get(i, most)],
+                versions[: ends.get(i, most)],
+                finish_reason="stop" if i in ends else "length",
             )
-            for i, (length, stopped) in enumerate(zip(lengths_R.tolist(), stopped_R.tolist(), strict=True))
+            for i in range(len(tokens))
         ]
         return [tuple(samples[i : i + k]) for i in range(0, len(samples), k)]

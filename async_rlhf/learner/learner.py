@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -174,14 +173,17 @@ class Learner:
         return self.config.with_kl_penalty(replace(penalty, coef=self.kl_coef))
 
     def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
-        """The rows with more fields, computed without gradient by all ranks, in batches of similar length."""
+        """The rows with more fields, computed without gradient by all ranks, in batches of similar length.
+
+        ``compute`` takes tokens on the device and their mask on the CPU.
+        """
         self.ranks.meet("annotating")
         device, found = self.parallel.device_of(self.policy), []
         batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
         with torch.no_grad():
             for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
                 part = rows.select(index)
-                values = compute(part.tokens_BT.to(device), part.sampled_BT.to(device))
+                values = compute(part.tokens_BT.to(device), part.sampled_BT)
                 if counts:
                     found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
         fields: dict[str, Any] = {}
@@ -219,8 +221,8 @@ class Learner:
     def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
         """Values of whole texts, up to and including the last response token."""
         assert self.value is not None
-        positions_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
-        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
+        positions_T = torch.arange(1, mask_BT.shape[1] + 1)
+        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1).to(tokens_BT.device)
         with self._autocast():
             return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
 
@@ -230,7 +232,7 @@ class Learner:
         Every rank must call it, with the same experience.
         """
         self.ranks.meet(f"training on batch {batch}")
-        loss_sums: defaultdict[str, float] = defaultdict(float)
+        loss_sums: dict[str, Tensor] = {}
         seen = RatioMonitor()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
@@ -247,7 +249,7 @@ class Learner:
                     norms = [total + norm for total, norm in zip(norms, found, strict=False)]
                     steps += 1
             self.scheduler.step()
-        everyone = self.ranks.gather("losses", (dict(loss_sums), seen))
+        everyone = self.ranks.gather("losses", (_read(loss_sums), seen.on_cpu()))
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
         metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
@@ -266,27 +268,33 @@ class Learner:
             order_U = np.random.Generator(np.random.Philox(key=key)).permutation(units)
             yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
 
-    def _backward(self, mini_batch: Experience, weight: float, loss_sums: dict[str, float], seen: RatioMonitor) -> None:
+    def _backward(
+        self, mini_batch: Experience, weight: float, loss_sums: dict[str, Tensor], seen: RatioMonitor
+    ) -> None:
         """Accumulate the gradient of (sum of losses) / weight over micro-batches of similar length, and the metrics.
 
-        ``weight`` is that of the whole mini-batch; each rank computes some of its micro-batches.
+        ``weight`` is that of the whole mini-batch; each rank computes some of its micro-batches. Nothing here reads a
+        number from the device, so that it need not be waited for.
         """
         config, device = self._batch_config, self.parallel.device_of(self.policy)
         longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
         parts = list(by_length(longest_U, self.config.per_device_train_batch_size))
         mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
         for number, (units_U, counts) in enumerate(mine, start=1):
-            micro_batch = mini_batch.select(units_U).map(lambda _, x: x.to(device, non_blocking=True))
+            rows = mini_batch.select(units_U)
+            micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
             with self.parallel.accumulating(last=number == len(mine)):
                 with self._autocast():
-                    tokens_BT, mask_BT = micro_batch.tokens_BT, micro_batch.sampled_BT
-                    output = self.parallel.forward(tokens_BT, mask_BT, config.generation.temperature)
+                    output = self.parallel.forward(
+                        micro_batch.tokens_BT, rows.sampled_BT, config.generation.temperature
+                    )
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
             if counts:
                 for name, value in loss.metrics.items():
-                    loss_sums[name] += float(value)
-                seen.add(output, micro_batch)
+                    found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+                    loss_sums[name] = found + loss_sums.get(name, 0.0)
+                seen.add(output, micro_batch, rows.sampled_BT)
 
     def _autocast(self) -> torch.autocast:
         dtype = autocast_dtype(self.config)
@@ -297,6 +305,11 @@ class Learner:
         if reference is not None:
             fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(reference).items()}
         return checksum(fixed)
+
+
+def _read(sums: dict[str, Tensor]) -> dict[str, float]:
+    """The numbers, all read from the device at once."""
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:

@@ -140,7 +140,7 @@ def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in base_parameters(model)}
+    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in base_parameters(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]  # the configuration of a model made from one lacks the model's class

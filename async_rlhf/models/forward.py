@@ -21,8 +21,8 @@ from async_rlhf.types import PolicyOutput
 
 
 @contextmanager
-def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]]:
-    """Within, the model's head sees only the hidden states at ``mask_BT``: logits come out as (N, V).
+def _logits_at(model: PreTrainedModel, places_N: Tensor) -> Iterator[list[Tensor]]:
+    """Within, the model's head sees only the hidden states at ``places_N``: logits come out as (N, V).
 
     The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
 
@@ -32,7 +32,7 @@ def _logits_at(model: PreTrainedModel, mask_BT: Tensor) -> Iterator[list[Tensor]
     seen: list[Tensor] = []
 
     def keep_and_pass_on(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        seen.append(inputs[0][mask_BT])
+        seen.append(inputs[0].flatten(0, 1)[places_N])
         return (seen[-1],)
 
     handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on, prepend=True)
@@ -73,11 +73,18 @@ def head_in_float32(model: PreTrainedModel) -> None:
     head.register_forward_hook(hooks.after, always_call=True)
 
 
-def _predicting(sampled_BT: Tensor) -> Tensor:
-    """Mask of the states that predict the response tokens: the state at t - 1 predicts token t."""
-    predicts_BT = torch.zeros_like(sampled_BT, dtype=torch.bool)
-    predicts_BT[:, :-1] = sampled_BT[:, 1:].bool()
-    return predicts_BT
+def _places(mask_BT: Tensor, device: torch.device) -> Tensor:
+    """Where the mask is nonzero, as places in the flattened rows: (N,) on ``device``.
+
+    The host waits for the device only if the mask is there.
+    """
+    return mask_BT.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+
+
+def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
+    """(B, T) float32: the values at their places, 0 elsewhere."""
+    empty_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=values_N.device)
+    return empty_BT.flatten().index_copy(0, places_N, values_N).view_as(empty_BT)
 
 
 def response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
@@ -86,16 +93,17 @@ def response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
     Args:
         model: any causal language model.
         tokens_BT: rows of prompt and response, padded on the right.
-        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one. Where it is on a GPU, the host
+            waits for the GPU to count them; on the CPU it waits for nothing.
 
     Returns:
         (N, V) float32 for the N response tokens.
     """
-    return _logits_and_states(model, tokens_BT, sampled_BT)[0]
+    return _logits_and_states(model, tokens_BT, _places(sampled_BT, tokens_BT.device))[0]
 
 
-def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> tuple[Tensor, Tensor]:
-    with _logits_at(model, _predicting(sampled_BT)) as seen:
+def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, places_N: Tensor) -> tuple[Tensor, Tensor]:
+    with _logits_at(model, places_N - 1) as seen:  # the state at t - 1 predicts token t
         logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
     return logits_NV.reshape(-1, logits_NV.shape[-1]).float(), seen[-1]
 
@@ -113,7 +121,8 @@ def response_logprobs(
     Args:
         model: any causal language model.
         tokens_BT: rows of prompt and response, padded on the right.
-        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one. Where it is on a GPU, the host
+            waits for the GPU to count them; on the CPU it waits for nothing.
         temperature: logits are divided by it.
         with_entropies: False skips them and returns zeros.
         value_head: computes values from the states that the model's own head sees.
@@ -121,18 +130,17 @@ def response_logprobs(
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
-    logits_NV, states_NH = _logits_and_states(model, tokens_BT, sampled_BT)
+    places_N = _places(sampled_BT, tokens_BT.device)
+    logits_NV, states_NH = _logits_and_states(model, tokens_BT, places_N)
     logits_NV = logits_NV / temperature
-    response_BT = sampled_BT.bool()
-    empty_BT = torch.zeros(sampled_BT.shape, dtype=torch.float32, device=logits_NV.device)
-    logprobs_BT = empty_BT.masked_scatter(response_BT, selected_logprobs(logits_NV, tokens_BT[response_BT]))
-    entropies_BT, values_BT = empty_BT, None
+    logprobs_N = selected_logprobs(logits_NV, tokens_BT.flatten()[places_N])
+    entropies_BT, values_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device), None
     if with_entropies:
         with torch.no_grad():
-            entropies_BT = empty_BT.masked_scatter(response_BT, entropies(logits_NV))
+            entropies_BT = _in_rows(entropies(logits_NV), places_N, tokens_BT)
     if value_head is not None:
-        values_BT = empty_BT.masked_scatter(response_BT, _scalars(value_head, states_NH))
-    return PolicyOutput(logprobs_BT, entropies_BT, values_BT)
+        values_BT = _in_rows(_scalars(value_head, states_NH), places_N, tokens_BT)
+    return PolicyOutput(_in_rows(logprobs_N, places_N, tokens_BT), entropies_BT, values_BT)
 
 
 def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
@@ -141,15 +149,16 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
     Args:
         model: a sequence-classification model, as for :func:`reward_scores`.
         tokens_BT: rows of prompt and response, padded on the right.
-        sampled_BT: nonzero at response tokens. The first token of a row cannot be one.
+        sampled_BT: nonzero at response tokens. The first token of a row cannot be one. Where it is on a GPU, the host
+            waits for the GPU to count them; on the CPU it waits for nothing.
 
     Returns:
         (B, T) float32, 0 outside the response.
     """
     hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    values_N = _scalars(model.score, hidden_BTH[_predicting(sampled_BT)])
-    empty_BT = torch.zeros(sampled_BT.shape, dtype=torch.float32, device=values_N.device)
-    return empty_BT.masked_scatter(sampled_BT.bool(), values_N)
+    places_N = _places(sampled_BT, tokens_BT.device)
+    values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[places_N - 1])
+    return _in_rows(values_N, places_N, tokens_BT)
 
 
 def end_values(
@@ -165,8 +174,8 @@ def end_values(
     """
     if not isinstance(value, nn.Linear):
         return reward_scores(value, tokens_BT, lengths_B)
-    last_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) == lengths_B[:, None] - 1
-    with _logits_at(policy, last_BT) as seen:
+    rows, longest = tokens_BT.shape
+    with _logits_at(policy, torch.arange(rows, device=tokens_BT.device) * longest + lengths_B - 1) as seen:
         policy(input_ids=tokens_BT, use_cache=False)
     return _scalars(value, seen[-1])
 

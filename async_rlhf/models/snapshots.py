@@ -210,7 +210,8 @@ class SnapshotRing:
         views = self.views(version)
         with torch.no_grad():
             for name, tensor in iterate_weights(model, self.adapters_only, parallel):
-                views[name].copy_(tensor)
+                # Rounded first: a copy from a GPU that rounds moves the wider type, and rounds on the host.
+                views[name].copy_(tensor.to(views[name].dtype))
         self.published.pop(version - self.slots, None)
         self.published[version] = digests(views)
         self._bytes[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
@@ -263,7 +264,7 @@ class SnapshotFolder:
         buffers = dict(model.named_buffers())
         with torch.no_grad():
             tensors = {
-                name: tensor.to("cpu", _kept_dtype(name, tensor, buffers, self.dtype)).contiguous()
+                name: tensor.to(_kept_dtype(name, tensor, buffers, self.dtype)).cpu().contiguous()
                 for name, tensor in iterate_weights(model, parallel=parallel)
             }
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,10 @@ def why_nowhere(name: str, kind: Literal["model", "dataset"]) -> str | None:
         RepositoryNotFoundError,
     )
 
-    if (Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}").is_dir():
+    # What the hub's client has fetched, and what datasets has made of it.
+    rows = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
+    fetched = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    if fetched.is_dir() or (kind == "dataset" and (rows / name.replace("/", "___")).is_dir()):
         return None
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)

@@ -22,7 +22,7 @@ FILE = {"model": "m", "train": "d", "output_dir": "out"}
 
 def parsed(folder: Path, variables: object, export: bool = True, words: tuple[str, ...] = ()) -> str:
     (folder / "sft.yml").write_text(yaml.safe_dump(FILE | {"env": variables}))
-    return parse(SFTConfig, "sft", ["--config", str(folder / "sft.yml"), *words], export)[1]
+    return parse(SFTConfig, "sft", ["--config", str(folder / "sft.yml"), *words], export=export)[1]
 
 
 def test_a_file_sets_what_the_environment_does_not_have(tmp_path, monkeypatch):

@@ -7,14 +7,16 @@ import json
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import token_cache
+from async_rlhf.data import loading, token_cache
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.system.hub import why_nowhere
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no ' ~ m.role) }}"
@@ -159,9 +161,17 @@ def test_a_hub_name_may_say_which_configuration(monkeypatch):
     """Of the hub itself only the call can be seen here."""
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((args, options)) or [{"a": 1}])
+    monkeypatch.setattr(loading, "why_nowhere", lambda name, kind: None)
     load_rows("openai/gsm8k:main", "test")
     load_rows("owner/name")
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("owner/name", None), {"split": "train"})]
+
+
+def test_rows_that_datasets_has_cached_need_no_hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: pytest.fail("the hub was asked"))
+    (tmp_path / "owner___name").mkdir()
+    assert why_nowhere("owner/name", "dataset") is None
 
 
 # ---------------------------------------------------------------- the cache of tokens

@@ -649,7 +649,7 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
         rows = Experience(
             tokens_BT[rows_B], nothing_B, mask_BT[rows_B], mu_BT[rows_B], nothing_BT, nothing_B, nothing_B
         )
-        watches[number % 2].add(PolicyOutput(pi_BT[rows_B], entropies_BT[rows_B]), rows)
+        watches[number % 2].add(PolicyOutput(pi_BT[rows_B], entropies_BT[rows_B]), rows, mask_BT[rows_B])
     for row, length in enumerate(lengths):
         for t in range(1, length + 1):
             logs.append(pi_BT[row, t].item() - mu_BT[row, t].item())
@@ -669,5 +669,5 @@ def test_nothing_is_said_of_rows_without_tokens():
     ones_B = torch.ones(2)
     rows = Experience(nothing_BT.long(), ones_B, nothing_BT, nothing_BT, nothing_BT, ones_B, ones_B)
     watch = RatioMonitor()
-    watch.add(PolicyOutput(nothing_BT, nothing_BT), rows)
+    watch.add(PolicyOutput(nothing_BT, nothing_BT), rows, nothing_BT)
     assert watch.metrics() == RatioMonitor().metrics() == {}

@@ -90,7 +90,10 @@ def test_names_and_revisions():
     assert fingerprint("org/model@v1.0") != fingerprint("org/model@v1.1")
     with pytest.raises(ConfigError, match="model: got 'org/model@'; must have a branch, a tag or a commit after the @"):
         load_policy("org/model@")
-    with pytest.raises(ConfigError, match="model: got 'model@v1'; must be a folder with a model, or a hub name"):
+    with pytest.raises(
+        ConfigError,
+        match="model: got 'model@v1'; there is no such folder; must be a folder with a model",
+    ):
         load_policy("model@v1")
     words = arguments(ServeConfig("org/model@v1", api_key="0123"), has_gpu=True)
     assert words[words.index("--model") + 1] == "org/model"

@@ -1,0 +1,384 @@
+"""A simulated GPU: tensors that say cuda:0, hold real numbers, compute on the CPU, and refuse what CUDA refuses.
+
+A tensor of the device wraps one on the CPU. Every operation on it comes through :func:`_run`, which raises where CUDA
+would raise because devices mix, counts what waits for the device and what crosses the bus, and computes on the CPU.
+Streams, kernels, NCCL and memory are not simulated. :func:`install` patches torch for good, so call it in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+GPUS = 2
+_INDEXING = {
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index_put.default,
+}
+_COPIES = {aten.copy_.default, aten._to_copy.default}
+_SIZE_UNKNOWN = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+}
+"""The size of the result depends on numbers, so the host has to wait for them."""
+_READING = {aten._local_scalar_dense.default, aten.equal.default}
+"""The result is a number on the host."""
+
+
+class Traffic:
+    """What has waited for the device and what has crossed the bus, by the place in the code that caused it."""
+
+    def __init__(self) -> None:
+        self.waits: Counter[str] = Counter()
+        """Times that the host waited, by place."""
+        self.to_host: Counter[str] = Counter()
+        """Bytes by place."""
+        self.to_device: Counter[str] = Counter()
+        self.most_float64 = 0
+        """Elements of the largest float64 tensor on the device."""
+
+
+_listening: list[Traffic] = []
+_backward: list[int] = []
+"""The GPU of the backward pass that is under way."""
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Count what happens within."""
+    found = Traffic()
+    _listening.append(found)
+    try:
+        yield found
+    finally:
+        _listening.remove(found)
+
+
+def _place() -> str:
+    """The innermost line of code that is neither torch's nor the simulation's: "package/path.py function"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/torch/" not in path and path != __file__:
+            return f"{'/'.join(path.split('/')[-3:])} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+def _waits() -> None:
+    for found in _listening:
+        found.waits[_place()] += 1
+
+
+def _crosses(way: str, size: int) -> None:
+    for found in _listening:
+        getattr(found, way)[_place()] += size
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor of a simulated GPU.
+
+    To torch's C++ code it is a CPU tensor without memory, so autograd needs no CUDA; Python code sees a CUDA tensor.
+    """
+
+    held: Tensor
+    """The numbers, on the CPU."""
+    index: int
+
+    @staticmethod
+    def __new__(cls, held: Tensor, index: int) -> SimulatedTensor:
+        options = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), **options, layout=held.layout, device="cpu")
+        made.held, made.index = held, index
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    is_cuda, is_cpu = property(lambda self: True), property(lambda self: False)
+
+    def get_device(self) -> int:
+        return self.index
+
+    def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        dtype = self.dtype if dtype is None else dtype
+        if device is None or _on(device) == self.index:
+            return super().to(dtype, copy=copy)
+        return aten._to_copy(self, device=device, dtype=dtype, non_blocking=non_blocking)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return self.to("cpu")
+
+    def cuda(self, device: Any = "cuda", non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        return self.to(device, non_blocking=non_blocking)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        _backward.append(self.index)
+        try:
+            super().backward(*args, **kwargs)
+        finally:
+            _backward.pop()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        text = f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+        raise TypeError(text + "memory first.")
+
+    __array__ = numpy
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Which tensors share memory is asked when a model is saved."""
+        return self.held.untyped_storage()
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"SimulatedTensor({self.held!r}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copied: Tensor = SimulatedTensor(self.held.clone(), self.index)
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+class _Factories(TorchDispatchMode):
+    """Sees operations without a tensor of the device, which may make one or move one there."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+
+def _on(device: Any) -> int | None:
+    """The number of the GPU; None for the CPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    if (device.index or 0) >= GPUS:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+    return device.index or 0
+
+
+def _place_of(tensor: Tensor) -> int | None:
+    return tensor.index if isinstance(tensor, SimulatedTensor) else None
+
+
+def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute on the CPU, as if on the device."""
+    tensors = list(_tensors_in((*args, *kwargs.values())))
+    here = next((x.index for x in tensors if isinstance(x, SimulatedTensor)), None)
+    asked = kwargs.get("device")
+    target = _target(function, asked, here)
+    if here is None and target is None:
+        return function(*args, **kwargs)
+    if function in _COPIES:
+        source = args[1] if function is aten.copy_.default else args[0]
+        if function is aten.copy_.default:
+            target, kind = _place_of(args[0]), args[0].dtype
+            non_blocking = bool(args[2]) if len(args) > 2 else False
+        else:
+            kind, non_blocking = kwargs.get("dtype") or source.dtype, kwargs.get("non_blocking", False)
+        _count_copy(source, kind, target, non_blocking)
+    else:
+        _require_one_device(function, args, kwargs, tensors, here, target)
+        _count_waits(function, args, tensors)
+    if asked is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
+    held = partial(_mapped, SimulatedTensor, attrgetter("held"))
+    out = function(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
+
+    def wrapped(x: Tensor) -> Tensor:
+        owner = owners.get(id(x))
+        if owner is None:
+            made = x if target is None else SimulatedTensor(x, target)
+            if target is not None and x.dtype == torch.float64:
+                for found in _listening:
+                    found.most_float64 = max(found.most_float64, x.numel())
+            return made
+        if owner.shape != x.shape or owner.stride() != x.stride():
+            raise NotImplementedError(f"{function} changes the shape of a tensor in place; the simulation cannot")
+        return owner
+
+    return _mapped(Tensor, wrapped, out)
+
+
+def _target(function: Any, asked: Any, here: int | None) -> int | None:
+    """Where the result will be.
+
+    torch's C++ code asks for a CPU tensor where it means the device of a tensor at hand (see SimulatedTensor).
+    """
+    if asked is None or _on(asked) is not None:
+        return here if asked is None else _on(asked)
+    backward = _backward[-1] if _backward and torch._C._current_graph_task_id() != -1 else None
+    if function is aten._to_copy.default:
+        return None if backward is None else here
+    return backward if here is None else here
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """The value with every tensor of that kind replaced, also within lists and tuples."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(kind, function, part) for part in value])
+    return value
+
+
+def _count_copy(source: Tensor, kind: torch.dtype, target: int | None, non_blocking: bool) -> None:
+    """Count a copy as torch makes it between host and device: the host waits unless it need not (``non_blocking``), and
+    where the type changes, it changes on the host unless the host does not wait.
+    """
+    start = _place_of(source)
+    if (start is None) == (target is None) or source.numel() == 0:
+        return
+    to_host = target is None
+    host_type, device_type = (kind, source.dtype) if to_host else (source.dtype, kind)
+    _crosses(
+        "to_host" if to_host else "to_device", source.numel() * (host_type if non_blocking else device_type).itemsize
+    )
+    if to_host or not non_blocking:
+        _waits()
+
+
+def _require_one_device(
+    function: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: int | None, target: int | None
+) -> None:
+    """Raise as CUDA does where devices mix: tensors of several, or a generator of another."""
+    generator = kwargs.get("generator")
+    if target is not None and generator is not None and generator.device.type != "cuda":
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+    if function in _INDEXING:
+        return _require_indices(args, here)
+    # A number that is on the host as a tensor may take part where elements are combined, and only there.
+    lone = torch.Tag.pointwise in function.tags or function is aten.fill_.Tensor
+    places = {_place_of(x) for x in tensors if not (lone and x.ndim == 0 and not isinstance(x, SimulatedTensor))}
+    if len(places) > 1:
+        names = " and ".join(sorted({str(x.device) for x in tensors}))
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {names}! ({function})"
+        )
+    return None
+
+
+def _require_indices(args: Any, here: int | None) -> None:
+    self, indices = args[0], [index for index in args[1] if isinstance(index, Tensor)]
+    others = [index for index in indices if _place_of(index) not in (None, _place_of(self))]
+    if others:
+        raise RuntimeError(
+            f"indices should be either on cpu or on the same device as the indexed tensor ({self.device})"
+        )
+    values = args[2] if len(args) > 2 else None
+    if isinstance(values, Tensor) and _place_of(values) != _place_of(self) and (here is None or values.ndim > 0):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{self.device} and {values.device}! (index_put_)"
+        )
+    for index in indices:
+        if _place_of(self) is not None and _place_of(index) is None:  # torch copies it to the device, and waits
+            _crosses("to_device", index.nbytes)
+            _waits()
+
+
+def _count_waits(function: Any, args: Any, tensors: list[Tensor]) -> None:
+    on_device = any(isinstance(x, SimulatedTensor) for x in tensors)
+    masked = function in _INDEXING and any(
+        isinstance(x, SimulatedTensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+    )
+    if on_device and (masked or function in _SIZE_UNKNOWN or function in _READING):
+        _waits()
+    if on_device and function is aten._local_scalar_dense.default:
+        _crosses("to_host", tensors[0].element_size())
+
+
+def share_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """In place of CUDA IPC: the memory that holds the numbers is shared."""
+    return _shared, (tensor.index, *reduce_tensor(tensor.held)) if isinstance(tensor, SimulatedTensor) else ()
+
+
+def _shared(index: int, rebuild: Any, arguments: tuple[Any, ...]) -> Tensor:
+    return SimulatedTensor(rebuild(*arguments), index)
+
+
+_factories = _Factories()
+
+
+def install() -> None:
+    """Let this process have ``GPUS`` simulated GPUs from now on; in this thread, tensors can be made there."""
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...) then asks the mode below
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: GPUS
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
+    cuda.is_bf16_supported = lambda *args, **kwargs: True
+    cuda.get_device_name = lambda device=None: "simulated GPU"
+    cuda.get_device_capability = lambda *args: (9, 0)
+    cuda.manual_seed_all = cuda.manual_seed = lambda seed: None
+    cuda.get_rng_state_all = lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(GPUS)]
+    cuda.set_rng_state = lambda state, device=0: None
+    cuda.synchronize = lambda device=None: _waits()
+    _redirect_autocast()
+    _factories.__enter__()
+
+
+def _redirect_autocast() -> None:
+    """Autocast of the device is torch's for the CPU; that for the CPU does nothing to tensors of the device."""
+    autocast: Any = torch.autocast
+    start, is_enabled, kind = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    @wraps(start)
+    def begin(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type != "cuda":
+            dtype, enabled = kind("cpu"), is_enabled("cpu")
+        start(self, "cpu", dtype, enabled, cache_enabled)
+
+    autocast.__init__ = begin
+    torch.is_autocast_enabled = lambda device="cuda": device == "cuda" and is_enabled("cpu")
+    torch.get_autocast_dtype = lambda device: kind("cpu")

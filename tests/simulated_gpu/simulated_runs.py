@@ -1,0 +1,216 @@
+"""What is run in the process with simulated GPUs: whole trainings, and single parts of them with their traffic."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import simulated_device
+import torch
+import transformers
+from simulated_device import Traffic, traffic
+from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy, new_reward_model
+from transformers import TrainerCallback
+
+from async_rlhf.generation import process
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models import snapshots
+from async_rlhf.models.adapters import add_adapters
+from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.types import Prompt
+
+
+def prepare() -> None:
+    """Give this process, and the workers that it starts, simulated GPUs."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    context_of = process.context_of
+
+    def with_gpus(method: str = "forkserver") -> Any:
+        context = context_of(method)
+        context.set_forkserver_preload(["simulated_worker"])
+        return context
+
+    process.context_of = with_gpus
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where the fork server finds simulated_worker
+    snapshots.reduce_tensor = simulated_device.share_tensor
+    simulated_device.install()
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run after some batches; its schedules are those of the whole run."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.batches
+
+
+def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any) -> list[dict[str, float]]:
+    """A run of the golden runs' kind, on the first simulated GPU. Returns its metrics.
+
+    Args:
+        folder: for the output.
+        batches: after which it ends.
+        device: of the learner.
+        options: of the configuration; "evaluates" adds held-out prompts.
+    """
+    held_out = PROMPTS[:5] if options.pop("evaluates", False) else None
+    args = new_args(folder, device=device, **options)
+    trainer = OnlineTrainer(
+        new_policy(),
+        args,
+        PROMPTS,
+        reward_model=new_reward_model(),
+        reward_funcs=count_letters,
+        processing_class=byte_tokenizer(),
+        eval_dataset=held_out,
+        callbacks=[StopAfter(batches)],
+    )
+    trainer.train()
+    learner, reward_model = trainer.learner, trainer.run.scorer.reward_model
+    for name, model in (("model", learner.model), ("reference", learner.reference), ("reward model", reward_model)):
+        places = set() if model is None else {parameter.device for parameter in model.parameters()}
+        assert places <= {torch.device(device)}, f"the {name} is on the wrong device: {places}"
+    return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The traffic of training on one batch."""
+
+    micro_batches: int
+    waits: Mapping[str, int]
+    """How often the host waited for the device, by place."""
+    most_float64: int
+    """Elements of the largest float64 tensor on the device."""
+    cells: int
+    """Tokens of the largest micro-batch, padding included."""
+
+
+def update(folder: Path, **options: Any) -> Update:
+    """Train on one batch. The optimiser's own waits are left out: they are for its step, not for a micro-batch."""
+    args = new_args(folder, device="cuda:0", **options)
+    policy, reward, tokenizer = new_policy(), new_reward_model(), byte_tokenizer()
+    trainer = OnlineTrainer(
+        policy, args, PROMPTS, reward_model=reward, processing_class=tokenizer, callbacks=[StopAfter(1)]
+    )
+    learner, sizes, found = trainer.learner, [], Traffic()
+    forward, train_on = learner.parallel.forward, learner.update
+
+    def counted(tokens_BT: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(tokens_BT.numel())
+        return forward(tokens_BT, *rest)
+
+    def watched(*given: Any) -> Any:
+        nonlocal found
+        with traffic() as found:
+            return train_on(*given)
+
+    learner.parallel.forward, learner.update = counted, watched
+    trainer.train()
+    return Update(len(sizes), dict(found.waits), found.most_float64, max(sizes))
+
+
+def published_bytes(kind: str, folder: Path, lora: bool = False) -> tuple[int, int]:
+    """Publish bfloat16 snapshots of a policy. Returns the bytes that leave the device, and the policy's parameters."""
+    policy = new_policy()
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    if lora:
+        from async_rlhf import LoRAConfig
+
+        add_adapters(policy, LoRAConfig(rank=4), seed=0)
+    policy.to("cuda:0")
+    if kind == "folder":
+        ring: Any = snapshots.SnapshotFolder(folder / "snapshots", torch.bfloat16, 2)
+    else:
+        ring = getattr(snapshots, kind).for_model(policy, torch.bfloat16, 2)
+    with traffic() as found:
+        ring.publish(policy, 1)
+    ring.close()
+    return sum(found.to_host.values()), parameters
+
+
+def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[int]]:
+    """Sample for prompts of unequal lengths. Returns the waits by place, and the lengths of the completions.
+
+    Args:
+        length: of the longest completion.
+        stops: so many of the vocabulary's 258 tokens end a completion, so that rows end one after the other.
+    """
+    policy = new_policy().to("cuda:0")
+    params = SamplingParams(2, 1.0, length, tuple(range(stops)), seed=0)
+    prompts = [Prompt(i, i, tuple(range(1, 6 + i))) for i in range(8)]
+    with traffic() as found:
+        completions = TransformersEngine(policy, params).generate(prompts)
+    return dict(found.waits), [len(sample.drawn) for samples in completions for sample in samples]
+
+
+def tokens_in_flight(device: str) -> list[tuple[list[int], list[int]]]:
+    """Sample while newer weights come every third step. Returns tokens and versions of each completion."""
+    engine = TransformersEngine(new_policy().to(device), SamplingParams(2, 1.0, 12, (256, 10), seed=0))
+    steps = 0
+
+    def refresh() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 3 == 0:
+            newer = snapshots.named_weights(new_policy(seed=steps))
+            engine.load({name: tensor.to(device) for name, tensor in newer.items()}, version=steps)
+
+    engine.refresh = refresh
+    prompts = [Prompt(i, i, tuple(range(1, 6 + i))) for i in range(3)]
+    completions = engine.generate(prompts)
+    return [(sample.drawn.tolist(), sample.versions.tolist()) for samples in completions for sample in samples]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake in one function of the package."""
+
+    function: str
+    """Module below the package and name within it: "models.forward:score_batch"."""
+    right: str
+    """What the function says, once."""
+    wrong: str
+    """What it says with the mistake."""
+
+
+def with_fault(fault: Fault, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function while the package has the fault, in this process."""
+    with _planted(fault):
+        return function(*args, **options)
+
+
+@contextmanager
+def _planted(fault: Fault) -> Iterator[None]:
+    module, _, name = fault.function.partition(":")
+    place: Any = importlib.import_module(f"async_rlhf.{module}")
+    function = inspect.unwrap(attrgetter(name)(place))
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(fault.right) != 1:
+        raise LookupError(f"{fault.function} says {fault.right!r} {source.count(fault.right)} times; must be once")
+    text = source.replace(fault.right, fault.wrong)
+    found: dict[str, Any] = {}
+    exec(
+        compile(text, f"<{fault.function}>", "exec", annotations.compiler_flag),
+        dict(function.__globals__),
+        found,
+    )
+    right, function.__code__ = function.__code__, inspect.unwrap(found[function.__name__]).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = right

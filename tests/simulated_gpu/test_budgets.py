@@ -1,0 +1,76 @@
+"""How often the host may wait for the device, and what may cross the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_runs import Update, decode_waits, published_bytes, update
+from test_golden import RUNS
+from test_simulated_runs import algorithm_of
+
+ASKED_BY_TRANSFORMERS = "transformers/masking_utils.py"
+"""transformers asks in every forward pass whether its mask or its rows are plain ones; nothing can stop it."""
+
+
+def require_publishing(moved: int, parameters: int) -> None:
+    assert moved == 2 * parameters
+
+
+def update_twice(folder: Path, **options: Any) -> tuple[Update, Update]:
+    """Two trainings on the same mini-batches, in fewer and in more micro-batches."""
+    few, many = (
+        update(
+            folder,
+            name=f"by {size}",
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=4 // size,
+            **options,
+        )
+        for size in (4, 1)
+    )
+    return few, many
+
+
+def require_update(few: Update, many: Update) -> None:
+    more = many.micro_batches - few.micro_batches
+    assert more >= 4
+    waits = {place: (many.waits[place] - few.waits.get(place, 0)) / more for place in many.waits}
+    assert sum(waits.values()) <= 2, waits
+    ours = {place: count for place, count in waits.items() if ASKED_BY_TRANSFORMERS not in place and count != 0}
+    assert ours == {}
+    assert max(few.most_float64 / few.cells, many.most_float64 / many.cells) <= 1, "float64 belongs to sums, not logits"
+
+
+def decode_twice() -> tuple[tuple[Mapping[str, int], list[int]], ...]:
+    """Sample up to two lengths; rows end on the way."""
+    return decode_waits(8), decode_waits(24)
+
+
+def require_decoding(few: tuple[Mapping[str, int], list[int]], many: tuple[Mapping[str, int], list[int]]) -> None:
+    assert len(set(many[1])) > 6
+    steps = max(many[1]) - max(few[1])
+    assert steps > 8
+    waits = {place: many[0][place] - few[0].get(place, 0) for place in many[0]}
+    ours = {place: count for place, count in waits.items() if ASKED_BY_TRANSFORMERS not in place and count != 0}
+    assert ours == {"async_rlhf/generation/transformers_engine.py _decode": steps}
+    assert sum(waits.values()) <= 2 * steps
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", ["SnapshotRing", "DeviceRing", "folder"])
+def test_publishing_moves_two_bytes_a_parameter(on_gpu, tmp_path, kind, lora):
+    require_publishing(*on_gpu(published_bytes, kind, tmp_path, lora))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_micro_batch_waits_for_the_device_twice_at_most(on_gpu, tmp_path, name):
+    """By the difference of two runs; what an optimiser step or a batch waits for is in both."""
+    require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), **RUNS[name]))
+
+
+def test_a_step_of_decoding_waits_once(on_gpu):
+    """By the difference of two runs; that rows end on the way costs nothing more."""
+    require_decoding(*on_gpu(decode_twice))

@@ -1,0 +1,213 @@
+"""Mistakes that only show on a GPU, planted one at a time: the runs and the budgets of this folder find each."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_runs import Fault, published_bytes, train, with_fault
+from test_budgets import decode_twice, require_decoding, require_publishing, require_update, update_twice
+
+DEVICES = r"Expected all tensors to be on the same device"
+INDEX = r"indices should be either on cpu or on the same device"
+GRPO = {"algorithm": "grpo", "samples_per_prompt": 4}
+WORKER = {"generation": {"placement": "process"}}
+
+REFUSED = {
+    "tokens of the learner left on the host": (
+        Fault("learner.learner:Learner._add", "part.tokens_BT.to(device)", "part.tokens_BT"),
+        GRPO,
+        DEVICES,
+    ),
+    "micro-batch left on the host": (
+        Fault("learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x"),
+        GRPO,
+        DEVICES,
+    ),
+    "tokens of the reward model left on the host": (
+        Fault("models.forward:score_batch", "pad_rows(rows, torch.long).to(device)", "pad_rows(rows, torch.long)"),
+        GRPO,
+        DEVICES,
+    ),
+    "prompts left on the host": (
+        Fault(
+            "generation.transformers_engine:TransformersEngine._prefill",
+            "tokens_PT.to(device), mask_PT.to(device)",
+            "tokens_PT, mask_PT.to(device)",
+        ),
+        GRPO,
+        DEVICES,
+    ),
+    "mask of the prompts left on the host": (
+        Fault(
+            "generation.transformers_engine:TransformersEngine._prefill",
+            "tokens_PT.to(device), mask_PT.to(device)",
+            "tokens_PT.to(device), mask_PT",
+        ),
+        GRPO,
+        DEVICES,
+    ),
+    "random numbers left on the host": (
+        Fault("generation.transformers_engine:TransformersEngine._decode", ".contiguous().to(device)", ".contiguous()"),
+        GRPO,
+        INDEX,
+    ),
+    "stop tokens left on the host": (
+        Fault(
+            "generation.transformers_engine:TransformersEngine._decode",
+            "torch.tensor(params.stop_token_ids, device=device)",
+            "torch.tensor(params.stop_token_ids)",
+        ),
+        GRPO,
+        DEVICES,
+    ),
+    "completions compared on the host": (
+        Fault("generation.agreement:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]'),
+        GRPO,
+        DEVICES,
+    ),
+    "the reward model is not moved": (
+        Fault("run.wiring:_load_models", "reward.to(reward_device(config, device))", "reward_device(config, device)"),
+        GRPO,
+        r"is on the wrong device",  # it would score, on the CPU
+    ),
+    "the value head is not moved": (
+        Fault("run.wiring:_value", "new_value_head(policy, given).to(device)", "new_value_head(policy, given)"),
+        {"algorithm": "ppo", "shared_trunk": True},
+        DEVICES,
+    ),
+    "numpy of a tensor of the device": (
+        Fault(
+            "generation.transformers_engine:TransformersEngine._samples",
+            "tokens_RT.cpu().numpy()",
+            "tokens_RT.numpy()",
+        ),
+        GRPO,
+        r"can't convert cuda:0 device type tensor to numpy",
+    ),
+    "rows of the host chosen by an index of the device": (
+        Fault("generation.decode_cache:keep_rows", "torch.tensor(stays)", "torch.tensor(stays, device=device)"),
+        GRPO,
+        INDEX,
+    ),
+    "units chosen by an index of the device": (
+        Fault(
+            "learner.learner:Learner._backward", "mini_batch.select(units_U)", "mini_batch.select(units_U.to(device))"
+        ),
+        GRPO,
+        DEVICES,
+    ),
+    "scores of the device written to the host by index": (
+        Fault("models.forward:score_batch", ".float().cpu()", ".float()"),
+        GRPO,
+        DEVICES,
+    ),
+    "the probe's generator is of another device": (
+        Fault(
+            "generation.probe:probe_tokens",
+            "(vocabulary, (ROWS, LENGTH)",
+            '(vocabulary, (ROWS, LENGTH), device="cuda:0"',
+        ),
+        WORKER,
+        r"Expected a 'cuda' device type for generator",
+    ),
+    "mask of the monitor on the host": (
+        Fault("learner.monitor:RatioMonitor.add", "* rows.sampled_BT", "* sampled_BT"),
+        GRPO,
+        DEVICES,
+    ),
+    "zeros made on the host": (
+        Fault(
+            "models.forward:_in_rows",
+            "dtype=torch.float32, device=values_N.device",
+            "dtype=torch.float32",
+        ),
+        GRPO,
+        DEVICES,
+    ),
+    "tokens on another GPU": (
+        Fault(
+            "models.forward:score_batch",
+            "pad_rows(rows, torch.long).to(device)",
+            'pad_rows(rows, torch.long).to("cuda:1")',
+        ),
+        GRPO,
+        DEVICES,
+    ),
+}
+"""Name, fault, the run that meets it, and what it must end with."""
+
+TOO_DEAR = {
+    "metrics read one by one": (
+        Fault(
+            "learner.learner:Learner._backward",
+            "torch.as_tensor(value, dtype=torch.float64, device=device).detach()",
+            "torch.as_tensor(float(value), dtype=torch.float64)",
+        ),
+        update_twice,
+        require_update,
+    ),
+    "response tokens counted on the device": (
+        Fault("learner.learner:Learner._backward", "rows.sampled_BT, config", "micro_batch.sampled_BT, config"),
+        update_twice,
+        require_update,
+    ),
+    "ratios read after every micro-batch": (
+        Fault("learner.monitor:RatioMonitor.add", "log_ratios_BT.sum(dim=1)", "log_ratios_BT.sum(dim=1).cpu()"),
+        update_twice,
+        require_update,
+    ),
+    "micro-batch moved while the host waits": (
+        Fault("learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x.to(device)"),
+        update_twice,
+        require_update,
+    ),
+    "logits in float64": (
+        Fault(
+            "models.forward:response_logprobs",
+            "selected_logprobs(logits_NV, tokens_BT.flatten()[places_N])",
+            "selected_logprobs(logits_NV.double(), tokens_BT.flatten()[places_N]).float()",
+        ),
+        update_twice,
+        require_update,
+    ),
+    "weights that leave the device in float32": (
+        Fault("models.snapshots:SnapshotRing.publish", "copy_(tensor.to(views[name].dtype))", "copy_(tensor)"),
+        published_bytes,
+        require_publishing,
+    ),
+    "ended rows found on the device": (
+        Fault("generation.decode_cache:keep_rows", "places.to(device, non_blocking=True)", "places.to(device)"),
+        decode_twice,
+        require_decoding,
+    ),
+    "live rows found by a mask": (
+        Fault(
+            "generation.transformers_engine:TransformersEngine._decode",
+            "tokens_TR[step, live_B] = tokens_B",
+            "tokens_TR[step, live_B] = tokens_B[tokens_B >= 0]",
+        ),
+        decode_twice,
+        require_decoding,
+    ),
+}
+"""Name, fault, what measures it, and the budget that it must exceed."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fault_is_refused_as_on_a_gpu(on_gpu, tmp_path, name):
+    fault, options, said = REFUSED[name]
+    with pytest.raises((RuntimeError, TypeError, AssertionError), match=said):
+        on_gpu(with_fault, fault, train, tmp_path, 1, **options)
+
+
+@pytest.mark.parametrize("options", [GRPO, WORKER, {"algorithm": "ppo"}, {"algorithm": "ppo", "shared_trunk": True}])
+def test_the_same_runs_pass_without_a_fault(on_gpu, tmp_path, options):
+    assert len(on_gpu(train, tmp_path, 1, **options)) == 1
+
+
+@pytest.mark.parametrize("name", TOO_DEAR)
+def test_a_fault_exceeds_a_budget(on_gpu, tmp_path, name):
+    fault, measure, require = TOO_DEAR[name]
+    given = {"decode_twice": (), "update_twice": (tmp_path,), "published_bytes": ("SnapshotRing", tmp_path)}
+    found = on_gpu(with_fault, fault, measure, *given[measure.__name__])
+    with pytest.raises(AssertionError):
+        require(*found)

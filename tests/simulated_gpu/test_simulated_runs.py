@@ -1,0 +1,100 @@
+"""Whole runs on a simulated GPU: nothing mixes devices, and their numbers are the CPU's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_runs import tokens_in_flight, train
+from test_golden import KEYS, RUNS
+
+from async_rlhf import KLConfig, LoRAConfig
+from async_rlhf.algorithms.table import BUILT_IN
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+BATCHES = 3
+"""Fewer than the golden runs have; with staleness 1 the third is sampled by weights that have been trained."""
+
+
+def algorithm_of(name: str) -> str:
+    return next((algorithm for algorithm in BUILT_IN if name.startswith(algorithm)), "online_dpo")
+
+
+def require_cpus(on_gpu, folder: Path, name: str, staleness: int, batches: int = BATCHES, **options: Any) -> None:
+    """Require a golden run's losses of the same run on a simulated GPU.
+
+    If they differ, this machine may round otherwise than the one that stored them, so its own CPU must then agree.
+    """
+    options = {"algorithm": algorithm_of(name), "staleness": staleness, **RUNS[name], **options}
+    found = on_gpu(train, folder, batches, name="gpu", **options)
+    stored = json.loads((GOLDEN / f"{name}_staleness_{staleness}.json").read_text())
+    assert stored.keys() == {key for key in KEYS if key in found[0]}
+    losses = {key: [line[key] for line in found] for key in stored}
+    if not same({key: values[:batches] for key, values in stored.items()}, losses):
+        cpu = train(folder, batches, "cpu", name="cpu", **options | {"resume": False, "generation": {}})
+        assert same({key: [line[key] for line in cpu] for key in stored}, losses), (cpu, losses)
+
+
+def same(one: dict[str, list[float]], other: dict[str, list[float]]) -> bool:
+    return all(one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5) for key in one)
+
+
+def test_every_algorithm_has_a_golden_run():
+    assert {algorithm_of(name) for name in RUNS} == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_inline_runs_have_the_cpus_losses(on_gpu, tmp_path, name):
+    require_cpus(on_gpu, tmp_path, name, 0)
+
+
+@pytest.mark.parametrize(("name", "device"), [(name, f"cuda:{i % 2}") for i, name in enumerate(RUNS)])
+def test_runs_with_a_worker_have_the_cpus_losses(on_gpu, tmp_path, name, device):
+    """A worker on the learner's GPU reads the weights there, one on the other GPU reads them from the host."""
+    require_cpus(on_gpu, tmp_path, name, 1, generation={"device": device})
+
+
+@pytest.mark.parametrize("name", ["online_dpo_lora", "ppo_shared_trunk", "grpo"])
+def test_synchronous_runs_with_a_worker_have_the_cpus_losses(on_gpu, tmp_path, name):
+    require_cpus(on_gpu, tmp_path, name, 0, generation={"placement": "process"})
+
+
+@pytest.mark.parametrize(("name", "staleness"), [("online_dpo_lora", 0), ("ppo", 1)])
+def test_a_resumed_run_goes_on_with_the_cpus_losses(on_gpu, tmp_path, name, staleness):
+    options = {"algorithm": algorithm_of(name), "staleness": staleness, "save_steps": 2, **RUNS[name]}
+    assert len(on_gpu(train, tmp_path, 2, name="gpu", **options)) == 2
+    require_cpus(on_gpu, tmp_path, name, staleness, 4, resume=True, save_steps=2)
+
+
+OTHERS = {
+    "bf16": {"algorithm": "grpo", "bf16": True, "gradient_checkpointing": True, "head_float32": True},
+    "values_of_whole_texts": {"algorithm": "ppo", "bootstrap_truncated": True},
+    "values_of_whole_texts_by_a_head": {"algorithm": "ppo", "bootstrap_truncated": True, "shared_trunk": True},
+    "adapters_on_the_value_model": {"algorithm": "ppo", "lora": LoRAConfig(rank=4)},
+    "corrected_kl": {"algorithm": "grpo", "kl": KLConfig(coef=0.1, where="loss", estimator="k3", corrected=True)},
+    "evaluation": {"evaluates": True, "eval_steps": 1},
+    "bfloat16_snapshots": {"generation": {"placement": "process", "dtype": "bfloat16"}},
+}
+"""What no golden run has."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_runs_have_the_losses_of_the_same_run_on_the_cpu(on_gpu, tmp_path, name):
+    gpu = on_gpu(train, tmp_path, 2, name="gpu", **OTHERS[name])
+    cpu = train(tmp_path, 2, "cpu", name="cpu", **OTHERS[name])
+    compared = [
+        [[key for key in line if key in KEYS or (key.startswith("eval_") and "time" not in key)] for line in run]
+        for run in (gpu, cpu)
+    ]
+    assert compared[0] == compared[1]
+    assert len(compared[0]) == (4 if name == "evaluation" else 2)
+    for keys, one, other in zip(compared[0], gpu, cpu, strict=True):
+        assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-5, abs=1e-6)
+
+
+def test_weights_that_come_in_flight_sample_what_they_sample_on_the_cpu(on_gpu):
+    found = on_gpu(tokens_in_flight, "cuda:0")
+    assert found == tokens_in_flight("cpu")
+    assert len({version for _, versions in found for version in versions}) > 3
