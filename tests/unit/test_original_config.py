@@ -529,6 +529,7 @@ VALID = {
     "task_type": "tldr",
     "torch_dtype": "float32",
     "fp16": False,  # not with bf16
+    "load_in_4bit": False,  # not with load_in_8bit
     "stop_token": "eos",
     "model_revision": "step1",
     "save_strategy": "steps",
