@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from rich.console import Console
@@ -61,7 +61,8 @@ class Lines:
         rate = (done - self.begun) / max(now - self._started, 1e-9)
         left = timedelta(seconds=round((self.total - done) / rate))
         shown = [f"{self.what} {done} of {self.total}", f"{rate:.3g}/s", f"{left} left", *([more] if more else [])]
-        print(", ".join(shown), file=sys.stderr, flush=True)
+        with suppress(OSError):  # whoever read it may be gone, which must not end a run
+            print(", ".join(shown), file=sys.stderr, flush=True)
 
 
 @contextmanager

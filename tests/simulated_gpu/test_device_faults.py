@@ -65,7 +65,7 @@ REFUSED = {
         DEVICES,
     ),
     "the reward model is not moved": (
-        Fault("run.wiring:_load_models", "reward.to(reward_device(config, device))", "reward_device(config, device)"),
+        Fault("models.loading:reward_model_for", "check_reward_model(model).to(device)", "check_reward_model(model)"),
         GRPO,
         r"is on the wrong device",  # it would score, on the CPU
     ),

@@ -95,7 +95,7 @@ def test_it_trains_from_yaml_and_is_known_by_its_name_on_resume(folder):
 
 
 def test_its_keys_are_in_the_help_and_are_checked(folder):
-    words = [sys.executable, "-m", "async_rlhf.cli", "train", "--algorithm", "simpo.py:SIMPO", "--help"]
+    words = [sys.executable, "-m", "async_rlhf.cli", "train", "--algorithm", "simpo.py:SIMPO", "--help-all"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "--train.margin" in shown
     assert "How far the chosen completion has to be ahead." in " ".join(shown.split())
