@@ -105,7 +105,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     device = torch.device(config.device) if config.device else default_device()
     judge = None
     if config.judge.url is None:  # load it first, so that errors show before anything is sampled
-        judge = _judge(config, device)
+        judge = RewardJudge.of(config, device)
     pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     distribution, lines, dropped, answers, human = _answers(config, folder)
     reference = config.reference or next(iter(answers))
@@ -138,18 +138,6 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     if config.track and config.run is not None:
         log_to_trackers(Path(config.run), results, samples[: config.num_samples])
     return results
-
-
-def _judge(config: EvaluateConfig, device: torch.device) -> RewardJudge:
-    return RewardJudge(
-        config.reward_model,
-        config.reward_funcs,
-        config.batch_size,
-        device,
-        tokenizer=config.reward_tokenizer,
-        trust=config.trust_remote_code,
-        bits=config.reward_model_bits,
-    )
 
 
 def _score(

@@ -54,14 +54,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     device = torch.device(config.device) if config.device else default_device()
     rows = load_prompts(config.prompts, config.split, config.prompt_field, config.prompt_words, "prompts")
     tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
-    judge = RewardJudge(
-        config.reward_model,
-        config.reward_funcs,
-        config.batch_size,
-        device,
-        trust=config.trust_remote_code,
-        bits=config.reward_model_bits,
-    )
+    judge = RewardJudge.of(config, device)
     prompts, dropped = first_prompts(rows, tokenizer, config)
 
     policy = load_policy(config.model, device, trust=config.trust_remote_code)

@@ -52,17 +52,7 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
         raise ConfigError(f"splits: got {config.splits} of one file, {config.data!r}; must be one, or data a folder")
     data = {split: load_rows(config.data, split, key="data") for split in config.splits}
     device = torch.device(config.device) if config.device else default_device()
-    dtype = getattr(torch, config.dtype)
-    judge = RewardJudge(
-        config.reward_model,
-        config.reward_funcs,
-        config.batch_size,
-        device,
-        dtype,
-        config.reward_tokenizer,
-        trust=config.trust_remote_code,
-        bits=config.reward_model_bits,
-    )
+    judge = RewardJudge.of(config, device)
     files, found = {}, {}
     for split, rows in data.items():
         relabelled, found[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, EvaluateConfig, PairsConfig, RelabelConfig
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.models.forward import score_rows
@@ -60,6 +60,20 @@ class RewardJudge:
                 self.tokenizer = load_tokenizer(reward_model, key="reward_model", trust=trust)
         if tokenizer is not None:
             self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer", trust=trust)
+
+    @classmethod
+    def of(cls, config: EvaluateConfig | PairsConfig | RelabelConfig, device: torch.device) -> RewardJudge:
+        """The judge that a command's configuration names."""
+        return cls(
+            config.reward_model,
+            config.reward_funcs,
+            config.batch_size,
+            device,
+            torch.float32 if not isinstance(config, RelabelConfig) else getattr(torch, config.dtype),
+            None if isinstance(config, PairsConfig) else config.reward_tokenizer,
+            trust=config.trust_remote_code,
+            bits=config.reward_model_bits,
+        )
 
     def __call__(
         self,

@@ -62,7 +62,8 @@ def _git(folder: Path, *words: str) -> str | None:
     known = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words],
+            ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *words],  # which would start a program
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=_SECONDS,

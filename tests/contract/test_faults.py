@@ -669,6 +669,7 @@ def test_a_closed_terminal_is_as_sigterm(command, tmp_path):
 
 def _own(terminal: int) -> None:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests themselves may run under nohup
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
