@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.kernels import blocks
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Model, Parallel
 
@@ -33,7 +34,7 @@ class FullyShardedDataParallel(Parallel):
         run: precision.
     """
 
-    spreads_weights, takes_optimizers = True, False
+    spreads_weights, casts_gathered, takes_optimizers = True, True, False
 
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
@@ -49,26 +50,24 @@ class FullyShardedDataParallel(Parallel):
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         for part in parts:
-            self._shard(part)
+            self._shard(part, self.config.cpu_offload)
         return super().prepare(model, parts, make)
 
     def frozen(self, model: Model) -> Model:
-        self._shard(model)
+        self._shard(model, self.config.cpu_offload or self.run.offload_frozen)
         return model
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, offload: bool) -> None:
         """Block by block, so that only one block's weights are whole at a time."""
-        offload = self.config.cpu_offload and self._mesh.device_type != "cpu"  # where else would they be
-        blocks = set(getattr(model, "_no_split_modules", None) or [])
+        offload = offload and self._mesh.device_type != "cpu"  # where else would they be
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         cast = {"mp_policy": MixedPrecisionPolicy(autocast_dtype(self.run), torch.float32)}
-        for module in list(model.modules()):
-            if type(module).__name__ in blocks:
-                fully_shard(module, **options, **cast)
+        for block in blocks(model):
+            fully_shard(block, **options, **cast)
         if isinstance(model, PreTrainedModel) and not model.can_generate():
             # Scores and values are read by calling body and head, each by itself; heads compute in float32.
             for child in model.children():
