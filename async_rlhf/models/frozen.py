@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,25 +23,32 @@ class HostCopy(AbstractContextManager[None]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._device = self._parameters[0].device
-        pinned = self._device.type == "cuda" and torch.cuda.is_available()  # copied without waiting for each
-        self._host = [p.data.cpu().pin_memory() if pinned else p.data.cpu() for p in self._parameters]
+        self._places = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        mine = [module._parameters[name] for module, name in self._places]
+        self._device = next(model.parameters()).device
+        pinned = self._device.type == "cuda" and torch.accelerator.is_available()  # copied without waiting for each
+        copied = {id(p): p.data.cpu().pin_memory() if pinned else p.data.cpu() for p in model.parameters()}
+        held = {number: nn.Parameter(tensor, requires_grad=False) for number, tensor in copied.items()}
+        self._host = [held[id(parameter)] for parameter in mine]  # one for all places that share a parameter
         self.__exit__()
 
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        for (module, name), parameter in zip(self._places, parameters, strict=True):
+            module._parameters[name] = parameter
+
     def __enter__(self) -> None:
-        for parameter, tensor in zip(self._parameters, self._host, strict=True):
-            parameter.data = tensor.to(self._device, non_blocking=True)
+        copied = {id(p): nn.Parameter(p.to(self._device, non_blocking=True), requires_grad=False) for p in self._host}
+        self._put([copied[id(parameter)] for parameter in self._host])
 
     def __exit__(self, *_: object) -> None:
-        for parameter, tensor in zip(self._parameters, self._host, strict=True):
-            parameter.data = tensor
+        self._put(self._host)
 
 
 def at_hand(model: nn.Module | None, config: OnlineConfig, parallel: Parallel) -> AbstractContextManager[None]:
     """What to enter, as often as one likes, while a frozen model computes; sharded weights come by themselves."""
-    alone = model is not None and not parallel.spreads_weights
-    return HostCopy(model) if alone and config.offload_frozen else nullcontext()
+    if model is None or parallel.spreads_weights or not config.offload_frozen:
+        return nullcontext()
+    return HostCopy(model)
 
 
 def frozen(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> PreTrainedModel:

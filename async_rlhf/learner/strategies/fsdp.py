@@ -65,7 +65,7 @@ class FullyShardedDataParallel(Parallel):
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
-        cast = {"mp_policy": MixedPrecisionPolicy(autocast_dtype(self.run), torch.float32)}
+        cast: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(autocast_dtype(self.run), torch.float32)}
         for block in blocks(model):
             fully_shard(block, **options, **cast)
         if isinstance(model, PreTrainedModel) and not model.can_generate():
