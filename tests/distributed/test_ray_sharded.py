@@ -1,4 +1,4 @@
-"""Ray's generators sample for a policy that FSDP has sharded, whose class they could not even receive."""
+"""Ray's generators sample for a policy that FSDP has sharded: they get the model's own class."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def test_an_actor_samples_what_the_whole_policy_samples(tmp_path, monkeypatch):
             generator.publish(policy, 0)
             generator.submit(1, 0, prompts)
             found = [group.samples for group in generator.collect(1).groups]
+            name_of_class = ray.remote(lambda spec, *_: spec.model_class.__qualname__)
+            # As an actor gets it: Ray would also pass on a class that exists in this process only.
+            assert ray.get(name_of_class.remote(*generator.workers[0]._arguments)) == "GPTNeoXForCausalLM"
     finally:
         dist.destroy_process_group()
         ray.shutdown()
