@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
+from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config, widened
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import OnlineConfig, VLLMConfig
@@ -62,7 +62,7 @@ def with_vllm(**changes: object) -> dict[str, object]:
 def policy() -> GPTNeoXForCausalLM:
     """On the device; its heads are of a size that vLLM has kernels for everywhere."""
     torch.manual_seed(0)
-    return GPTNeoXForCausalLM(tiny_config(hidden_size=64, intermediate_size=128)).to(DEVICE)
+    return widened(GPTNeoXForCausalLM(tiny_config(hidden_size=64, intermediate_size=128))).to(DEVICE)
 
 
 def metrics_of(args: OnlineConfig) -> list[dict[str, float]]:

@@ -89,8 +89,8 @@ def test_vllm_loads_new_weights_in_flight(tmp_path):
     assert largest(rows, "engine/logprob_difference") < BF16_TOLERANCE
 
 
-@needs_gpus(1)
 @pytest.mark.skipif(GPU and find_spec("flash_attn") is None, reason="needs flash-attn, which is not installed")
+@needs_gpus(1)
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=needs_gpus(2))])
 def test_workers_use_a_gpu_where_flash_attn_is_installed(tmp_path, number):
     """With it, importing transformers asks for GPUs, before workers are forked. In a program, whose fork server is new.

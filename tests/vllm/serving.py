@@ -37,6 +37,7 @@ class Server:
         log: file for what it prints.
         options: of the command, in place of those for a CPU.
         environment: variables for it alone.
+        key: that callers must have; by default one of its own.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Server:
         log: Path,
         options: Mapping[str, object] = CPU_OPTIONS,
         environment: Mapping[str, str] = MappingProxyType({}),
+        key: str | None = None,
     ) -> None:
         self.model, self.log, self.port = model, log, free_port()
         self.options, self.environment = options, environment
-        self.key = secrets.token_hex(16)
+        self.key = key or secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
@@ -69,9 +71,9 @@ class Server:
             )
         SESSIONS.add(self.process.pid)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = SECONDS) -> None:
         """Until it answers."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).is_success:
