@@ -5,7 +5,7 @@ OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
 .PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
-.PHONY: bench faults faults-long lock audit clean
+.PHONY: bench bench-gpu faults faults-long lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -34,6 +34,9 @@ lint: setup         ## style and types
 
 bench: setup        ## how much of sampling and training overlaps
 	$(BIN)/python benchmarks/overlap.py
+
+bench-gpu: setup    ## the benchmarks on a GPU; figures go to benchmarks/figures, under the GPU's name
+	$(BIN)/python benchmarks/gpu.py
 
 faults: setup       ## kill runs with kill -9 at random moments, resume, compare
 	$(BIN)/python benchmarks/faults.py
