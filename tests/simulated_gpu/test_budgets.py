@@ -60,8 +60,10 @@ def require_decoding(few: tuple[Mapping[str, int], list[int]], many: tuple[Mappi
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", ["SnapshotRing", "DeviceRing", "folder"])
+@pytest.mark.parametrize("kind", ["SnapshotRing", "DeviceRing", "folder", "object store"])
 def test_publishing_moves_two_bytes_a_parameter(on_gpu, tmp_path, kind, lora):
+    if kind == "object store":
+        pytest.importorskip("ray")
     require_publishing(*on_gpu(published_bytes, kind, tmp_path, lora))
 
 
