@@ -24,6 +24,7 @@ if ON not in ("cuda", "cpu"):
     raise ValueError(f"ASYNC_RLHF_GPU_TESTS_ON: got {ON!r}; must be cuda or cpu")
 GPU = ON == "cuda"
 DEVICE = "cuda:0" if GPU else "cpu"
+KV_CACHE_GB = 1.0 if GPU else 0.05
 BF16_TOLERANCE = 0.05
 """Mean absolute difference, in nats per token, between the log-probabilities of an engine that computes in bfloat16 and
 those of the learner under bfloat16 autocast, for the same weights."""
@@ -50,8 +51,8 @@ def device(number: int) -> str:
 
 
 def vllm_memory() -> VLLMConfig:
-    """A share that leaves room for the learner and for a second engine."""
-    return VLLMConfig(gpu_memory_utilization=0.3) if GPU else VLLMConfig(kv_cache_gb=0.05)
+    """Little: of so small a model, keys and values that filled a GPU would be millions of blocks."""
+    return VLLMConfig(gpu_memory_utilization=0.3, kv_cache_gb=KV_CACHE_GB)
 
 
 def with_vllm(**changes: object) -> dict[str, object]:

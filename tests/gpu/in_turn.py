@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from gpus import BF16_TOLERANCE, GPU, largest, train, with_vllm
+from gpus import BF16_TOLERANCE, GPU, KV_CACHE_GB, largest, train, with_vllm
 
 from async_rlhf.generation.inline import InlineVLLMGenerator
 from async_rlhf.generation.vllm_engine import VLLMEngine
@@ -57,9 +57,8 @@ def main(folder: Path) -> None:
     if GPU:
         awake = min(size for name, size in CALLS if name == "generate")
         asleep = max(size for name, size in CALLS if name == "sleep")
-        freed, share = awake - asleep, 0.3 * torch.cuda.get_device_properties(0).total_memory
-        print(f"vLLM's sleep frees {freed / 1e9:.1f} GB of its {share / 1e9:.1f} GB")
-        assert freed > share / 2, CALLS
+        print(f"vLLM's sleep frees {(awake - asleep) / 2**30:.2f} GB, with {KV_CACHE_GB} for keys and values")
+        assert awake - asleep > 0.9 * KV_CACHE_GB * 2**30, CALLS
 
 
 if __name__ == "__main__":

@@ -13,8 +13,20 @@ import publish
 import pytest
 import torch
 import torch.distributed as dist
-from gpus import BF16_TOLERANCE, DEVICE, GPU, device, device_count, largest, needs_gpus, needs_vllm, policy, train
-from serving import CPU_OPTIONS, Server
+from gpus import (
+    BF16_TOLERANCE,
+    DEVICE,
+    GPU,
+    KV_CACHE_GB,
+    device,
+    device_count,
+    largest,
+    needs_gpus,
+    needs_vllm,
+    policy,
+    train,
+)
+from serving import Server
 
 from async_rlhf.generation import broadcast, server_generator
 from async_rlhf.generation.server_generator import Sender
@@ -57,10 +69,9 @@ def model(tmp_path_factory) -> Path:
 
 def start(model: Path, gpus: list[int], folder: Path) -> list[Server]:
     """A server on each of these GPUs, all with one key."""
-    options: dict[str, object] = {**CPU_OPTIONS, "dtype": "bfloat16"}
-    if GPU:
-        # With a size for keys and values, servers that start on one GPU at once do not measure each other's memory.
-        options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_gb": 1.0}
+    # With a size for keys and values, servers that start on one GPU at once do not measure each other's memory.
+    options: dict[str, object] = {"dtype": "bfloat16", "kv_cache_gb": KV_CACHE_GB}
+    options |= {"gpu_memory_utilization": 0.3} if GPU else {"num_threads": 1}
     key = secrets.token_hex(16)
     return [
         Server(model, folder / f"server{i}.log", options, {"CUDA_VISIBLE_DEVICES": str(gpu)} if GPU else {}, key)
