@@ -1,8 +1,8 @@
 """Numbers from logits without all the logits: the output head computes a chunk of tokens at a time.
 
 With a vocabulary of 128,000 the logits of one micro-batch take more memory than many models. Where they fit into one
-chunk they are computed at once and kept for the backward pass; else each chunk is dropped, and computed again in the
-backward pass (as cut cross-entropy does: Wijmans et al., arXiv 2411.09009).
+chunk, torch's own operations compute them. Else a few chunks are kept for the backward pass, and all others dropped
+and computed again there (as cut cross-entropy does: Wijmans et al., arXiv 2411.09009).
 
 The chunks are computed within the model's own forward pass, in place of the head's forward: there the head's weights
 are whole if ranks share them, cast if something casts them, or those of a snapshot. What the model does to logits after
@@ -27,13 +27,15 @@ from async_rlhf.models.logprobs import entropies_of
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 26
-"""Of the float32 logits of a chunk."""
+CHUNK_BYTES = 30 << 20
+"""Of the float32 logits of a chunk. From 32 MiB on, glibc asks the system for new pages each time."""
 LEAST_ROWS = 256
 """Of a chunk, however large the vocabulary: with fewer, reading the weights takes longer than computing with them."""
+KEPT_BYTES = 1 << 28
+"""Of log-probabilities of whole chunks, which are kept for the backward pass; other chunks are computed again there."""
 
 Reduction = Callable[[Tensor, slice], Tensor]
-"""From the logits (C, V) float32 of some tokens, and which of the N tokens they are, to their numbers (K, C) float32."""
+"""From logits (C, V) float32, and which of the N tokens they are for, to numbers (K, C) float32."""
 
 
 class After(NamedTuple):
@@ -48,14 +50,15 @@ class After(NamedTuple):
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def times_slope_(self, gradient: Tensor, scaled: Tensor, temperature: float) -> Tensor:
+    def times_slope_(self, gradient: Tensor, scaled: Tensor | None, temperature: float) -> None:
         """In place: the gradient with respect to the head's own output, from that with respect to the results.
 
-        ``scaled`` are the results over the temperature.
+        ``scaled`` are the results over the temperature; needed only where there is a bound.
         """
-        if self.cap is not None:
+        if self.cap is not None and scaled is not None:
             gradient.mul_(1 - (scaled * (temperature / self.cap)).square_())
-        return gradient if self.scale == 1 else gradient.mul_(self.scale)
+        if self.scale != 1:
+            gradient.mul_(self.scale)
 
 
 class LogprobsAndEntropies:
@@ -71,7 +74,14 @@ class LogprobsAndEntropies:
         self.targets_N, self.temperature, self.with_entropies = targets_N, temperature, with_entropies
 
     def __call__(self, logits_CV: Tensor, part: slice) -> Tensor:
-        logprobs_CV = torch.log_softmax(logits_CV / self.temperature, dim=-1)
+        return self.numbers(self.logprobs(logits_CV), part)
+
+    def logprobs(self, logits_CV: Tensor) -> Tensor:
+        """Of every token, (C, V)."""
+        return torch.log_softmax(logits_CV / self.temperature, dim=-1)
+
+    def numbers(self, logprobs_CV: Tensor, part: slice) -> Tensor:
+        """The result from these."""
         logprobs_C = -F.nll_loss(logprobs_CV, self.targets_N[part], reduction="none")
         entropies_C = entropies_of(logprobs_CV.detach()) if self.with_entropies else torch.zeros_like(logprobs_C)
         return torch.stack([logprobs_C, entropies_C])
@@ -221,7 +231,8 @@ def _reduced(
         return numbers(states_NH, parts[0])
     if plain and isinstance(reduce, LogprobsAndEntropies) and _is_linear(head):
         weight, bias = head.weight, head.bias
-        return _Chunks.apply(states_NH, weight, bias, reduce, after, parts)
+        keep = KEPT_BYTES // 4 if torch.is_grad_enabled() else 0
+        return _Chunks.apply(states_NH, weight, bias, reduce, after, parts, keep)
     if torch.is_grad_enabled():
         found = [checkpoint(numbers, states_NH[part], part, use_reentrant=False) for part in parts]
     else:
@@ -246,17 +257,22 @@ class _Chunks(torch.autograd.Function):
         reduce: LogprobsAndEntropies,
         after: After,
         parts: list[slice],
+        keep: int,
     ) -> Tensor:
         device = states_NH.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         ctx.save_for_backward(states_NH, weight_VH, bias_V, reduce.targets_N)
-        ctx.rest = reduce.temperature, after, parts, autocast
+        ctx.rest, ctx.kept = (reduce.temperature, after, parts, autocast), []
         numbers_2N = torch.zeros(2, len(states_NH), dtype=torch.float32, device=states_NH.device)
         with torch.autocast(device, enabled=False):
             weight_VH, bias_V = _cast(weight_VH, autocast), _cast(bias_V, autocast)
             for part in parts:
                 logits_CV = _logits(_cast(states_NH[part], autocast), weight_VH, bias_V, after)
-                numbers_2N[:, part] = reduce(logits_CV, part)
+                logprobs_CV = reduce.logprobs(logits_CV)
+                del logits_CV
+                numbers_2N[:, part] = reduce.numbers(logprobs_CV, part)
+                keep -= logprobs_CV.numel()
+                ctx.kept.append(logprobs_CV if keep >= 0 and after.cap is None else None)
         return numbers_2N
 
     @staticmethod
@@ -264,29 +280,41 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, gradient_2N: Tensor) -> tuple[Tensor | None, ...]:
         states_NH, weight, bias, targets_N = ctx.saved_tensors
         temperature, after, parts, autocast = ctx.rest
-        for_states, for_weight, for_bias = ctx.needs_input_grad[:3]
-        states_gradient_NH = torch.empty_like(states_NH) if for_states else None
-        exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        weight_sum_VH = torch.zeros(weight.shape, dtype=exact, device=weight.device) if for_weight else None
-        bias_sum_V = torch.zeros(bias.shape, dtype=exact, device=bias.device) if for_bias else None
+        states_sum_NH = torch.empty_like(states_NH) if ctx.needs_input_grad[0] else None
+        weight_sum_VH, bias_sum_V = (
+            _zeros_for_sums(x) if needed else None
+            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         with torch.autocast(states_NH.device.type, enabled=False):
             weight_VH, bias_V = _cast(weight, autocast), _cast(bias, autocast)
-            for part in parts:
-                states_CH = _cast(states_NH[part], autocast)
-                slope_CV = _slopes(
-                    states_CH, weight_VH, bias_V, after, targets_N[part], gradient_2N[0, part], temperature
-                )
+            for part, logprobs_CV in zip(parts, ctx.kept, strict=True):
+                states_CH, scaled_CV = _cast(states_NH[part], autocast), None
+                if logprobs_CV is None:
+                    scaled_CV = _logits(states_CH, weight_VH, bias_V, after).div_(temperature)
+                    slope_CV = torch.softmax(scaled_CV, dim=-1)
+                else:
+                    slope_CV = logprobs_CV.exp()
+                _slope_from_probabilities_(slope_CV, targets_N[part], gradient_2N[0, part] / temperature)
+                after.times_slope_(slope_CV, scaled_CV, temperature)
                 if bias_sum_V is not None:
                     bias_sum_V += slope_CV.sum(dim=0)
                 slope_CV = slope_CV.to(weight_VH.dtype)
-                if states_gradient_NH is not None:
-                    states_gradient_NH[part] = slope_CV @ weight_VH
+                if states_sum_NH is not None:
+                    states_sum_NH[part] = slope_CV @ weight_VH
                 if weight_sum_VH is not None:
                     _add_product(weight_sum_VH, slope_CV.t(), states_CH)
-                del slope_CV
-        weight_sum_VH = None if weight_sum_VH is None else weight_sum_VH.to(weight.dtype)
-        bias_sum_V = None if bias_sum_V is None else bias_sum_V.to(bias.dtype)
-        return states_gradient_NH, weight_sum_VH, bias_sum_V, None, None, None
+                del slope_CV, scaled_CV, logprobs_CV
+        weight_sum_VH, bias_sum_V = _like(weight_sum_VH, weight), _like(bias_sum_V, bias)
+        return states_sum_NH, weight_sum_VH, bias_sum_V, None, None, None, None
+
+
+def _zeros_for_sums(parameter: Tensor) -> Tensor:
+    """Sums over chunks are float32 at least."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _like(total: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return None if total is None else total.to(parameter.dtype)
 
 
 def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
@@ -298,24 +326,12 @@ def _logits(states_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, after: 
     return after(F.linear(states_CH, weight_VH, bias_V).float())
 
 
-def _slopes(
-    states_CH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    after: After,
-    targets_C: Tensor,
-    gradient_C: Tensor,
-    temperature: float,
-) -> Tensor:
-    """The gradient (C, V) float32 with respect to the head's output: of each token's log-probability times its own."""
-    scaled_CV = _logits(states_CH, weight_VH, bias_V, after).div_(temperature)
-    slope_CV = torch.softmax(scaled_CV, dim=-1)
+def _slope_from_probabilities_(slope_CV: Tensor, targets_C: Tensor, gradient_C: Tensor) -> None:
+    """In place: the gradient with respect to logits over the temperature, from what softmax makes of these."""
     rows_C = torch.arange(len(targets_C), device=targets_C.device)
     own_C = slope_CV[rows_C, targets_C]
-    gradient_C = gradient_C / temperature
     slope_CV.mul_(-gradient_C[:, None])
     slope_CV[rows_C, targets_C] = gradient_C * (1 - own_C)
-    return after.times_slope_(slope_CV, scaled_CV, temperature)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

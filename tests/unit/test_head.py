@@ -81,16 +81,16 @@ def make(kind):
     return model
 
 
-@pytest.fixture(params=["one chunk", "many chunks"])
+@pytest.fixture(params=["one chunk", "many chunks", "two kept"])
 def chunks(request, monkeypatch):
-    if request.param == "many chunks":
-        in_chunks(monkeypatch)
-    return request.param
+    if request.param != "one chunk":
+        in_chunks(monkeypatch, kept={"many chunks": 0, "two kept": 2}[request.param])
 
 
-def in_chunks(monkeypatch, rows=7):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", rows * 4 * VOCABULARY)
-    monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
+def in_chunks(monkeypatch, rows=7, kept=0):
+    chunk = rows * 4 * VOCABULARY
+    for name, value in (("CHUNK_BYTES", chunk), ("LEAST_ROWS", 1), ("KEPT_BYTES", kept * chunk)):
+        monkeypatch.setattr(head_module, name, value)
 
 
 def rows_of_tokens(rows=5, longest=13):
@@ -223,7 +223,9 @@ def whole_logits(states_NH, head, targets_N):
 
 def in_many_chunks(states_NH, head, targets_N):
     reduce, parts = LogprobsAndEntropies(targets_N, T, True), [slice(i, i + 100) for i in range(0, len(states_NH), 100)]
-    return head_module._Chunks.apply(states_NH, head.weight, head.bias, reduce, head_module.After(), parts)[0]
+    return head_module._Chunks.apply(
+        states_NH, head.weight, head.bias, reduce, head_module.After(), parts, 5 * 100 * 3000
+    )[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
