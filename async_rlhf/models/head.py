@@ -223,13 +223,16 @@ def _reduced(
     plain: bool,
 ) -> Tensor:
     parts = _parts(len(states_NH), vocabulary)
+    linear = plain and _is_linear(head)
+    if not linear and any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+        parts = [slice(0, len(states_NH))]  # ZeRO-3 gathers at every call: each rank has to make as many
 
     def numbers(states_CH: Tensor, part: slice) -> Tensor:
         return reduce(after(forward(states_CH).float()), part)
 
     if len(parts) == 1:
         return numbers(states_NH, parts[0])
-    if plain and isinstance(reduce, LogprobsAndEntropies) and _is_linear(head):
+    if linear and isinstance(reduce, LogprobsAndEntropies):
         weight, bias = head.weight, head.bias
         keep = KEPT_BYTES // 4 if torch.is_grad_enabled() else 0
         return _Chunks.apply(states_NH, weight, bias, reduce, after, parts, keep)
