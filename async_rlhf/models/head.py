@@ -126,9 +126,10 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 def _candidates(config: Any) -> list[After]:
     """What the model's configuration may mean. Some models multiply by their scale, some divide by it."""
     text = config.get_text_config()
-    scales, caps = ([getattr(text, key, None) for key in keys] for keys in (_SCALES, _CAPS))
-    scales = [way for scale in scales if scale for way in (scale, 1 / scale)]
-    return [After(scale, cap) for cap in [*filter(None, caps), None] for scale in dict.fromkeys([*scales, 1.0])]
+    found_scales, found_caps = ([getattr(text, key, None) for key in keys] for keys in (_SCALES, _CAPS))
+    scales = [way for scale in found_scales if scale for way in (float(scale), 1 / scale)]
+    caps = [*(float(cap) for cap in found_caps if cap), None]
+    return [After(scale, cap) for cap in caps for scale in dict.fromkeys([*scales, 1.0])]
 
 
 def _is_after(after: After, probe: Tensor, found: Tensor) -> bool:
@@ -177,7 +178,8 @@ def _run(
 def _reducing(head: nn.Module, reduce: Reduction, after: After, config: Any) -> Iterator[list[Tensor]]:
     """Within, the head puts aside the numbers (K, N) and what it returns in place of logits, in a list."""
     vocabulary = getattr(head, "out_features", None) or config.get_text_config().vocab_size
-    own, was_set, seen = head.forward, "forward" in vars(head), []
+    own, was_set = head.forward, "forward" in vars(head)
+    seen: list[Tensor] = []
 
     def forward(states_NH: Tensor) -> Tensor:
         return _reduced(head, own, states_NH, reduce, after, vocabulary, plain=not was_set)

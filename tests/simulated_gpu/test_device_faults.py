@@ -162,7 +162,7 @@ TOO_DEAR = {
     ),
     "logits in float64": (
         Fault(
-            "models.head:LogprobsAndEntropies.__call__",
+            "models.head:LogprobsAndEntropies.logprobs",
             "torch.log_softmax(logits_CV / self.temperature, dim=-1)",
             "torch.log_softmax(logits_CV.double() / self.temperature, dim=-1).float()",
         ),
