@@ -61,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "zero3"],
     ),
     "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),
-    # The others compute each micro-batch's logits at once; these a few tokens at a time, and again in the backward pass.
+    # The others compute a micro-batch's logits at once; these a few tokens at a time, and again in the backward pass.
     "head in chunks": ({**ASYNC, "head_rows": 5}, ["ddp", "fsdp", "zero2", "zero3"]),
     "adapters on a head in chunks": (
         {"algorithm": "rloo", "staleness": 1, "lora": 2, "lora_targets": ["dense", "lm_head"], "head_rows": 5},
