@@ -1,7 +1,8 @@
 """Forward passes on rows: log-probabilities of responses, scores of a reward model, values.
 
 Rows are padded on the right, so under causal attention no real token ever sees padding. No attention mask and no
-position ids are needed, and any causal language model of transformers works.
+position ids are needed, and any causal language model of transformers works. A model whose rows are to be packed
+(:mod:`async_rlhf.models.packing`) computes no padding at all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.models.logprobs import entropies, selected_logprobs
+from async_rlhf.models.packing import laid_out
 from async_rlhf.models.rows import by_length, pad_rows
 from async_rlhf.types import PolicyOutput
 
@@ -99,12 +101,15 @@ def response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
     Returns:
         (N, V) float32 for the N response tokens.
     """
-    return _logits_and_states(model, tokens_BT, _places(sampled_BT, tokens_BT.device))[0]
+    return _logits_and_states(model, tokens_BT, sampled_BT, _places(sampled_BT, tokens_BT.device))[0]
 
 
-def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, places_N: Tensor) -> tuple[Tensor, Tensor]:
-    with _logits_at(model, places_N - 1) as seen:  # the state at t - 1 predicts token t
-        logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
+def _logits_and_states(
+    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, places_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows = laid_out(model, tokens_BT, None, sampled_BT)
+    with _logits_at(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
+        logits_NV = model(**rows.inputs).logits
     return logits_NV.reshape(-1, logits_NV.shape[-1]).float(), seen[-1]
 
 
@@ -131,7 +136,7 @@ def response_logprobs(
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
-    logits_NV, states_NH = _logits_and_states(model, tokens_BT, places_N)
+    logits_NV, states_NH = _logits_and_states(model, tokens_BT, sampled_BT, places_N)
     logits_NV = logits_NV / temperature
     logprobs_N = selected_logprobs(logits_NV, tokens_BT.flatten()[places_N])
     entropies_BT, values_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device), None
@@ -155,9 +160,10 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
     Returns:
         (B, T) float32, 0 outside the response.
     """
-    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    rows = laid_out(model, tokens_BT, None, sampled_BT)
+    hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
     places_N = _places(sampled_BT, tokens_BT.device)
-    values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[places_N - 1])
+    values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(places_N - 1)])
     return _in_rows(values_N, places_N, tokens_BT)
 
 
@@ -174,10 +180,16 @@ def end_values(
     """
     if not isinstance(value, nn.Linear):
         return reward_scores(value, tokens_BT, lengths_B)
-    rows, longest = tokens_BT.shape
-    with _logits_at(policy, torch.arange(rows, device=tokens_BT.device) * longest + lengths_B - 1) as seen:
-        policy(input_ids=tokens_BT, use_cache=False)
+    rows = laid_out(policy, tokens_BT, lengths_B, None)
+    with _logits_at(policy, rows.at(_ends(tokens_BT, lengths_B))) as seen:
+        policy(**rows.inputs)
     return _scalars(value, seen[-1])
+
+
+def _ends(tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """Places of the last real tokens in the flattened rows."""
+    rows, longest = tokens_BT.shape
+    return torch.arange(rows, device=tokens_BT.device) * longest + lengths_B.to(tokens_BT.device) - 1
 
 
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
@@ -231,9 +243,9 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     Returns:
         (B,) float32.
     """
-    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    last_BH = hidden_BTH[torch.arange(len(lengths_B), device=hidden_BTH.device), lengths_B - 1]
-    return _scalars(model.score, last_BH)
+    rows = laid_out(model, tokens_BT, lengths_B, None)
+    hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
+    return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> Tensor:
@@ -278,6 +290,6 @@ def score_batch(
     """
     device = model.device if device is None else device
     tokens_BT = pad_rows(rows, torch.long).to(device)
-    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    lengths_B = torch.tensor([len(row) for row in rows])
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         return reward_scores(model, tokens_BT, lengths_B).float().cpu()
