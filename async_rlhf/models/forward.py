@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from async_rlhf.config import OnlineConfig
 from async_rlhf.models.logprobs import entropies, selected_logprobs
 from async_rlhf.models.packing import laid_out
-from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.models.passes import Passes
+from async_rlhf.models.rows import pad_rows
 from async_rlhf.types import PolicyOutput
 
 
@@ -63,6 +64,11 @@ class _OutOfAutocast:
 def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+
+
+def in_sixteen_bits(config: OnlineConfig, model: PreTrainedModel) -> bool:
+    """Whether a model computes in 16 bits."""
+    return autocast_dtype(config) is not None or model.dtype in (torch.float16, torch.bfloat16)
 
 
 def head_in_float32(model: PreTrainedModel) -> None:
@@ -250,11 +256,15 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length; see :func:`score_in_batches`."""
-    return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, batch_size)
+    passes = Passes(batch_size)
+    return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, passes)
 
 
 def score_in_batches(
-    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]], rows: Sequence[tuple[int, ...]], batch_size: int
+    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]],
+    rows: Sequence[tuple[int, ...]],
+    passes: Passes,
+    ranks: int = 1,
 ) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length.
 
@@ -263,7 +273,8 @@ def score_in_batches(
     Args:
         score: computes the scores of each batch, in any process; the batches do not depend on where it runs.
         rows: tokens of prompt and response.
-        batch_size: most rows of a batch.
+        passes: the limits of a batch.
+        ranks: who share the batches.
 
     Returns:
         (len(rows),) float32 on the CPU.
@@ -271,7 +282,7 @@ def score_in_batches(
     number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     unique = list(number)
     scores_B = torch.zeros(len(unique))
-    indices = list(by_length(torch.tensor([len(row) for row in unique]), batch_size))
+    indices = passes.split(torch.tensor([len(row) for row in unique]), ranks=ranks)
     found = score([[unique[i] for i in index.tolist()] for index in indices])
     for index, scores in zip(indices, found, strict=True):
         scores_B[index] = scores

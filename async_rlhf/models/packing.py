@@ -1,9 +1,9 @@
 """How rows reach a model: padded on the right, or packed one after the other, without padding.
 
-Packed rows are one sequence (1, N) whose position ids begin anew at each row. Everything but attention treats a token by
-itself, so it needs no change. Attention must not look into another row: transformers' masks for that would have N x N
-elements, so the model's attention function is called for each row instead, or once with the bounds of the rows where
-PyTorch has a kernel for it (on GPUs, in 16 bits). It gets to know the rows by an argument that transformers hands
+Packed rows are one sequence (1, N) whose position ids begin anew at each row. Everything but attention treats a token
+by itself, so it needs no change. Attention must not look into another row: transformers' masks for that would have
+N x N elements, so the model's attention function is called for each row instead, or once with the bounds of the rows
+where PyTorch has a kernel for it (on GPUs, in 16 bits). It gets to know the rows by an argument that transformers hands
 through to it. Layers that are computed again for the backward pass get the same argument again.
 """
 
@@ -23,7 +23,7 @@ from async_rlhf.config.base import require
 
 logger = logging.getLogger(__name__)
 
-Packing = Literal["auto", True, False]
+Packing = bool | Literal["auto"]
 _MARK = "_rows_are_packed"
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -115,22 +115,22 @@ def choose(packing: Packing, budget: bool, models: dict[str, PreTrainedModel], s
     """Decide which of the models get their rows packed from now on.
 
     Args:
-        packing: True for all; False for none; "auto" for those that can be, where tokens limit a pass and it is faster:
-            on a CPU, and on a GPU with PyTorch's kernel for packed rows.
+        packing: True for all; False for none; "auto" for those that can be, where tokens limit a pass and it is
+            faster: on a CPU, and on a GPU with PyTorch's kernel for packed rows.
         budget: whether tokens, not rows, limit a pass.
-        models: by their key in the configuration.
+        models: by what messages call them. All of their weights must be on this rank.
         sixteen_bits: whether they compute in float16 or bfloat16.
 
     Raises:
         ConfigError: True, and one of them cannot be.
     """
     for key, model in models.items():
-        why = obstacle(model)
-        right = f'must be false or "auto": {key} is a {type(model).__name__}, {why}'
-        require(packing is not True or why is None, "packing", packing, right)
         wanted = packing is True or (packing == "auto" and budget and (model.device.type == "cpu" or sixteen_bits))
-        if wanted and why is not None:
-            logger.info("packing: the rows of %s are padded: it is a %s, %s", key, type(model).__name__, why)
+        why = obstacle(model) if wanted else None
+        right = f'must be false or "auto": the {key} is a {type(model).__name__}, {why}'
+        require(packing is not True or why is None, "packing", packing, right)
+        if why is not None:
+            logger.info("packing: the rows of the %s are padded: it is a %s, %s", key, type(model).__name__, why)
         setattr(model, _MARK, wanted and why is None)
 
 
