@@ -71,12 +71,16 @@ def bytes_per_token(model: PreTrainedModel, *, with_gradient: bool, checkpointin
     config: Any = model.config.get_text_config()
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * width
-    # In a layer: the residual stream twice, two normalisations and their inputs, queries, keys and values before and
-    # after rotation, the output of attention and its projection, and in the MLP a gate, its activation, what it is
-    # multiplied by, and the product. Under autocast about half of them are in 16 bits.
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts:
+        inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+    gated = any("gate" in name for name, _ in model.named_parameters())
+    # In a layer: the residual stream, what two normalisations take and give, queries, keys and values before and after
+    # rotation, and what attention gives; in the MLP what the activation takes and gives, and with a gate what is
+    # multiplied and the product. Under autocast about half of them are in 16 bits.
     element = 3 if sixteen_bits else 4
-    layer = (14 * width + 4 * inner) * element
-    kept = layers * (width * element if checkpointing else layer) if with_gradient else 0
+    layer = (11 * width + (4 if gated else 2) * inner) * element
+    kept = layers * (width * element if checkpointing else layer) + 2 * width * element if with_gradient else 0
     head = 3 * 4 * config.vocab_size if model.can_generate() else 0  # logits, their softmax, and the gradient
     return float(kept + layer + head)
 

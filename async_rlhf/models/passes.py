@@ -26,7 +26,7 @@ class Passes:
     """Size of the model's hidden states. By it, what a token costs depends on how many it looks at."""
 
     def split(self, lengths_B: Tensor, rows_per_unit: int = 1, ranks: int = 1) -> list[Tensor]:
-        """The units of each pass; units of similar length together, the longest first.
+        """The units of each pass: padded, those of similar length together, the longest first.
 
         With a limit on tokens, passes cost about the same, and if possible there are as many for each rank. So a round,
         in which each rank has one pass, keeps no rank waiting.
@@ -42,9 +42,35 @@ class Passes:
             return list(by_length(longest_U, self.units or max(1, len(longest_U))))
         order_U = torch.argsort(longest_U, descending=True, stable=True)
         units = [self._unit(lengths) for lengths in lengths_UR[order_U].tolist()]
+        if self.packed:
+            return [order_U[part] for part in self._mixed(units, ranks)]
         fewest = len(self._sizes(units))
         wanted = min(-(-fewest // ranks) * ranks, len(units))
         return list(order_U.split(self._even(units, wanted))) if units else []
+
+    def _mixed(self, units: list[_Part], ranks: int) -> list[list[int]]:
+        """Passes of any lengths, the most expensive first: each unit joins the cheapest pass that has room for it."""
+        limit, count = self.tokens or 1, len(units)
+        least = max(
+            -(-sum(min(unit.tokens, limit) for unit in units) // limit), -(-count // (self.units or max(1, count)))
+        )
+        for passes in range(-(-least // ranks) * ranks, count, ranks):
+            parts: list[list[int]] = [[] for _ in range(passes)]
+            sums = [_NOTHING] * passes
+            for number, unit in enumerate(units):
+                joined = [(total.cost, place) for place, total in enumerate(sums) if self._has_room(total, unit)]
+                if not joined:
+                    break
+                place = min(joined)[1]
+                parts[place].append(number)
+                sums[place] = self._joined([sums[place], unit])
+            else:
+                order = sorted(range(passes), key=lambda place: -sums[place].cost)
+                return [parts[place] for place in order]
+        return [[number] for number in range(count)]
+
+    def _has_room(self, part: _Part, unit: _Part) -> bool:
+        return part.units == 0 or not self._exceeds(self._joined([part, unit]), None)
 
     def _even(self, units: list[_Part], wanted: int) -> list[int]:
         """Sizes of at most ``wanted`` passes, the most expensive of which is nearly as cheap as can be."""
