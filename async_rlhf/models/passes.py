@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import torch
@@ -51,26 +52,32 @@ class Passes:
     def _mixed(self, units: list[_Part], ranks: int) -> list[list[int]]:
         """Passes of any lengths, the most expensive first: each unit joins the cheapest pass that has room for it."""
         limit, count = self.tokens or 1, len(units)
-        least = max(
-            -(-sum(min(unit.tokens, limit) for unit in units) // limit), -(-count // (self.units or max(1, count)))
-        )
+        least = -(-sum(min(unit.tokens, limit) for unit in units) // limit)
+        if self.units is not None:
+            least = max(least, -(-count // self.units))
         for passes in range(-(-least // ranks) * ranks, count, ranks):
-            parts: list[list[int]] = [[] for _ in range(passes)]
-            sums = [_NOTHING] * passes
-            for number, unit in enumerate(units):
-                joined = [(total.cost, place) for place, total in enumerate(sums) if self._has_room(total, unit)]
-                if not joined:
-                    break
-                place = min(joined)[1]
-                parts[place].append(number)
-                sums[place] = self._joined([sums[place], unit])
-            else:
-                order = sorted(range(passes), key=lambda place: -sums[place].cost)
-                return [parts[place] for place in order]
+            parts = self._filled(units, passes)
+            if parts is not None:
+                return parts
         return [[number] for number in range(count)]
 
-    def _has_room(self, part: _Part, unit: _Part) -> bool:
-        return part.units == 0 or not self._exceeds(self._joined([part, unit]), None)
+    def _filled(self, units: list[_Part], passes: int) -> list[list[int]] | None:
+        """The same for a number of passes; None if some unit finds no room."""
+        parts: list[list[int]] = [[] for _ in range(passes)]
+        waiting = [(0, place, _NOTHING) for place in range(passes)]
+        for number, unit in enumerate(units):
+            full = []
+            while waiting and waiting[0][2].units and self._exceeds(self._joined([waiting[0][2], unit]), None):
+                full.append(heappop(waiting))
+            if not waiting:
+                return None
+            _, place, part = waiting[0]
+            joined = self._joined([part, unit])
+            heapreplace(waiting, (joined.cost, place, joined))
+            parts[place].append(number)
+            for each in full:
+                heappush(waiting, each)
+        return [parts[place] for _, place, _ in sorted(waiting, reverse=True)]
 
     def _even(self, units: list[_Part], wanted: int) -> list[int]:
         """Sizes of at most ``wanted`` passes, the most expensive of which is nearly as cheap as can be."""
