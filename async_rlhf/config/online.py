@@ -177,7 +177,7 @@ class OnlineConfig(Checked):
     with annotate_max_tokens."""
     annotate_max_tokens: TokensPerPass = key(None, _TOKENS)
     """Tokens of one such pass at most, like max_tokens_per_pass."""
-    packing: Literal["auto"] | bool = "auto"
+    packing: Literal["auto", True, False] = "auto"
     """Whether the rows of a pass become one sequence without padding, in which attention stays within each row. "auto"
     packs where max_tokens_per_pass or annotate_max_tokens is given, the model can, and it is faster: on a CPU, and with
     bf16 or fp16 on a GPU. True is an error for a model that cannot, such as one whose layers carry a state from token

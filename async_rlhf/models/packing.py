@@ -23,7 +23,7 @@ from async_rlhf.config.base import require
 
 logger = logging.getLogger(__name__)
 
-Packing = bool | Literal["auto"]
+Packing = Literal["auto", True, False]
 _MARK = "_rows_are_packed"
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LAYERS = {"full_attention", "sliding_attention"}
