@@ -185,14 +185,22 @@ def _attention(
         return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
     window = options.pop("sliding_window", None)
     if _has_kernel(query_BHTD, value_BHTD):
-        parts = [part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD)]
+        query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
         longest, starts = max(packed_rows.lengths), packed_rows.starts
-        left = -1 if window is None else window - 1
-        scale, grouped = options.get("scaling"), query_BHTD.shape[1] != key_BHTD.shape[1]
-        out = varlen_attn(
-            *parts, starts, starts, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped
+        out_NHD = varlen_attn(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=options.get("scaling"),
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out[None], None
+        assert isinstance(out_NHD, Tensor)  # more only if asked for
+        return out_NHD[None], None
     rows = zip(*(part.split(packed_rows.lengths, dim=2) for part in (query_BHTD, key_BHTD, value_BHTD)), strict=True)
     found = []
     for query, key, value in rows:

@@ -71,6 +71,12 @@ def test_a_micro_batch_waits_for_the_device_twice_at_most(on_gpu, tmp_path, name
     require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), **RUNS[name]))
 
 
+@pytest.mark.parametrize("name", ["online_dpo", "ppo", "ppo_shared_trunk"])
+def test_packed_rows_add_no_wait(on_gpu, tmp_path, name):
+    """Lengths, places and positions are computed on the host."""
+    require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), packing=True, **RUNS[name]))
+
+
 def test_a_step_of_decoding_waits_once(on_gpu):
     """By the difference of two runs; that rows end on the way costs nothing more."""
     require_decoding(*on_gpu(decode_twice))
