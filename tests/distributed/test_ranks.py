@@ -73,6 +73,12 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "zero3"],
     ),
     "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),
+    # The others compute a micro-batch's logits at once; these a few tokens at a time, and again in the backward pass.
+    "head in chunks": ({**ASYNC, "head_rows": 5}, ["ddp", "fsdp", "zero2", "zero3"]),
+    "adapters on a head in chunks": (
+        {"algorithm": "rloo", "staleness": 1, "lora": 2, "lora_targets": ["dense", "lm_head"], "head_rows": 5},
+        ["ddp", "fsdp", "zero3"],
+    ),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
 
@@ -103,7 +109,7 @@ def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     runs = []
     for case, (changes, _) in CASES.items():
-        plain = {key: value for key, value in changes.items() if key != "parallel"}
+        plain = {key: value for key, value in changes.items() if key not in ("parallel", "head_rows")}
         runs.append({"folder": str(folder), "name": case, "gradient_accumulation_steps": 2, **plain})
     finish(launch(runs, 1, folder / "log"), folder / "log", 300)
     return folder

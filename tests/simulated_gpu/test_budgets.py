@@ -11,6 +11,8 @@ from simulated_runs import Update, decode_waits, published_bytes, update
 from test_golden import RUNS
 from test_simulated_runs import algorithm_of
 
+from async_rlhf.models import head
+
 ASKED_BY_TRANSFORMERS = "transformers/masking_utils.py"
 """transformers asks in every forward pass whether its mask or its rows are plain ones; nothing can stop it."""
 
@@ -32,6 +34,16 @@ def update_twice(folder: Path, **options: Any) -> tuple[Update, Update]:
         for size in (4, 1)
     )
     return few, many
+
+
+def update_in_chunks(folder: Path, kept: int) -> tuple[Update, Update]:
+    """The same with the head in chunks of five tokens, of which so many are kept for the backward pass."""
+    before = head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES
+    head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, 5, kept * 5 * 4 * 258
+    try:
+        return update_twice(folder, algorithm="grpo", samples_per_prompt=4)
+    finally:
+        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = before
 
 
 def require_update(few: Update, many: Update) -> None:
@@ -75,6 +87,11 @@ def test_a_micro_batch_waits_for_the_device_twice_at_most(on_gpu, tmp_path, name
 def test_packed_rows_add_no_wait(on_gpu, tmp_path, name):
     """Lengths, places and positions are computed on the host."""
     require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), packing=True, **RUNS[name]))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_the_head_in_chunks_waits_for_nothing_more(on_gpu, tmp_path, kept):
+    require_update(*on_gpu(update_in_chunks, tmp_path, kept))
 
 
 def test_a_step_of_decoding_waits_once(on_gpu):

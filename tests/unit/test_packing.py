@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from async_rlhf.config import ConfigError
 from async_rlhf.models.forward import (
     end_values,
-    response_logits,
+    over_response_logits,
     response_logprobs,
     response_values,
     reward_scores,
@@ -139,10 +139,14 @@ def test_layers_that_are_computed_again_see_the_same_rows():
 
 def test_packed_rows_are_never_padded_and_logits_come_in_the_same_order():
     policy, (tokens_BT, mask_BT), seen = new_policy(), rows(), []
-    padded = response_logits(policy, tokens_BT, mask_BT)
+
+    def sums() -> Tensor:
+        return over_response_logits(policy, tokens_BT, mask_BT, lambda logits_CV, _: logits_CV.sum(dim=1)[None])
+
+    padded = sums()
     packed(policy)
     policy.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"].shape), with_kwargs=True)
-    torch.testing.assert_close(response_logits(policy, tokens_BT, mask_BT), padded, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums(), padded, rtol=1e-5, atol=1e-5)
     assert seen == [(1, int(LENGTHS_B.sum()) - 12 + 1)]  # of a row without response, one token
 
 
