@@ -45,9 +45,9 @@ def test_pytorchs_kernel_for_packed_rows_gives_what_padded_rows_give(kind, monke
     monkeypatch.setattr(packing, "varlen_attn", counted)
     found = []
     for wanted in (False, True):
+        choose(wanted, False, {"policy": model}, True)
+        calls.clear()
         with torch.autocast("cuda", torch.bfloat16):
-            choose(wanted, False, {"policy": model}, True)
-            calls.clear()
             logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
         model.zero_grad()
         logprobs_BT.sum().backward()
