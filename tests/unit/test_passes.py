@@ -52,18 +52,21 @@ def test_without_a_limit_on_tokens_rows_are_split_by_their_number(lengths, units
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [2048, 2500, 3000])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_a_round_costs_all_ranks_about_the_same(packed, ranks):
+def test_a_round_costs_all_ranks_about_the_same(packed, tokens, ranks):
     """64 lognormal rows a rank; the cost counts attention, by an independent sum."""
     generator = torch.Generator().manual_seed(0)
     lengths_B = (90 * torch.randn(64 * ranks, generator=generator).mul(0.9).exp()).long().clamp(10, 460)
-    passes = Passes(None, 2048, packed, 64)
+    passes = Passes(None, tokens, packed, 64)
     parts = passes.split(lengths_B, ranks=ranks)
     assert len(parts) % ranks == 0
     rows = [lengths_B[part] if packed else lengths_B[part].amax().repeat(len(part)) for part in parts]
     costs = [float((12 * 64 * each + each**2).sum()) for each in rows]
     for start in range(0, len(parts), ranks):
-        assert max(costs[start : start + ranks]) < 1.25 * min(costs[start : start + ranks])
+        last = not packed and start + ranks == len(parts)  # its last pass has what is left of padded rows
+        round_costs = costs[start : start + ranks - last] or [1.0]
+        assert max(round_costs) < 1.25 * min(round_costs)
 
 
 def test_a_unit_over_the_limit_gets_a_pass_of_its_own():
