@@ -75,7 +75,10 @@ class Ledger:
         self._past: list[Held] = []
         self._time, self._now = 0, 0
         self._most = (0, 0)
+        self._phase = ""
+        self.peaks: dict[str, Peak] = {}
         self.vocabulary = -1
+        self.weight_shapes: set[tuple[int, ...]] = set()
         self.doing = "activations"
 
     def see(self, tensor: Tensor, made_by: str, source: str = "") -> None:
@@ -88,10 +91,12 @@ class Ledger:
     def _kind(self, tensor: Tensor, made_by: str, source: str) -> str:
         if self.vocabulary in tensor.shape[-1:]:
             return "logits"
-        weight = source in ("weights", "frozen", "gathered")
         if made_by.startswith("fsdp "):
             return "gradients" if "foreach_reduce" in made_by else "gathered"
-        return "gathered" if (weight and "_to_copy" in made_by) else self.doing
+        if self.doing == "gradients" and tuple(tensor.shape) in self.weight_shapes and "_to_copy" not in made_by:
+            return "gradients"
+        cast = source in ("weights", "frozen", "gathered") and "_to_copy" in made_by
+        return "gathered" if cast or "all_gather" in made_by else "activations"
 
     def _add(self, storage: torch.UntypedStorage, held: Held) -> None:
         key = storage._cdata
@@ -133,13 +138,19 @@ class Ledger:
             self._now -= held.size if kind == HOST and held.kind != HOST else 0
             held.kind = kind
 
-    def begin(self) -> None:
-        """Start another phase: what is held now is its first peak."""
-        self._past.clear()
+    def phase(self, name: str) -> None:
+        """Start a phase, or start it again: its peak is the highest that it had at any time."""
+        self.end()
+        self._phase, self._past = name, []
         self._most = (self._now, self._time)
 
-    def peak(self) -> Peak:
-        """Since the phase has begun."""
+    def end(self) -> None:
+        """End the phase that is under way."""
+        if self._phase and (self._phase not in self.peaks or self._most[0] > self.peaks[self._phase].total):
+            self.peaks[self._phase] = self._peak()
+        self._phase = ""
+
+    def _peak(self) -> Peak:
         total, at = self._most
         there = [held for _, held in self._held.values() if held.since < at]
         there += [held for held in self._past if held.since < at <= held.until]
@@ -148,7 +159,7 @@ class Ledger:
             kinds[held.kind] += held.size
         kinds.pop(HOST, None)
         largest = sorted(((h.size, h.kind, f"{h.dtype} {h.shape} {h.made_by}") for h in there), reverse=True)
-        return Peak(total, dict(kinds), largest[:25])
+        return Peak(total, dict(kinds), largest)
 
 
 class _Mode(FakeTensorMode):
@@ -178,7 +189,7 @@ class _Device(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(isinstance(x, FakeTensor) for x in given):
             result = function(*args, **kwargs)
-        elif not given and self.depth and _numbers(kwargs.get("dtype")):
+        elif not given and self.depth and _numbers(function, kwargs.get("dtype")):
             with self.fake:
                 result = function(*args, **kwargs)
         else:
@@ -190,9 +201,11 @@ class _Device(TorchDispatchMode):
         return result
 
 
-def _numbers(dtype: torch.dtype | None) -> bool:
-    """Whether a new tensor of this type may be large: positions and masks are small, and are asked for their values."""
-    return dtype is None or dtype.is_floating_point or dtype == torch.uint8
+def _numbers(function: Any, dtype: torch.dtype | None) -> bool:
+    """Whether a new tensor is one of many numbers: positions and masks are few, and are asked for their values."""
+    if dtype is None:
+        return function.overloadpacket is not torch.ops.aten.arange
+    return dtype.is_floating_point or dtype == torch.uint8
 
 
 def _in_fsdp() -> str:

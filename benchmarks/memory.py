@@ -107,6 +107,7 @@ def _measure(case: Case, rank: FakeRank) -> dict[str, Peak]:
     ledger.vocabulary = case.model.vocab_size
     t = time.time()
     policy = rank.new(lambda: AutoModelForCausalLM.from_config(case.model, dtype=torch.float32))
+    ledger.weight_shapes = {tuple(p.shape) for p in policy.parameters() if p.dim() > 1}
     config = type(case.model)(**{**case.model.to_dict(), "num_labels": 1, "pad_token_id": 0})
     reward = rank.new(lambda: AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
     print("made", time.time() - t)
@@ -124,36 +125,39 @@ def _measure(case: Case, rank: FakeRank) -> dict[str, Peak]:
     print("step", time.time() - t)
     batch = scored_batch(case)
     gc.collect()
-    found = {}
-    ledger.begin()
+    ledger.phase("annotate")
     experience, _ = learner.annotate(batch)
-    found["annotate"] = ledger.peak()
-    print("annotate", time.time() - t)
-    ledger.begin()
+    ledger.phase("update")
     learner.update(experience, 1)
-    found["update"] = ledger.peak()
-    print("update", time.time() - t)
-    ledger.begin()
+    ledger.phase("publish")
     with rank.computing():
         ring.publish(policy, 1, parallel)
-    found["publish"] = ledger.peak()
+    ledger.end()
     print("publish", time.time() - t)
-    return found
+    return ledger.peaks
 
 
 def _marked(parallel: Parallel, rank: FakeRank) -> None:
     """Let the device's part of the learner's work take place on the fake device."""
+    ledger = rank.ledger
 
-    def computing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any) -> Any:
+            if name in ("forward", "backward", "step"):
+                ledger.phase(name)
+            ledger.doing = "gradients" if name in ("prepare", "backward") else "activations"
             with rank.computing():
-                return function(*args)
+                result = function(*args)
+            ledger.doing = "activations"
+            if name == "backward":
+                ledger.name([p.grad for p in parallel.trained if p.grad is not None], "gradients")
+            return result
 
         return run
 
-    for name in ("prepare", "frozen", "backward", "step"):
-        setattr(parallel, name, computing(getattr(parallel, name)))
+    for name in ("prepare", "frozen", "forward", "backward", "step"):
+        setattr(parallel, name, computing(name, getattr(parallel, name)))
 
 
 if __name__ == "__main__":
@@ -164,5 +168,9 @@ if __name__ == "__main__":
     for name, peak in measure(case).items():
         print(name, f"{peak.total / 1e9:.3f}", {k: round(v / 1e9, 3) for k, v in peak.kinds.items()})
         if len(sys.argv) > 6:
-            for size, k, what in peak.largest[:12]:
-                print(f"   {size / 1e9:.3f} {k} {what}")
+            from collections import Counter
+            c = Counter(); n = Counter()
+            for size, k, what in peak.largest:
+                c[k, what] += size; n[k, what] += 1
+            for (k, what), size in c.most_common(int(sys.argv[6])):
+                print(f"   {size / 1e6:9.1f} MB {n[k, what]:3d} x {k} {what}")
