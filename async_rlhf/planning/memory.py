@@ -177,6 +177,25 @@ class LearnerMemory:
         """What a block holds at once within its feed-forward layer, without gradient: four states, three products."""
         return 4 * self._states(one) + 3 * (_BFLOAT if self.bf16 else _FLOAT) * one.tokens * self.shape.feed_forward
 
+    # The backward pass of one block
+
+    def head_gradient(self) -> float:
+        """Whole, until the ranks sum it with the embedding's at the end."""
+        return self._whole(self.shape.embedding)
+
+    def block_again(self) -> float:
+        """The last block but one: its weights, those of the next and the gradients of the one before; what it computes
+        again, or else what the last block has given up; the gradient of its largest matrix, and of what is passed on
+        within its feed-forward layer.
+        """
+        shape, matrix = self.shape, self.shape.hidden * self.shape.feed_forward
+        passed_on = 2 * (_BFLOAT if self.bf16 else _FLOAT) * self.update.tokens * shape.feed_forward
+        casts = self._copies(shape.one_block - matrix)
+        if not self.recompute:
+            casts = self._copies((shape.layers - 1) * shape.one_block - matrix)
+        again = self.block_saved() if self.recompute else -self.block_saved()
+        return 3 * self.block_whole() + casts + again + _FLOAT * matrix + passed_on
+
     # Logits
 
     def _logits(self, one: Pass) -> float:
@@ -211,7 +230,6 @@ class LearnerMemory:
     def updating(self) -> dict[str, float]:
         """The same of an update, without what is held anyway; gradients are held from the first micro-batch on."""
         inside = self.outside_whole() + self.block_whole()
-        head = (_FLOAT + (_BFLOAT if self.bf16 else 0)) * self.shape.embedding
         return {
             "first block": 2 * inside + self._states(self.update),
             "head": self.cast_weights() + inside + self.saved() + self.head_output(self.update),
@@ -220,14 +238,7 @@ class LearnerMemory:
             "loss": self.saved_casts() + self.saved() + 3 * self._logits(self.update),
             # Embedding and head are gathered once more.
             "gathered again": self.saved_casts() + 2 * self.outside_whole() + self.saved() + self.head_output(self.update),
-            # The head's gradient is there, whole, and the last block's, before the ranks sum them.
-            "last block": self.outside_whole()
-            + head
-            + (3 * self.block_whole() if self._share > 1 else _FLOAT * self.shape.one_block)
-            + self._copies(self.shape.one_block if self.recompute else self.shape.parameters - self.shape.embedding)
-            + self.saved()
-            + (self.block_saved() if self.recompute else 0)
-            + 2 * _BFLOAT * self.update.tokens * self.shape.feed_forward,
+            "block": self.outside_whole() + self.head_gradient() + self.block_again() + self.saved(),
             # Gradients of embedding and head, whole, in a row for the sum, and summed.
             "end": 2 * self.outside_whole() + self.outside_whole() / self._share,
         }
