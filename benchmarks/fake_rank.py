@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from async_rlhf.ranks.collectives import Ranks
 T = TypeVar("T")
 
 KINDS = ("weights", "gradients", "optimiser", "frozen", "gathered", "logits", "activations")
+_WEIGHTS = ("weights", "frozen", "gathered")
 HOST = "host"
 """What lies in the host's memory, so does not count."""
 
@@ -75,11 +76,14 @@ class Ledger:
         self._past: list[Held] = []
         self._time, self._now = 0, 0
         self._most = (0, 0)
-        self._phase = ""
+        self._phase = self._during = ""
         self.peaks: dict[str, Peak] = {}
         self.vocabulary = -1
         self.weight_shapes: set[tuple[int, ...]] = set()
-        self.doing = "activations"
+        self.backward = False
+        """Whether what is made may be gradients."""
+        self.kept: Any = None
+        """What somebody outside would hold."""
 
     def see(self, tensor: Tensor, made_by: str, source: str = "") -> None:
         """Note the storage of a tensor, unless it is known."""
@@ -93,9 +97,9 @@ class Ledger:
             return "logits"
         if made_by.startswith("fsdp "):
             return "gradients" if "foreach_reduce" in made_by else "gathered"
-        if self.doing == "gradients" and tuple(tensor.shape) in self.weight_shapes and "_to_copy" not in made_by:
+        if self.backward and (not source or tuple(tensor.shape) in self.weight_shapes) and source not in _WEIGHTS:
             return "gradients"
-        cast = source in ("weights", "frozen", "gathered") and "_to_copy" in made_by
+        cast = source in _WEIGHTS and "_to_copy" in made_by
         return "gathered" if cast or "all_gather" in made_by else "activations"
 
     def _add(self, storage: torch.UntypedStorage, held: Held) -> None:
@@ -141,8 +145,14 @@ class Ledger:
     def phase(self, name: str) -> None:
         """Start a phase, or start it again: its peak is the highest that it had at any time."""
         self.end()
-        self._phase, self._past = name, []
-        self._most = (self._now, self._time)
+        self._during = self._phase = name
+        self._past, self._most = [], (self._now, self._time)
+
+    def at(self, place: str) -> None:
+        """Start the part of this phase that belongs to a place in a model."""
+        during = self._during
+        self.phase(f"{during} {place}")
+        self._during = during
 
     def end(self) -> None:
         """End the phase that is under way."""
@@ -223,7 +233,7 @@ class _Host(TorchFunctionMode):
     """What the host reads from the device: some number, as there is none."""
 
     READS: dict[str, Callable[[Tensor], Any]] = {
-        "item": lambda x: x.new_ones((), device="cpu").item() if False else 1.0,
+        "item": lambda x: 1.0,
         "tolist": lambda x: np.ones(tuple(x.shape)).tolist(),
         "numpy": lambda x: np.zeros(0, dtype=np.uint8),
         "__float__": lambda x: 1.0,
@@ -277,6 +287,7 @@ class FakeRank:
         self._fake = _Mode(allow_non_fake_inputs=True)
         self._device = _Device(self._fake, self.ledger)
         self._open = ExitStack()
+        self._blocks: dict[nn.Module, str] = {}
 
     def __enter__(self) -> FakeRank:
         if self.count > 1:
@@ -295,8 +306,14 @@ class FakeRank:
             return found
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            place = self._blocks.get(module)
+            if place is not None:
+                ledger.at(place)
             with self.computing():
-                return call(module, *args, **kwargs)
+                result = call(module, *args, **kwargs)
+            if place is not None and result.requires_grad:
+                result.register_hook(lambda _: ledger.at(place))
+            return result
 
         self._open.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         self._open.enter_context(patch.object(nn.Module, "__call__", called))
@@ -322,6 +339,15 @@ class FakeRank:
         """A model, made on the device."""
         with self._fake:
             return make()
+
+    def follow(self, name: str, blocks: Iterable[nn.Module]) -> None:
+        """Make a part of each phase of what happens from the beginning of a model's first two and last two blocks on,
+        forward or backward. In between, bytes are a linear function of a block's number.
+        """
+        every = list(blocks)
+        for number, block in enumerate(every):
+            nearest = number if number < 2 else number - len(every)
+            self._blocks[block] = f"{name} {nearest if nearest >= -2 else 'between'}"
 
     def _ring(self, size: int, model: nn.Module) -> tuple[Tensor, int]:
         with self._fake:
