@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -46,9 +46,6 @@ class Held:
 
     size: int
     since: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    made_by: str
     kind: str
     until: float = float("inf")
 
@@ -60,12 +57,10 @@ class Peak:
     Args:
         total: bytes.
         kinds: bytes of each kind at that moment; they add up to ``total``.
-        largest: the largest storages at that moment: bytes, kind and description.
     """
 
     total: int
     kinds: dict[str, int]
-    largest: list[tuple[int, str, str]] = field(default_factory=list, compare=False)
 
 
 class Ledger:
@@ -89,8 +84,7 @@ class Ledger:
         """Note the storage of a tensor, unless it is known."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._held:
-            kind = self._kind(tensor, made_by, source)
-            self._add(storage, Held(storage.nbytes(), self._time, tensor.dtype, tuple(tensor.shape), made_by, kind))
+            self._add(storage, Held(storage.nbytes(), self._time, self._kind(tensor, made_by, source)))
 
     def _kind(self, tensor: Tensor, made_by: str, source: str) -> str:
         if self.vocabulary in tensor.shape[-1:]:
@@ -117,9 +111,8 @@ class Ledger:
         """Note that a known storage has another size now."""
         found = self._held.get(storage._cdata)
         if found is not None and found[1].size != storage.nbytes():
-            old = found[1]
             self._drop(storage._cdata)
-            self._add(storage, Held(storage.nbytes(), self._time, old.dtype, old.shape, old.made_by, old.kind))
+            self._add(storage, Held(storage.nbytes(), self._time, found[1].kind))
 
     def _move(self, size: int) -> None:
         self._time += 1
@@ -168,8 +161,7 @@ class Ledger:
         for held in there:
             kinds[held.kind] += held.size
         kinds.pop(HOST, None)
-        largest = sorted(((h.size, h.kind, f"{h.dtype} {h.shape} {h.made_by}") for h in there), reverse=True)
-        return Peak(total, dict(kinds), largest)
+        return Peak(total, dict(kinds))
 
 
 class _Mode(FakeTensorMode):
@@ -229,28 +221,29 @@ def _in_fsdp() -> str:
     return "fsdp " + " ".join(names[:3]) if names else ""
 
 
+_READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: 1.0,
+    "tolist": lambda x: np.ones(tuple(x.shape)).tolist(),
+    "numpy": lambda x: np.zeros(0, dtype=np.uint8),
+    "__float__": lambda x: 1.0,
+    "__int__": lambda x: 1,
+    "__bool__": lambda x: True,
+}
+_SMALL = 1 << 22
+
+
 class _Host(TorchFunctionMode):
     """What the host reads from the device: some number, as there is none."""
-
-    READS: dict[str, Callable[[Tensor], Any]] = {
-        "item": lambda x: 1.0,
-        "tolist": lambda x: np.ones(tuple(x.shape)).tolist(),
-        "numpy": lambda x: np.zeros(0, dtype=np.uint8),
-        "__float__": lambda x: 1.0,
-        "__int__": lambda x: 1,
-        "__bool__": lambda x: True,
-    }
-    SMALL = 1 << 22
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         if args and isinstance(args[0], FakeTensor):
-            if name in self.READS:
-                return self.READS[name](args[0])
-            if name == "cpu":  # a whole weight stays as it is: nobody on the host reads its numbers
-                return torch.zeros(args[0].shape, dtype=args[0].dtype) if args[0].numel() <= self.SMALL else args[0]
+            if name in _READS:
+                return _READS[name](args[0])
+            if name == "cpu" and args[0].numel() <= _SMALL:  # a weight stays: nobody on the host reads its numbers
+                return torch.zeros(args[0].shape, dtype=args[0].dtype)
         return function(*args, **kwargs)
 
 

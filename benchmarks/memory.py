@@ -1,11 +1,11 @@
 """Bytes that one rank of the learner holds at the peak of each phase, without a GPU; and what the planner computes.
 
     python benchmarks/memory.py                     every case, all layers: minutes
-    python benchmarks/memory.py --only 8B --layers 3 4   from two depths, to all layers along a straight line
+    python benchmarks/memory.py --only 8B --layers 4 5   from two depths, to all layers along a straight line
     python benchmarks/memory.py --json              a line of JSON as the last
 
-The learner's own annotate and update, and what publishes weights, run on fake tensors (fake_rank.py), with FSDP2 and DDP
-on torch's fake process group. Not counted: workspaces of kernels, buffers of NCCL, what the allocator cannot use.
+The learner's own annotate and update, and what publishes weights, run on fake tensors (fake_rank.py), with FSDP2 and
+DDP on torch's fake process group. Not counted: workspaces of kernels, buffers of NCCL, what the allocator cannot use.
 """
 
 from __future__ import annotations
@@ -104,11 +104,15 @@ class Case:
     strategy: str = "fsdp"
     checkpointing: bool = True
     rows: int = 8
-    annotate_rows: int = 8
+    annotate_rows: int = 16
     prompt: int = 200
     response: int = 400
     bf16: bool = True
     passes: int = 2
+
+    @property
+    def layers(self) -> int:
+        return self.model.num_hidden_layers
 
     def of_depth(self, layers: int) -> Case:
         """The same with so many layers."""
@@ -198,7 +202,7 @@ def _learner(case: Case, rank: FakeRank) -> tuple[Learner, SnapshotRing]:
     ledger.kept = reward  # the scorer has it
     for name, model in {"policy": policy, "reference": learner.reference}.items():
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-        rank.follow(name, next(blocks for blocks in lists if len(blocks) == case.model.num_hidden_layers))
+        rank.follow(name, next(blocks for blocks in lists if len(blocks) == case.layers))
     return learner, ring
 
 
@@ -227,21 +231,23 @@ def _watched(parallel: Parallel, rank: FakeRank) -> Parallel:
     return parallel
 
 
-def along_a_line(case: Case, low: int, high: int) -> dict[str, Peak]:
-    """What :func:`measure` would say of all layers, from two numbers of them, at least 4: each part of each phase grows
-    by the same from layer to layer. The parts differ in that, so the highest of few layers need not be that of many.
+def along_a_line(few: dict[int, dict[str, Peak]], layers: int) -> dict[str, Peak]:
+    """What :func:`measure` would say of so many layers, from what it says of two numbers of them, at least 4.
+
+    Each part of each phase grows by the same from layer to layer. The parts differ in that, so the highest of few
+    layers need not be that of many.
     """
-    few, more = measure(case.of_depth(low)), measure(case.of_depth(high))
+    (low, less), (high, more) = sorted(few.items())
 
     def at(a: int, b: int) -> int:
-        return a + (b - a) * (case.model.num_hidden_layers - low) // (high - low)
+        return a + (b - a) * (layers - low) // (high - low)
 
     return {
         name: Peak(
-            at(few[name].total, more[name].total),
-            {kind: at(few[name].kinds.get(kind, 0), more[name].kinds.get(kind, 0)) for kind in KINDS},
+            at(less[name].total, more[name].total),
+            {kind: at(less[name].kinds.get(kind, 0), more[name].kinds.get(kind, 0)) for kind in KINDS},
         )
-        for name in few
+        for name in less
         if not name.endswith("between")
     }
 
@@ -264,7 +270,7 @@ def planned(case: Case) -> LearnerMemory:
     sizes = ModelSizeConfig(
         parameters=parameters,
         reward_parameters=parameters - head,
-        layers=case.model.num_hidden_layers,
+        layers=case.layers,
         kv_width=case.model.num_key_value_heads * case.model.hidden_size // case.model.num_attention_heads,
         hidden=case.model.hidden_size,
         vocabulary=case.model.vocab_size,
@@ -293,6 +299,12 @@ def row(name: str, case: Case, found: dict[str, Peak]) -> str:
     return f"| {' | '.join([name, *cells, *(f'{most.kinds.get(kind, 0) / 1e9:.1f}' for kind in KINDS)])} |"
 
 
+def _of_all(case: Case, layers: list[int] | None) -> dict[str, Peak]:
+    if layers is None:
+        return measure(case)
+    return along_a_line({few: measure(case.of_depth(few)) for few in layers}, case.layers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name begins so")
@@ -303,7 +315,7 @@ def main() -> None:
     results, began = {}, time.monotonic()
     for name, case in CASES.items():
         if name.startswith(options.only):
-            found = phases(along_a_line(case, *options.layers) if options.layers else measure(case))
+            found = phases(_of_all(case, options.layers))
             print(row(name, case, found), flush=True)
             plan = planned(case).phases()
             results[name] = {

@@ -104,8 +104,8 @@ class ModelSizeConfig(Checked):
     kv_width: int = key(0, at_least(0), main="where times come from")
     """Key heads x head size: the numbers that a token adds to each layer's cache, once for keys and once for values."""
     hidden: int | None = key(None, at_least(1))
-    """Width of the residual stream; null for what parameters, layers and vocabulary imply, with 12 x hidden^2 parameters
-    in a block."""
+    """Width of the residual stream; null for what parameters, layers and vocabulary imply, with 12 x hidden^2
+    parameters in a block."""
     vocabulary: int = key(128_256, at_least(1))
     """Rows of the embedding."""
     feed_forward: int | None = key(None, at_least(1))

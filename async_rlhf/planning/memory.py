@@ -1,8 +1,8 @@
 """Bytes that one rank of the learner holds at its peak: a sum of named terms at each moment that can be the peak.
 
-Every term is a method of :class:`LearnerMemory`. ``python benchmarks/memory.py`` runs the learner's own code and measures
-what each phase holds; tests/memory demands that both agree. Left out are what kernels, NCCL and the allocator need for
-themselves (see ``hardware.memory_share``), a value model, and adapters.
+Every term is a method of :class:`LearnerMemory`. ``python benchmarks/memory.py`` runs the learner's own code and
+measures what each phase holds; tests/memory demands that both agree. Left out are what kernels, NCCL and the allocator
+need for themselves (see ``hardware.memory_share``), a value model, and adapters.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _SAVED = {
     ("gpt_neox", True): (22, 0, 4),
     ("gpt_neox", False): (40, 0, 8),
 }
-"""By kind of block and bf16: what a block keeps of a token for its backward pass, in bytes for each number of the hidden
-state, of keys, and of the feed-forward layer. In bfloat16 the residual stream stays float32, and every matrix
-product has a copy of its input."""
+"""By kind of block and bf16: what a block keeps of a token for its backward pass, in bytes for each number of the
+hidden state, of keys, and of the feed-forward layer. With bf16 the residual stream stays float32, and each matrix
+product has a copy of its input in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ class LearnerMemory:
         return {
             # What embedding and head are copied from is freed only after the first block has been gathered.
             "first block": 2 * inside + self._states(self.annotate),
-            "last block": self.cast_weights() - self._copies(self.shape.embedding)
+            "last block": self.cast_weights()
+            - self._copies(self.shape.embedding)
             + inside
             + self.block_whole()
             + self.block_passing(self.annotate),
@@ -237,7 +238,10 @@ class LearnerMemory:
             # Log-softmax, its gradient and that of the loss.
             "loss": self.saved_casts() + self.saved() + 3 * self._logits(self.update),
             # Embedding and head are gathered once more.
-            "gathered again": self.saved_casts() + 2 * self.outside_whole() + self.saved() + self.head_output(self.update),
+            "gathered again": self.saved_casts()
+            + 2 * self.outside_whole()
+            + self.saved()
+            + self.head_output(self.update),
             "block": self.outside_whole() + self.head_gradient() + self.block_again() + self.saved(),
             # Gradients of embedding and head, whole, in a row for the sum, and summed.
             "end": 2 * self.outside_whole() + self.outside_whole() / self._share,
