@@ -106,7 +106,7 @@ class Case:
     rows: int = 8
     annotate_rows: int = 16
     prompt: int = 200
-    response: int = 400
+    response: int = 1024
     bf16: bool = True
     passes: int = 2
 

@@ -27,7 +27,7 @@ def measured() -> Iterator[Measure]:
         def find(case: Case, how: Measure = measure) -> dict[str, Peak]:
             name = (how.__name__, repr(case))
             if name not in known:
-                known[name] = pool.submit(how, case).result(timeout=300)
+                known[name] = pool.submit(how, case).result(timeout=1800)
             return known[name]
 
         yield find

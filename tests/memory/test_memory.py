@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import planted_leaks
 import pytest
 from memory import CASES, PHASES, phases, planned
@@ -37,7 +35,7 @@ def test_the_planner_agrees_with_what_the_learner_holds(of_all_layers, name):
 
 @pytest.mark.parametrize("name", GRID[1:3])
 def test_few_layers_tell_of_more_to_the_byte(measured, of_all_layers, name):
-    case = CASES[name].of_depth(8)
+    case = CASES[name].of_depth(6)
     whole, line = measured(case), of_all_layers(case)
     assert {part: whole[part].total for part in line} == {part: peak.total for part, peak in line.items()}
     highest = {phase: peak.total for phase, peak in phases(whole).items()}
@@ -71,14 +69,12 @@ def test_a_planted_leak_is_found_where_without_it_all_is_well(measured):
 
 def test_8b_on_8_gpus_is_planned_with_learners_that_fit(of_all_layers):
     """Four do not, by the plan as by the measurement."""
-    sizes = {"prompt_tokens": 200, "response_length": 1024, "annotate_rows": 8}
+    case = CASES["8B, FSDP on 4"]
+    sizes = {"prompt_tokens": case.prompt, "response_length": case.response, "annotate_rows": case.annotate_rows}
     model = ModelSizeConfig(parameters=8.03e9, layers=32, kv_width=1024, hidden=4096)
     workload = WorkloadConfig(prompts=256, samples_per_prompt=2, response_tokens=400, trained_per_prompt=2, **sizes)
     results = run_plan(PlanConfig(devices=8, model=model, workload=workload))
     refused = {row["learners"]: row["why_not"] for row in results["choices"] if "why_not" in row}
     assert "a learner of 4 needs" in refused[4]
     assert results["best"]["learners"] > 4
-    four = replace(CASES["8B, FSDP on 4"], prompt=200, response=1024, annotate_rows=8)
-    found = phases(of_all_layers(four))
-    require_agreement(four, found)
-    assert max(peak.total for peak in found.values()) > 72e9
+    assert max(peak.total for peak in phases(of_all_layers(case)).values()) > 72e9
