@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses, train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.forward import response_logits
+from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row
 from async_rlhf.models.new import embed_added_tokens, new_language_model
 from async_rlhf.reports.integrations import check_integrations
@@ -81,8 +80,7 @@ class SFTTrainer(StageTrainer):
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss in nats, summed over the response tokens."""
         mask_BT = batch["labels"] != -100
-        logits_NV = response_logits(model, batch["input_ids"], mask_BT)
-        return torch.nn.functional.cross_entropy(logits_NV, batch["labels"][mask_BT], reduction="sum")
+        return -response_logprobs(model, batch["input_ids"], mask_BT, 1.0, with_entropies=False).logprobs_BT.sum()
 
 
 def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from launching import family, finish, free_port, kill_all, left_of, metrics_of, weights_of
+from launching import family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
 from ranks import new_policy
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("ranks.py")
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 ASYNC = {"staleness": 1, "reward_model": True, "annotate_batch_size": 8}
 """So small that every rank has passes without gradient to make, and some of the reward model's."""
@@ -61,24 +57,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "zero3"],
     ),
     "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),
+    # The others compute a micro-batch's logits at once; these a few tokens at a time, and again in the backward pass.
+    "head in chunks": ({**ASYNC, "head_rows": 5}, ["ddp", "fsdp", "zero2", "zero3"]),
+    "adapters on a head in chunks": (
+        {"algorithm": "rloo", "staleness": 1, "lora": 2, "lora_targets": ["dense", "lm_head"], "head_rows": 5},
+        ["ddp", "fsdp", "zero3"],
+    ),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
-
-
-def launch(runs: list[dict[str, Any]], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    """Start the script on so many ranks, in a session of its own."""
-    return start_ranks(runs, [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else [], log)
-
-
-def start_ranks(runs: list[dict[str, Any]], options: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start the script, by torchrun if there are options for it."""
-    torchrun = ["-m", "torch.distributed.run", *options] if options else []
-    words = [sys.executable, *torchrun, str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [*words, json.dumps(runs)], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
 
 
 def run_of(case: str, strategy: str, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -91,7 +77,7 @@ def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     runs = []
     for case, (changes, _) in CASES.items():
-        plain = {key: value for key, value in changes.items() if key != "parallel"}
+        plain = {key: value for key, value in changes.items() if key not in ("parallel", "head_rows")}
         runs.append({"folder": str(folder), "name": case, "gradient_accumulation_steps": 2, **plain})
     finish(launch(runs, 1, folder / "log"), folder / "log", 300)
     return folder
