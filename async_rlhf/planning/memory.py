@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FLOAT, _BFLOAT = 4, 2
-_ENTROPY_ROWS = 1024
-"""As in models/logprobs.py."""
+_CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 256
+"""As in models/head.py."""
 _SAVED = {
     ("llama", True): (30, 4, 8),
     ("llama", False): (32, 8, 16),
@@ -150,11 +150,15 @@ class LearnerMemory:
 
     def cast_weights(self) -> float:
         """Autocast keeps its copy of every matrix of the policy until the forward pass ends, gathered or not."""
-        return self._copies(self.shape.parameters - self.shape.embedding)
+        return self._copies(self.shape.layers * self.shape.one_block)
 
     def saved_casts(self) -> float:
-        """And the backward pass needs them, too; with checkpointing only the head's, as blocks cast theirs again."""
-        return self._copies(self.shape.embedding) if self.recompute else self.cast_weights()
+        """And the backward pass needs them, too; with checkpointing, blocks cast theirs again."""
+        return 0.0 if self.recompute else self.cast_weights()
+
+    def head_cast(self) -> float:
+        """The head's copy, which is made anew for each pass."""
+        return self._copies(self.shape.embedding)
 
     # Activations
 
@@ -198,53 +202,48 @@ class LearnerMemory:
 
     # Logits
 
-    def _logits(self, one: Pass) -> float:
-        """Float32, of every sampled token."""
-        return _FLOAT * one.sampled * self.shape.vocabulary
+    def chunk(self, one: Pass) -> float:
+        """Float32 logits of the tokens that the head computes at a time: see models/head.py."""
+        rows = max(_LEAST_ROWS, _CHUNK_BYTES // (_FLOAT * self.shape.vocabulary))
+        return _FLOAT * min(one.sampled, rows) * self.shape.vocabulary
 
-    def head_output(self, one: Pass) -> float:
-        """As the head returns them."""
-        return self._logits(one) * (_BFLOAT / _FLOAT if self.bf16 else 1)
-
-    def entropy_rows(self) -> float:
-        """Four tensors of some rows."""
-        return 4 * _FLOAT * min(self.update.sampled, _ENTROPY_ROWS) * self.shape.vocabulary
+    def head_pass(self, one: Pass) -> float:
+        """The head's weights to compute with, and four tensors as large as a chunk: logits, divided by the temperature,
+        their log-softmax, and what entropies need.
+        """
+        return self.head_cast() + 4 * self.chunk(one)
 
     # Moments
 
     def annotating(self) -> dict[str, float]:
         """Bytes at each moment of annotation that may be its peak."""
-        inside = self.outside_whole() + self.block_whole()
+        inside, casts = self.outside_whole() + self.block_whole(), self.cast_weights()
         return {
             # What embedding and head are copied from is freed only after the first block has been gathered.
             "first block": 2 * inside + self._states(self.annotate),
-            "last block": self.cast_weights()
-            - self._copies(self.shape.embedding)
-            + inside
-            + self.block_whole()
-            + self.block_passing(self.annotate),
-            "head": self.cast_weights() + inside + self.head_output(self.annotate) + 2 * self._states(self.annotate),
-            # Divided by the temperature, and their log-softmax; the head has been dropped.
-            "log-probabilities": self.cast_weights() + 2 * self._logits(self.annotate),
+            "last block": casts + inside + self.block_whole() + self.block_passing(self.annotate),
+            "head": casts + inside + self.head_pass(self.annotate) + 2 * self._states(self.annotate),
         }
 
     def updating(self) -> dict[str, float]:
         """The same of an update, without what is held anyway; gradients are held from the first micro-batch on."""
-        inside = self.outside_whole() + self.block_whole()
+        outside, casts = self.outside_whole(), self.saved_casts()
+        inside = outside + self.block_whole()
         return {
             "first block": 2 * inside + self._states(self.update),
-            "head": self.cast_weights() + inside + self.saved() + self.head_output(self.update),
-            "entropies": self.cast_weights() + self.saved() + 2 * self._logits(self.update) + self.entropy_rows(),
-            # Log-softmax, its gradient and that of the loss.
-            "loss": self.saved_casts() + self.saved() + 3 * self._logits(self.update),
+            "head": self.cast_weights() + inside + self.saved() + self.head_pass(self.update),
             # Embedding and head are gathered once more.
-            "gathered again": self.saved_casts()
-            + 2 * self.outside_whole()
+            "gathered again": casts + 2 * outside + self.saved(),
+            # The sum of the chunks' gradients, float32, and that of one chunk.
+            "head's gradient": casts
+            + outside
             + self.saved()
-            + self.head_output(self.update),
-            "block": self.outside_whole() + self.head_gradient() + self.block_again() + self.saved(),
+            + _FLOAT * self.shape.embedding
+            + self.head_cast()
+            + self.head_pass(self.update),
+            "block": outside + self.head_gradient() + self.block_again() + self.saved(),
             # Gradients of embedding and head, whole, in a row for the sum, and summed.
-            "end": 2 * self.outside_whole() + self.outside_whole() / self._share,
+            "end": 2 * outside + outside / self._share,
         }
 
     def publishing(self) -> float:
