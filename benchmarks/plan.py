@@ -268,7 +268,6 @@ CHAT = WorkloadConfig(
     response_length=1024,
     response_tokens=400,
     trained_per_prompt=2,
-    annotate_rows=8,
 )
 
 
