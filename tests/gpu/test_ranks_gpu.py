@@ -49,7 +49,8 @@ def test_two_ranks_train_as_one(folder, case):
     ours, one = metrics_of(folder / case), metrics_of(folder / ("one in bfloat16" if low else "one"))
     assert len(ours) == len(one) == (1 if low else 6)
     for mine, theirs in zip(ours, one, strict=True):
-        for name in COMPARED:
+        # Before any training the KL is 0 but for rounding, and FSDP rounds otherwise: it casts before it gathers.
+        for name in set(COMPARED) - ({"objective/kl"} if low else set()):
             assert mine[name] == pytest.approx(theirs[name], rel=near, abs=near * 1e-2), name
     require_near(weights_of(folder / case), weights_of(folder / ("one in bfloat16" if low else "one")), near)
 

@@ -93,7 +93,8 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
     learner, reward_model = trainer.learner, trainer.run.scorer.reward_model
     for name, model in (("model", learner.model), ("reference", learner.reference), ("reward model", reward_model)):
         places = set() if model is None else {parameter.device for parameter in model.parameters()}
-        assert places <= {torch.device(device)}, f"the {name} is on the wrong device: {places}"
+        kept = "cpu" if args.offload_frozen and name != "model" else device
+        assert places <= {torch.device(kept)}, f"the {name} is on the wrong device: {places}"
     return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -75,6 +75,7 @@ OTHERS = {
     "adapters_on_the_value_model": {"algorithm": "ppo", "lora": LoRAConfig(rank=4)},
     "corrected_kl": {"algorithm": "grpo", "kl": KLConfig(coef=0.1, where="loss", estimator="k3", corrected=True)},
     "evaluation": {"evaluates": True, "eval_steps": 1},
+    "frozen_models_on_the_host": {"offload_frozen": True, "bf16": True},
     "bfloat16_snapshots": {"generation": {"placement": "process", "dtype": "bfloat16"}},
 }
 """What no golden run has."""
