@@ -39,6 +39,7 @@ from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.models.frozen import frozen
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.planning.memory import LearnerMemory
 from async_rlhf.planning.roofline import Roofline, batch_of
@@ -188,7 +189,7 @@ def _learner(case: Case, rank: FakeRank) -> tuple[Learner, SnapshotRing]:
     ledger.weight_shapes = {tuple(p.shape) for p in policy.parameters() if p.dim() > 1}
     scores = type(case.model)(**{**case.model.to_dict(), "id2label": {0: "score"}, "pad_token_id": 0})
     reward = rank.new(lambda: AutoModelForSequenceClassification.from_config(scores, dtype=torch.float32))
-    reward = parallel.frozen(reward.requires_grad_(False).eval())
+    reward = frozen(reward.requires_grad_(False).eval(), config, parallel)
     learner = Learner(policy, None, find("rloo"), config, parallel=parallel)
     ring = SnapshotRing.for_model(policy, torch.bfloat16, 1, parallel=parallel)
     with rank.computing():

@@ -122,8 +122,8 @@ class ModelSizeConfig(Checked):
     """Bytes per weight in a generator, and so in what is published."""
     learner_bytes: float = key(16.0, above(0))
     """Bytes per weight in the learner: float32 weight, gradient and two moments are 16."""
-    frozen_bytes: float = key(4.0, at_least(0))
-    """Bytes per weight of reference and reward model."""
+    frozen_bytes: float | None = key(None, at_least(0))
+    """Bytes per weight of reference and reward model; null for 2 with bf16, else 4."""
     gradient_bytes: float = key(4.0, at_least(0))
     """Bytes of each gradient number that the learners sum up."""
     sharded: bool = True

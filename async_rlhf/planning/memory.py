@@ -13,14 +13,16 @@ _FLOAT, _BFLOAT = 4, 2
 _CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 256
 """As in models/head.py."""
 _SAVED = {
-    ("llama", True): (30, 4, 8),
-    ("llama", False): (32, 8, 16),
-    ("gpt_neox", True): (22, 0, 4),
-    ("gpt_neox", False): (40, 0, 8),
+    ("llama", "float32"): (32, 8, 16),
+    ("llama", "autocast"): (30, 4, 8),
+    ("llama", "bfloat16"): (20, 4, 8),
+    ("gpt_neox", "float32"): (40, 0, 8),
+    ("gpt_neox", "autocast"): (22, 0, 4),
+    ("gpt_neox", "bfloat16"): (20, 0, 4),
 }
-"""By kind of block and bf16: what a block keeps of a token for its backward pass, in bytes for each number of the
-hidden state, of keys, and of the feed-forward layer. With bf16 the residual stream stays float32, and each matrix
-product has a copy of its input in bfloat16."""
+"""By kind of block and of computing: what a block keeps of a token for its backward pass, in bytes for each number of
+the hidden state, of keys, and of the feed-forward layer. Under autocast the residual stream stays float32, and each matrix
+product has a copy of its input; weights that are cast when they are gathered make it bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,9 @@ class LearnerMemory:
         return self.frozen_bytes * self.frozen / self._share
 
     def buckets(self) -> float:
-        """DDP's second copy of the gradients, from which they are summed over the ranks."""
+        """DDP's memory for gradients, in which they are summed over the ranks. It stays when they are given up, and the
+        next step's lie elsewhere until their last pass.
+        """
         return 0.0 if self.sharded or self.ranks == 1 else _FLOAT * self.shape.parameters
 
     def held(self) -> float:
@@ -132,8 +136,8 @@ class LearnerMemory:
     # Weights of other ranks
 
     def _whole(self, parameters: float) -> float:
-        """Gathered in float32."""
-        return _FLOAT * parameters if self._share > 1 else 0.0
+        """Gathered in the type to compute with."""
+        return (_BFLOAT if self.bf16 else _FLOAT) * parameters if self._share > 1 else 0.0
 
     def outside_whole(self) -> float:
         """Embedding and head, from the beginning of a pass to its end."""
@@ -146,7 +150,8 @@ class LearnerMemory:
     # Copies of weights to compute with
 
     def _copies(self, parameters: float) -> float:
-        return _BFLOAT * parameters if self.bf16 else 0.0
+        """Of weights that are float32: those that are gathered are cast before."""
+        return _BFLOAT * parameters if self.bf16 and self._share == 1 else 0.0
 
     def cast_weights(self) -> float:
         """Autocast keeps its copy of every matrix of the policy until the forward pass ends, gathered or not."""
@@ -162,13 +167,17 @@ class LearnerMemory:
 
     # Activations
 
+    @property
+    def _computing(self) -> str:
+        return "float32" if not self.bf16 else "bfloat16" if self._share > 1 else "autocast"
+
     def _states(self, one: Pass) -> float:
-        """The residual stream, float32."""
-        return _FLOAT * one.tokens * self.shape.hidden
+        """The residual stream."""
+        return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * one.tokens * self.shape.hidden
 
     def block_saved(self) -> float:
         """What one block keeps for its backward pass."""
-        hidden, kv, feed_forward = _SAVED[self.shape.block, self.bf16]
+        hidden, kv, feed_forward = _SAVED[self.shape.block, self._computing]
         shape = self.shape
         return self.update.tokens * (hidden * shape.hidden + kv * shape.kv_width + feed_forward * shape.feed_forward)
 
@@ -248,7 +257,8 @@ class LearnerMemory:
 
     def publishing(self) -> float:
         """The largest tensor, whole, and rounded for the generators; weights leave one tensor at a time."""
-        return self._whole(self.shape.embedding) + _BFLOAT * self.shape.embedding
+        whole = _FLOAT * self.shape.embedding if self._share > 1 else 0.0
+        return whole + _BFLOAT * self.shape.embedding
 
     # Phases
 

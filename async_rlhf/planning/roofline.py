@@ -177,6 +177,11 @@ class Roofline:
         both = (self.model.reference_parameters, self.model.reward_parameters)
         return sum(self._policy if parameters is None else parameters for parameters in both)
 
+    @property
+    def _frozen_bytes(self) -> float:
+        given = self.model.frozen_bytes
+        return given if given is not None else 2.0 if self.model.bf16 else 4.0
+
     def _room(self) -> float:
         return self.hardware.memory_gb * 1e9 * self.hardware.memory_share
 
@@ -188,7 +193,7 @@ class Roofline:
         if self.model.activations_gb is None:
             memory = self.memory(learners, self.recompute(learners))
             return memory.held(), memory.peak()
-        held = self.model.learner_bytes * self._policy + self.model.frozen_bytes * self._frozen
+        held = self.model.learner_bytes * self._policy + self._frozen_bytes * self._frozen
         held /= learners if self.model.sharded else 1
         return held, held + self.model.activations_gb * 1e9
 
@@ -215,7 +220,7 @@ class Roofline:
             model.bf16,
             annotate,
             update,
-            model.frozen_bytes,
+            self._frozen_bytes,
             model.learner_bytes,
         )
 
