@@ -21,8 +21,8 @@ _SAVED = {
     ("gpt_neox", "bfloat16"): (20, 0, 4),
 }
 """By kind of block and of computing: what a block keeps of a token for its backward pass, in bytes for each number of
-the hidden state, of keys, and of the feed-forward layer. Under autocast the residual stream stays float32, and each matrix
-product has a copy of its input; weights that are cast when they are gathered make it bfloat16."""
+the hidden state, of keys, and of the feed-forward layer. Under autocast the residual stream stays float32, and each
+matrix product has a copy of its input; weights that are cast when they are gathered make it bfloat16."""
 
 
 @dataclass(frozen=True)
