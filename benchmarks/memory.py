@@ -127,6 +127,7 @@ class Case:
             per_device_train_batch_size=self.rows,
             annotate_batch_size=self.annotate_rows,
             gradient_accumulation_steps=self.passes,
+            batches=1,
             samples_per_prompt=2,
             bf16=self.bf16,
             gradient_checkpointing=self.checkpointing,

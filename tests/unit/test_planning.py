@@ -490,7 +490,7 @@ def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
         ({"recompute": True}, {"recompute": False}),
         ({"reward_parameters": 0.0}, {}),
         ({"learner_bytes": 12.0}, {}),
-        ({"frozen_bytes": 2.0}, {}),
+        ({}, {"frozen_bytes": 4.0}),
     ],
 )
 def test_what_needs_more_memory(smaller, larger):
