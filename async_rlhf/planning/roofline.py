@@ -86,11 +86,19 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
         response_length=train.generation.response_length,
         trained_per_prompt=rows,
         longest_prompt=train.prompt_cap,
-        train_rows=train.per_device_train_batch_size * (2 if pairs else 1),
-        annotate_rows=train.annotate_batch_size,
+        train_rows=_rows_of_pass(train.most_units, 2 if pairs else 1, train.max_tokens_per_pass, train.max_length),
+        annotate_rows=_rows_of_pass(train.most_annotated, 1, train.annotate_max_tokens, train.max_length),
         num_epochs=train.num_epochs,
         num_mini_batches=train.num_mini_batches,
     )
+
+
+def _rows_of_pass(units: int | None, rows: int, tokens: int | str | None, longest: int) -> int:
+    """Rows of the largest pass: of so many units of so many rows, or of the longest rows that its tokens allow."""
+    found = [] if units is None else [units * rows]
+    if tokens is not None:  # "auto" takes what fits, so a unit must
+        found.append(max(rows, tokens // longest if isinstance(tokens, int) else 0))
+    return min(found)
 
 
 @dataclass(frozen=True)

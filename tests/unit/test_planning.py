@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rlhf import OnlineDPOConfig
 from async_rlhf.cli import main
 from async_rlhf.commands.plan import run_plan
-from async_rlhf.config import ConfigError, PlanConfig
+from async_rlhf.config import ConfigError, GenerationConfig, PlanConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.plan import (
     HardwareConfig,
@@ -29,13 +30,13 @@ from async_rlhf.config.plan import (
 from async_rlhf.models import head
 from async_rlhf.planning import memory
 from async_rlhf.planning.measured import read_run
-from async_rlhf.planning.roofline import Roofline, batch_of, shape_of
+from async_rlhf.planning.roofline import Roofline, _workload, batch_of, shape_of
 from async_rlhf.planning.search import Choice, propose, search, try_split
 from async_rlhf.planning.simulate import LEARNER, Outcome, Work, simulate
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
 from async_rlhf.planning.times import given as given_times
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run.config import RunConfig
+from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
@@ -686,3 +687,22 @@ def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
 
 def test_the_planner_knows_how_large_a_chunk_of_the_head_is():
     assert (memory._CHUNK_BYTES, memory._LEAST_ROWS) == (head.CHUNK_BYTES, head.LEAST_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({}, (16, 64)),
+        ({"per_device_train_batch_size": 3, "annotate_batch_size": 5}, (6, 5)),
+        ({"max_tokens_per_pass": 700, "annotate_max_tokens": 300}, (7, 3)),
+        ({"max_tokens_per_pass": 50, "annotate_max_tokens": 50}, (2, 1)),
+        ({"max_tokens_per_pass": 700, "per_device_train_batch_size": 1}, (2, 64)),
+        ({"max_tokens_per_pass": "auto", "annotate_max_tokens": "auto"}, (2, 1)),
+    ],
+)
+def test_rows_of_a_pass_are_those_of_the_recipe(keys, rows):
+    """Pairs of rows of at most 100 tokens."""
+    generation = GenerationConfig(response_length=40)
+    train = OnlineDPOConfig(max_prompt_length=60, generation=generation, batches=1, **keys)
+    workload = _workload(RunConfig(model="m", data=DataConfig(train="d"), reward_funcs=["m:f"], train=train))
+    assert (workload.train_rows, workload.annotate_rows) == rows
