@@ -150,6 +150,7 @@ CASES = {
     "8B, FSDP on 4": Case(llama(), 4),
     "8B, FSDP on 8": Case(llama(), 8),
     "8B, FSDP on 8, all activations": Case(llama(), 8, checkpointing=False),
+    "8B, FSDP on 8, rows of 4,096": Case(llama(), 8, annotate_rows=8, prompt=96, response=4000),
     "70B, FSDP on 32": Case(llama(80, 8192, 28_672), 32),
     "70B, FSDP on 64": Case(llama(80, 8192, 28_672), 64),
 }

@@ -83,3 +83,11 @@ def test_8b_on_8_gpus_is_planned_with_learners_that_fit(of_all_layers):
     for learners, fits in ((most, False), (most + 1, True)):
         found = phases(of_all_layers(replace(case, ranks=learners)))
         assert (max(peak.total for peak in found.values()) <= 72e9) == fits, learners
+
+
+def test_8_rows_of_4096_tokens_a_pass_fit_8b_on_8_gpus_of_80_gb(of_all_layers):
+    case = CASES["8B, FSDP on 8, rows of 4,096"]
+    assert (case.rows, case.prompt + case.response) == (8, 4096)
+    found = phases(of_all_layers(case))
+    require_agreement(case, found)
+    assert max(peak.total for peak in found.values()) < 0.9 * 80e9
