@@ -4,10 +4,14 @@ The public names are loaded when they are first used, so that ``import async_rlh
 configuration can be read on a machine without torch.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+
+# peft loads bitsandbytes wherever it is installed, which then asks for one more package.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _PUBLIC = {
     "Algorithm": "async_rlhf.algorithms.record",
