@@ -109,7 +109,7 @@ def kept_array(kind: str, of: str | None, dtype: Any, make: Callable[[], np.ndar
     """
     if of is None:
         return make()
-    name = f"{kind}-{xxhash.xxh3_128_hexdigest(of)}"
+    name = f"{kind}-{digest_of(of)}"
     found = find(name, of)
     if found is None:
         made = make()
@@ -117,6 +117,11 @@ def kept_array(kind: str, of: str | None, dtype: Any, make: Callable[[], np.ndar
         if found is None:
             return made
     return found.array("values.bin", dtype)
+
+
+def digest_of(text: str) -> str:
+    """A checksum of a text, to name folders by."""
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="backslashreplace"))
 
 
 def code_of(*names: str) -> str:

@@ -62,7 +62,7 @@ class JsonLines(RowView):
             time.sleep(_SETTLED)
         stat = os.fstat(self._descriptor)
         self._state = _state(stat)
-        name, of = f"lines-{xxhash.xxh3_128_hexdigest(os.path.realpath(path))}", f"{self._state} {stat.st_ctime_ns}"
+        name, of = f"lines-{cache.digest_of(os.path.realpath(path))}", f"{self._state} {stat.st_ctime_ns}"
         kept = cache.find(name, of)
         if kept is None:
             with open(path, "rb", opener=lambda *_: os.dup(self._descriptor)) as lines:
@@ -113,7 +113,7 @@ class JsonLines(RowView):
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """What changes with a file's content. The time of its last change of state is not in it: a new name changes that."""
+    """What changes with a file's content, and not with its name as the time of its last change of state does."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 

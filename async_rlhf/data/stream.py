@@ -120,7 +120,7 @@ class PromptStream:
         if self._encoded.key is None:
             return self._checksum()
         of = f"{self._encoded.key} {self._longest}"
-        name = f"prompts-{xxhash.xxh3_128_hexdigest(of)}"
+        name = f"prompts-{cache.digest_of(of)}"
         kept = cache.find(name, of) or cache.keep(name, of, lambda _: {"checksum": self._checksum()})
         return self._checksum() if kept is None else str(kept.meta["checksum"])
 

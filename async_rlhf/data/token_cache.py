@@ -2,7 +2,7 @@
 
 A fast tokenizer itself spreads a list of texts over the cores. Tokens of large data sets are written to files as they
 are computed, and mapped: memory holds only what is in use. The files are named by a hash of everything that the tokens
-depend on: the rows, what is read of them and by which code, and the tokenizer. So files that are found are always valid.
+depend on: the rows, what is read of them and by which code, and the tokenizer. So what is found is always valid.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _kept(
                 done += len(chunk.numbers)
                 progress(done)
 
-    key = xxhash.xxh3_128_hexdigest(of)
+    key = cache.digest_of(of)
     name = f"tokens-{key}"
     found = cache.find(name, key)
     if found is not None:
@@ -226,4 +226,4 @@ def _state(tokenizer: PreTrainedTokenizerBase) -> str:
     words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     own = f"{type(tokenizer)} {words} {tokenizer.chat_template} {sorted(tokenizer.special_tokens_map.items())}"
     versions = f"{transformers.__version__} {tokenizers.__version__}"
-    return xxhash.xxh3_128_hexdigest(f"{own} {versions}".encode(errors="backslashreplace"))
+    return cache.digest_of(f"{own} {versions}")

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.cache import digest_of
 from async_rlhf.data.formats import RowReader
 from async_rlhf.types import Prompt
 
@@ -73,7 +73,7 @@ class UnsizedPrompts:
     def fingerprint(self) -> str:
         """A checksum of the first prompt; the others have not been read."""
         text = f"{self._first.row} {self._first.tokens} {sorted(self._first.columns)}"
-        return xxhash.xxh3_128_hexdigest(text.encode(errors="backslashreplace"))
+        return digest_of(text)
 
     def prompt(self, draw: int) -> Prompt:
         """The prompt of one draw."""
@@ -114,8 +114,8 @@ class UnsizedPrompts:
                 logger.warning("%s: dropped %d prompts so far: not 1 to %d tokens", self._key, dropped, self._longest)
             if fruitless == _FRUITLESS or (draw == 0 and fruitless > row + 1):  # or a whole epoch
                 raise ConfigError(
-                    f"max_prompt_length: got {self._longest}; none of {fruitless} rows of {self._key} in succession has "
-                    f"a prompt of 1 to {self._longest} tokens (the last has {len(prompt.tokens)})"
+                    f"max_prompt_length: got {self._longest}; none of {fruitless} rows of {self._key}, one after the "
+                    f"other, has a prompt of 1 to {self._longest} tokens (the last has {len(prompt.tokens)})"
                 )
 
     def _prompt(self, draw: int, row: int, columns: dict[str, Any]) -> Prompt:

@@ -127,4 +127,4 @@ def fingerprint_of(rows: Sequence[Row]) -> str | None:
     if not files or sum(stat.st_size for _, stat in files) < cache.CACHED_FROM:
         return None
     known = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in files]
-    return xxhash.xxh3_128_hexdigest(f"{rows._fingerprint} {len(rows)} {rows.column_names} {known}")
+    return cache.digest_of(f"{rows._fingerprint} {len(rows)} {rows.column_names} {known}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import datasets
-import numpy as np
 import pytest
 from huggingface_hub import HfApi
 from tiny import byte_tokenizer
@@ -114,7 +113,7 @@ def test_prompts_are_all_before_the_last_answer(reader):
 )
 def test_rows_that_mean_nothing_are_named(reader, read, row, message):
     with pytest.raises(ConfigError, match=message):
-        getattr(reader, read)([row])
+        list(getattr(reader, read)([row]))
 
 
 def test_a_chat_needs_a_template_that_goes_on_from_its_prompt(tokenizer, chatting):
