@@ -59,11 +59,18 @@ class EncodedRating:
     rating: float
 
 
+class RatedRows(Examples[EncodedRating]):
+    """Rated rows, each made when it is asked for."""
+
+    ratings: np.ndarray
+    """Of all of them, float64."""
+
+
 def encode_ratings(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, field: str, longest: int, key: str
-) -> tuple[Examples[EncodedRating], np.ndarray]:
+) -> tuple[RatedRows, int]:
     """Rated rows as tokens, made when they are asked for, with the end-of-sequence token unless `finish_reason` is
-    "length"; without those of more than ``longest`` tokens. And their ratings, float64.
+    "length"; and how many were dropped for having more than ``longest`` tokens.
 
     Raises:
         ConfigError: a row has no text, or every row is too long.
@@ -83,12 +90,13 @@ def encode_ratings(
         tokens = prompts[number] + responses[number] + eos * int(ended[number])
         return EncodedRating(tokens, float(ratings[number]))
 
-    kept = Examples.of(example, lengths, (lengths >= 1) & (lengths <= longest))
+    kept = RatedRows.of(example, lengths, (lengths >= 1) & (lengths <= longest))
+    kept.ratings = ratings[kept.rows]
     if not kept:
         raise ConfigError(f"max_length: got {longest}; no row of {key} is so short (the shortest has {lengths.min()})")
     if len(kept) < len(rows):
         logger.warning("%s: dropped %d of %d rows: not 1 to %d tokens", key, len(rows) - len(kept), len(rows), longest)
-    return kept, ratings[kept.rows]
+    return kept, len(rows) - len(kept)
 
 
 class RatingTrainer(StageTrainer):
@@ -100,7 +108,7 @@ class RatingTrainer(StageTrainer):
 
     config: RewardConfig
 
-    def __init__(self, model: PreTrainedModel, examples: Examples[EncodedRating], scale: Scale, *rest: Any) -> None:
+    def __init__(self, model: PreTrainedModel, examples: RatedRows, scale: Scale, *rest: Any) -> None:
         self.scale = scale
         super().__init__(model, examples, examples.lengths, *rest)
 

@@ -169,18 +169,17 @@ def _ratings(
     rows: Rows,
     heldout: Rows,
 ) -> _Task:
-    rated, ratings = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
+    rated, dropped = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
     held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
-    require_different(ratings, config.score_field, f"train, up to {longest} tokens")
-    counts = {"rows": len(rated), "dropped": len(rows) - len(rated)}
-    scale, size = Scale.of(ratings), 2 * config.per_device_train_batch_size
+    require_different(rated.ratings, config.score_field, f"train, up to {longest} tokens")
+    scale, size = Scale.of(rated.ratings), 2 * config.per_device_train_batch_size
 
     def evaluate() -> dict[str, Any]:
         return evaluate_ratings(model, held, scale, size)
 
     return _Task(
         trainer=RatingTrainer(model, rated, scale, config, evaluate),
-        counts={**counts, "rating_mean": scale.mean, "rating_sd": scale.sd},
+        counts={"rows": len(rated), "dropped": dropped, "rating_mean": scale.mean, "rating_sd": scale.sd},
         reference=[],
         evaluate=evaluate,
         told=told_ratings,

@@ -6,7 +6,7 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 import xxhash
@@ -31,7 +31,7 @@ class Examples(Sequence[T], Generic[T]):
         self._make, self.rows, self.lengths = make, rows, lengths
 
     @classmethod
-    def of(cls, make: Callable[[int], T], lengths: np.ndarray, kept: np.ndarray) -> Examples[T]:
+    def of(cls, make: Callable[[int], T], lengths: np.ndarray, kept: np.ndarray) -> Self:
         """The examples of those rows that are kept (bool); ``lengths`` are those of all rows."""
         rows = np.flatnonzero(kept)
         return cls(make, rows.astype(np.int32) if len(kept) < 2**31 else rows, lengths[rows])
