@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import xxhash
@@ -81,7 +81,8 @@ def keep(name: str, of: str, write: Callable[[Path], Mapping[str, Any]]) -> Kept
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(folder.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=folder.parent))
+        temporary = folder.with_name(f".{name}.{uuid4().hex}.tmp")
+        temporary.mkdir()
         meta = {**write(temporary), "of": of}
         meta["files"] = {file.name: _sum(file, flush=True) for file in sorted(temporary.iterdir())}
         with (temporary / _META).open("w", encoding="utf-8") as file:

@@ -217,7 +217,7 @@ def _append(path: Path, values: np.ndarray) -> None:
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
 def _state(tokenizer: PreTrainedTokenizerBase) -> str:
