@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -114,7 +115,7 @@ def kept_array(kind: str, of: str | None, dtype: Any, make: Callable[[], np.ndar
     found = find(name, of)
     if found is None:
         made = make()
-        found = keep(name, of, lambda folder: made.tofile(folder / "values.bin") or {})
+        found = keep(name, of, partial(write_array, "values.bin", made, {}))
         if found is None:
             return made
     return found.array("values.bin", dtype)
@@ -131,6 +132,12 @@ def code_of(*names: str) -> str:
     for name in names:
         digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()
+
+
+def write_array(name: str, values: np.ndarray, meta: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Write a flat array and return what is to be kept beside it, for :func:`keep`."""
+    values.tofile(folder / name)
+    return meta
 
 
 def _put(temporary: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,7 +69,7 @@ class JsonLines(RowView):
             with open(path, "rb", opener=lambda *_: os.dup(self._descriptor)) as lines:
                 starts, meta = _index(lines, path, key)
             self._require_unchanged()
-            kept = cache.keep(name, of, lambda folder: starts.tofile(folder / "starts.bin") or meta)
+            kept = cache.keep(name, of, partial(cache.write_array, "starts.bin", starts, meta))
             self._starts, self._meta = starts, meta
         if kept is not None:
             self._starts, self._meta = kept.array("starts.bin", np.int64), kept.meta

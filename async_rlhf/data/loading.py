@@ -60,7 +60,7 @@ def _has_all(rows: Rows, column: str) -> bool:
     """Whether it is known without reading the rows that all have a value in a column."""
     if isinstance(rows, RowView):
         return rows.has_all(column)
-    table = getattr(rows, "data", None)  # of datasets.Dataset
+    table: Any = getattr(rows, "data", None)  # of datasets.Dataset
     return column in getattr(table, "column_names", ()) and table.column(column).null_count == 0
 
 

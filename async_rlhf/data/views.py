@@ -112,7 +112,7 @@ class Selected(RowView):
         base = fingerprint_of(self._rows)
         if base is None:
             return None
-        return f"{xxhash.xxh3_128_hexdigest(self._numbers)} of {base}"
+        return f"{xxhash.xxh3_128_hexdigest(self._numbers.tobytes())} of {base}"
 
 
 def fingerprint_of(rows: Sequence[Row]) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -270,7 +270,7 @@ def _read_prompts(
         if is_unsized(rows):
             # Restarted generators get their open requests again, of S + 1 batches at most.
             return UnsizedPrompts(rows, tokenizer, window=(config.staleness + 2) * config.batch_size, **what)
-        return PromptStream(rows, tokenizer, seed=config.seed, **what)
+        return PromptStream(cast(Rows, rows), tokenizer, seed=config.seed, **what)
 
     train: Prompts | None = None
     evaluated: PromptStream | None = None
