@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,32 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
     Raises:
         ConfigError: the source does not exist, cannot be read or is empty, or a column is missing.
     """
+    path = _find(source, split, key)
+    rows: Rows = (
+        read_json_lines(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)
+    )
+    if len(rows) == 0:
+        raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
+    check_columns(rows, columns, key, source)
+    return rows
+
+
+def stream_rows(source: str, split: str = "train", *, key: str = "data") -> Iterable[Mapping[str, Any]]:
+    """The rows of a data set as they come, again from the start each time: nothing is downloaded or converted first.
+
+    Args:
+        source: see :func:`load_rows`.
+        split: the same.
+        key: the same.
+
+    Raises:
+        ConfigError: the source does not exist or cannot be read.
+    """
+    return _load_with_datasets(_find(source, split, key), source, split, key, streaming=True)
+
+
+def _find(source: str, split: str, key: str) -> Path:
+    """The file or folder that a source names; a path that does not exist for a hub name."""
     path = Path(source).expanduser()
     files = [path / f"{split}{suffix}" for suffix in (".jsonl", *_FILE_FORMATS)]
     path = next((file for file in files if file.is_file()), path)
@@ -37,13 +63,7 @@ def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (),
         raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
     if not path.exists() and (why := why_nowhere(source.partition(":")[0], "dataset")) is not None:
         raise ConfigError(f"{key}: got {source!r}; {why}; must be a file, a folder, or a name on the hub")
-    rows: Rows = (
-        read_json_lines(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)
-    )
-    if len(rows) == 0:
-        raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
-    check_columns(rows, columns, key, source)
-    return rows
+    return path
 
 
 def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
@@ -64,21 +84,24 @@ def _has_all(rows: Rows, column: str) -> bool:
     return column in getattr(table, "column_names", ()) and table.column(column).null_count == 0
 
 
-def _load_with_datasets(path: Path, source: str, split: str, key: str) -> Rows:
+def _load_with_datasets(path: Path, source: str, split: str, key: str, streaming: bool = False) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
+    how: dict[str, Any] = {"streaming": True} if streaming else {}
     try:
-        if path.suffix in _FILE_FORMATS:
-            return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        if path.suffix in _FILE_FORMATS or path.suffix == ".jsonl":
+            kind = _FILE_FORMATS.get(path.suffix, "json")
+            return load_dataset(kind, data_files=str(path), split="train", **how)
         if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             loaded = load_from_disk(str(path))
             if not isinstance(loaded, DatasetDict):
-                return loaded
+                return loaded.to_iterable_dataset() if streaming else loaded
+            loaded = {name: part.to_iterable_dataset() for name, part in loaded.items()} if streaming else loaded
         elif path.is_dir():  # files as <split>.jsonl or <split>-00000-of-00002.parquet
-            loaded = load_dataset(str(path))
+            loaded = load_dataset(str(path), **how)
         else:
             name, _, config = source.partition(":")
-            return load_dataset(name, config or None, split=split)
+            return load_dataset(name, config or None, split=split, **how)
         if split not in loaded:
             raise ConfigError(f"{key}: {source!r} has no split {split!r}; it has {', '.join(loaded)}")
         return loaded[split]
