@@ -25,6 +25,7 @@ from async_rlhf.commands.training import StageTrainer, publish_model, require_si
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.rows import SCORE
+from async_rlhf.data.cache import kept_array
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
@@ -251,16 +252,21 @@ def encode_pairs(
 
     lengths = [prompts.lengths() + side.lengths() for side in sides]
     lengths = [each + ended.astype(np.int32) for each, ended in zip(lengths, encoded.numbers.T, strict=True)]
-    different = lengths[0] != lengths[1]
-    for number in np.flatnonzero(~different):  # only tokens of equal number can be the same
-        one = pair(int(number))
-        different[number] = one.chosen != one.rejected
+
+    def apart() -> np.ndarray:
+        found = lengths[0] != lengths[1]
+        for number in np.flatnonzero(~found):  # only tokens of equal number can be the same
+            one = pair(int(number))
+            found[number] = one.chosen != one.rejected
+        return found
+
+    different = kept_array("ties", encoded.key, np.bool_, apart)
     longer = np.maximum(*lengths)
     kept = Examples.of(pair, longer, different & (np.minimum(*lengths) > 0) & (longer <= longest))
     if not kept:
         raise ConfigError(f"max_length: got {longest}; no pair of {key} has two different sides that fit")
-    apart = int(np.count_nonzero(different))
-    counts = {"dropped": apart - len(kept), "ties": len(different) - apart}
+    count = int(np.count_nonzero(different))
+    counts = {"dropped": count - len(kept), "ties": len(different) - count}
     if len(kept) < len(different):
         logger.warning(
             "%s: left out %d pairs longer than %d tokens, %d ties", key, counts["dropped"], longest, counts["ties"]

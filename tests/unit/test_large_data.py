@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -18,13 +19,17 @@ import pytest
 import torch
 import xxhash
 from datasets import Dataset, load_from_disk
-from tiny import byte_tokenizer
+from safetensors.torch import load_file
+from tiny import byte_tokenizer, new_args
 
+from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.ratings import encode_ratings
-from async_rlhf.commands.reward import encode_pairs
-from async_rlhf.commands.sft import encode_rows
+from async_rlhf.commands.relabel import run_relabel
+from async_rlhf.commands.reward import encode_pairs, run_reward
+from async_rlhf.commands.sft import encode_rows, run_sft
+from async_rlhf.commands.train import run_train
 from async_rlhf.commands.training import LengthBatches
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, GenerateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.data import cache, json_lines, token_cache
 from async_rlhf.data.formats import RowReader, first_words, prompt_identity
 from async_rlhf.data.held_out import hold_out
@@ -32,6 +37,8 @@ from async_rlhf.data.json_lines import JsonLines
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import read_ratings
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.models.loading import write_model
+from async_rlhf.run.config import DataConfig, RunConfig
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -283,10 +290,13 @@ def test_without_a_place_for_the_cache_all_is_computed(tmp_path, chatting, large
 
 PROGRAM = """
 import sys, time
-from tiny import byte_tokenizer
+from safetensors.torch import load_file
+from tiny import byte_tokenizer, new_args
 from async_rlhf.data import cache, token_cache
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.models.loading import write_model
+from async_rlhf.run.config import DataConfig, RunConfig
 cache.CACHED_FROM = 1
 tokenizer = byte_tokenizer()
 print("ready", flush=True)
@@ -376,6 +386,29 @@ def test_every_container_gives_the_prompts_and_the_fingerprint_of_before(tmp_pat
             prompt = stream.prompt(draw)
             assert (prompt.draw, prompt.row, prompt.tokens, prompt.columns) == old.prompt(draw)
         assert stream.dropped == 200 - len(old.kept) > 0
+
+
+def test_a_data_set_on_disk_is_tokenised_once_until_it_is_written_anew(tmp_path, tokenizer, monkeypatch):
+    tokenised = []
+    real = token_cache._tokenise
+    monkeypatch.setattr(token_cache, "_tokenise", lambda t, texts: tokenised.extend(texts) or real(t, texts))
+
+    def start():
+        data = load_rows(str(tmp_path / "disk"), columns=["query"])
+        assert isinstance(data, Dataset)
+        sides = hold_out(data, 0.3, "data", "query")
+        return [PromptStream(rows, tokenizer).fingerprint() for rows in (*sides, data.select(range(5, 9)), data)]
+
+    Dataset.from_list([{"query": f"q{i}"} for i in range(30)]).save_to_disk(str(tmp_path / "disk"))
+    expected = start()
+    assert len(tokenised) == 30 + 4 + 30
+    assert start() == expected
+    assert len(tokenised) == 64
+    shutil.rmtree(tmp_path / "disk")
+    Dataset.from_list([{"query": f"r{i}"} for i in range(30)]).save_to_disk(str(tmp_path / "disk"))
+    assert start() != expected
+    assert len(tokenised) == 128
+    assert all(text.startswith("r") for text in tokenised[64:])
 
 
 def test_chats_on_disk_are_drawn_as_the_policy_sees_them(tmp_path, chatting):
@@ -538,3 +571,50 @@ def test_batches_of_similar_length_are_those_of_before(count, size, seed):
         expected = [expected[i] for i in torch.randperm(len(expected), generator=generator).tolist()]
         assert [*batches] == expected
         assert len(batches) == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["sft", "pairs", "ratings"])
+def test_models_trained_from_disk_are_those_trained_from_memory(tmp_path, make_policy, tokenizer, monkeypatch, kind):
+    """Whole commands, with held-out rows; the second time from a full cache, bit for bit."""
+    write_model(make_policy(), tokenizer, tmp_path / "base")
+    path = written(tmp_path / "rows.jsonl", PAIRS if kind == "pairs" else RATED)
+    results, weights = [], []
+    for number, least in enumerate((10**9, 1, 1)):
+        monkeypatch.setattr(cache, "CACHED_FROM", least)
+        output = tmp_path / f"out{number}"
+        options = {"output_dir": str(output), "num_epochs": 1, "eval_fraction": 0.2, "model": str(tmp_path / "base")}
+        if kind == "sft":
+            results.append(run_sft(SFTConfig(path, max_length=14, **options)))
+        else:
+            results.append(run_reward(RewardConfig(path, max_length=10, **options)))
+        weights.append(load_file(output / "model.safetensors"))
+    assert results[0] == results[1] == results[2]
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name])
+        assert torch.equal(tensor, weights[2][name])
+
+
+def test_all_commands_that_sample_read_rows_on_disk(tmp_path, make_policy, tokenizer, monkeypatch):
+    """Online training, answers to held-out prompts and relabelled pairs are those from rows in memory."""
+    write_model(make_policy(), tokenizer, tmp_path / "base")
+    (tmp_path / "reward.py").write_text(
+        "def length(completions, **rest):\n    return [float(len(c)) for c in completions]\n"
+    )
+    reward = [f"{tmp_path / 'reward.py'}:length"]
+    texts = written(tmp_path / "texts.jsonl", [{"text": f"one {i} two {'word ' * (i % 4)}end."} for i in range(40)])
+    pairs = written(tmp_path / "pairs.jsonl", PAIRS[:30])
+    split = {"prompt_words": 3, "eval_fraction": 0.3}
+    found = []
+    for least in (10**9, 1, 1):
+        monkeypatch.setattr(cache, "CACHED_FROM", least)
+        out = tmp_path / f"out{len(found)}"
+        args = new_args(out, total_episodes=8, num_mini_batches=1, eval_steps=1, num_samples_logged=100)
+        run_train(RunConfig(str(tmp_path / "base"), DataConfig(texts, **split), reward_funcs=reward, train=args))
+        models = {"models": {"a": str(tmp_path / "base")}, "data": texts, "response_length": 4, "device": "cpu"}
+        run_generate(GenerateConfig(output_dir=str(out / "said"), **models, **split))
+        base = {"output_dir": str(out / "again"), "splits": ["train"], "reward_funcs": reward, "device": "cpu"}
+        run_relabel(RelabelConfig(data=pairs, **base))
+        files = ("run/samples.jsonl", "said/a.jsonl", "again/train.jsonl")
+        found.append([(out / file).read_text() for file in files])
+        assert all(found[-1])
+    assert found[0] == found[1] == found[2]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from tiny import new_args
 
+from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.online import TOTAL_EPISODES
 from async_rlhf.data.unsized import UnsizedPrompts, is_unsized
+from async_rlhf.models.loading import write_model
+from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer, formatted
 
 
@@ -135,3 +140,52 @@ def test_held_out_prompts_need_a_length(make_policy, tokenizer, make_args):
             reward_funcs=[len],
             processing_class=tokenizer,
         )
+
+
+REWARD = """
+def length(prompts, completions, name, **columns):
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder", "saved"])
+def test_the_command_takes_prompts_as_they_come(tmp_path, make_policy, tokenizer, kind):
+    write_model(make_policy(), tokenizer, tmp_path / "base")
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [{"query": f"def f{i}():", "name": f"f{i}"} for i in range(5)]
+    data = Dataset.from_list(rows)
+    path = {
+        "jsonl": tmp_path / "rows.jsonl",
+        "parquet": tmp_path / "rows.parquet",
+        "folder": tmp_path / "folder",
+        "saved": tmp_path / "saved",
+    }[kind]
+    if kind == "folder":
+        path.mkdir()
+        data.to_parquet(str(path / "train-00000-of-00001.parquet"))
+    elif kind == "saved":
+        DatasetDict({"train": data, "test": data}).save_to_disk(str(path))
+    else:
+        (data.to_json if kind == "jsonl" else data.to_parquet)(str(path))
+    args = new_args(tmp_path, total_episodes=8, num_mini_batches=1, num_samples_logged=100)
+    source = DataConfig(str(path), streaming=True)
+    run_train(RunConfig(str(tmp_path / "base"), source, reward_funcs=[f"{tmp_path / 'reward.py'}:length"], train=args))
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [one["prompt"] for one in samples[::2]] == [row["query"] for row in (rows * 2)[:8]]
+
+
+@pytest.mark.parametrize(
+    ("data", "train", "message"),
+    [
+        ({"eval_fraction": 0.1}, {}, "data.eval_fraction: got 0.1; must be left out with data.streaming"),
+        ({"prompt_words": 3}, {}, "data.prompt_words: got 3; must be left out with data.streaming"),
+        (
+            {},
+            {"num_train_epochs": 2.0, "total_episodes": TOTAL_EPISODES},
+            "train.num_train_epochs: got 2.0; must be left out with data.streaming",
+        ),
+    ],
+)
+def test_what_does_not_go_with_streaming(tmp_path, data, train, message):
+    with pytest.raises(ConfigError, match=message):
+        RunConfig("m", DataConfig("d", streaming=True, **data), reward_funcs=["a:b"], train=new_args(tmp_path, **train))
