@@ -127,9 +127,9 @@ class PromptStream:
     def _checksum(self) -> str:
         digest, kept = xxhash.xxh3_128(), iter(self._kept)
         wanted = next(kept, None)
-        for number, row in enumerate(self.rows):  # in order, which is how files are read fast
+        for number, (row, tokens) in enumerate(zip(self.rows, self._tokens, strict=True)):  # in order: that is fast
             if number == wanted:
-                text = f"{number} {self._tokens[number]} {_COLUMNS.encode(dict(row))}"
+                text = f"{number} {tokens} {_COLUMNS.encode(dict(row))}"
                 digest.update(text.encode(errors="backslashreplace"))
                 wanted = next(kept, None)
         return digest.hexdigest()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
+from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -62,6 +63,16 @@ class TokenRows(Sequence[tuple[int, ...]]):
         number = range(len(self))[number]
         start = int(self._ends[number - 1]) if number else 0
         return tuple(self._ids[start : int(self._ends[number])].tolist())
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        first = 0
+        for start in range(0, len(self), _CHUNK):
+            ends = self._ends[start : start + _CHUNK].tolist()
+            ids = self._ids[first : ends[-1]].tolist()
+            yield from (tuple(ids[a - first : b - first]) for a, b in pairwise([first, *ends]))
+            first = ends[-1]
+            if isinstance(self._ids.base, mmap):  # what was read of the file need not stay in memory
+                self._ids.base.madvise(MADV_DONTNEED)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each text, int32."""

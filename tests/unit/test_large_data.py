@@ -246,8 +246,11 @@ def test_a_template_that_writes_the_date_is_not_kept(tmp_path, tokenizer, large)
 
 
 @pytest.mark.parametrize("kind", ["lines-", "tokens-", "identities-", "prompts-"])
+@pytest.mark.parametrize("what", ["meta.json", "values"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
-def test_whatever_is_damaged_is_made_again(tmp_path, chatting, large, kind, damage, caplog):
+def test_whatever_is_damaged_is_made_again(tmp_path, chatting, large, kind, what, damage, caplog):
+    if (kind, what) == ("prompts-", "values"):
+        pytest.skip("there are none")
     path = written(tmp_path / "rows.jsonl", ROWS)
 
     def start():
@@ -255,16 +258,17 @@ def test_whatever_is_damaged_is_made_again(tmp_path, chatting, large, kind, dama
         return stream.fingerprint(), [stream.prompt(n) for n in range(30)]
 
     expected = start()
-    folders = [folder for folder in large.iterdir() if folder.name.startswith(kind)]
-    assert folders
-    for file in [file for folder in folders for file in folder.iterdir()]:
-        raw = file.read_bytes()
-        if damage == "gone":
-            file.unlink()
-        elif raw:
-            file.write_bytes(raw[:-1] if damage == "cut" else raw[:-1] + bytes([raw[-1] ^ 1]))
+    (folder,) = [folder for folder in large.iterdir() if folder.name.startswith(kind)]
+    file = next(
+        one for one in folder.iterdir() if (one.name == "meta.json") == (what == "meta.json") and one.stat().st_size
+    )
+    raw = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(raw[:-1] if damage == "cut" else raw[:-1] + bytes([raw[-1] ^ 1]))
     assert start() == expected
-    assert caplog.text.count("is damaged; it is made again") == len(folders)
+    assert caplog.text.count("is damaged; it is made again") == 1
     caplog.clear()
     assert start() == expected
     assert "damaged" not in caplog.text
@@ -560,7 +564,8 @@ def test_ratings_of_a_file_are_checked_and_kept(tmp_path, lines_read):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("count", "size"), [(1, 3), (999, 4), (1000, 4), (451, 3)])
 def test_batches_of_similar_length_are_those_of_before(count, size, seed):
-    lengths = [random.Random(seed).randint(1, 9) for _ in range(count)]
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 9) for _ in range(count)]
     generator = torch.Generator().manual_seed(seed)
     batches = LengthBatches(np.array(lengths, dtype=np.int32), size, seed)
     for _ in range(3):  # epochs
