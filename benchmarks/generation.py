@@ -1,6 +1,6 @@
 """Tokens per second of the decode loop, against transformers' own `generate` and a loop that does nothing but sample.
 
-    python benchmarks/generation.py [--batch 64] [--samples 4] [--rounds 7] [--threads 1]
+    python benchmarks/generation.py [--batch 64] [--samples 4] [--rounds 7] [--threads 1] [--json]
 
 A GPT-NeoX with random weights. The contestants take turns, round by round, in an order that rotates, so that a machine
 whose speed drifts treats them alike. Ratios are within a round: median, lowest and highest.
@@ -17,6 +17,7 @@ only tokens up to the first such token count: ours leaves out rows that have end
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -47,7 +48,7 @@ def make_model(options: argparse.Namespace) -> GPTNeoXForCausalLM:
     shape = {"num_hidden_layers": options.layers, "num_attention_heads": options.heads}
     widths = {"hidden_size": options.hidden, "intermediate_size": 4 * options.hidden}
     config = GPTNeoXConfig(vocab_size=options.vocabulary, **widths, **shape, eos_token_id=None, pad_token_id=0)
-    return GPTNeoXForCausalLM(config).to(options.device).eval()
+    return GPTNeoXForCausalLM(config).to(options.device, getattr(torch, options.dtype)).eval()
 
 
 def make_prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -118,7 +119,7 @@ def vllm(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: 
     params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
     longest = options.longest_prompt + options.new_tokens
     memory = VLLMConfig(kv_cache_gb=0.5 if options.device == "cpu" else None, gpu_memory_utilization=0.5)
-    spec = ModelSpec(type(model), model.config, torch.float32, options.device, vllm=memory, max_length=longest)
+    spec = ModelSpec(type(model), model.config, model.dtype, options.device, vllm=memory, max_length=longest)
     engine = VLLMEngine(spec, params)
 
     def sample() -> int:
@@ -150,6 +151,11 @@ def run(options: argparse.Namespace, stops: int) -> dict[str, list[float]]:
     return speeds
 
 
+def medians(speeds: dict[str, list[float]]) -> dict[str, float]:
+    """Tokens per second."""
+    return {name: round(statistics.median(found)) for name, found in speeds.items()}
+
+
 def table(speeds: dict[str, list[float]]) -> str:
     """Markdown: medians over rounds, and what the ratios of a round range over."""
     lines = ["| | tokens/s | / generate | / bare loop |", "|---|---|---|---|"]
@@ -168,11 +174,17 @@ def main() -> None:
     for name, default in (numbers | {"vocabulary": 4096, "hidden": 256, "layers": 4, "heads": 8}).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", help="of all contestants' weights: float32, bfloat16")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the tables")
     options = parser.parse_args()
     if "vLLM" in CONTESTANTS and options.device == "cpu" and "LD_PRELOAD" not in os.environ and cpu_environment():
         # As generator processes with vLLM are started; for all contestants alike.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **cpu_environment()})
     torch.set_num_threads(options.threads)
+    if options.json:
+        kinds = {"full length": 0, "ends at random": options.vocabulary // options.new_tokens}
+        print(json.dumps({kind: medians(run(options, stops)) for kind, stops in kinds.items()}))
+        return
     print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, stops=0))}")
     print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens))}")
 

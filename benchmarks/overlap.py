@@ -1,6 +1,6 @@
 """How much of generation and training happens at the same time.
 
-    python benchmarks/overlap.py [--json] [--rounds 3] [--batches 14]
+    python benchmarks/overlap.py [--json] [--rounds 3] [--batches 14] [--hidden 128] [--layers 4] [--bf16]
 
 The real trainer, on a GPT-NeoX of 1.3M parameters: generator and learner on one core each, with so many prompts a
 batch that generation and training take about equal time (found by trying). Staleness 0, 1 and 2 take turns, round by
@@ -13,6 +13,8 @@ round, so that a machine whose speed drifts treats them alike. For each:
     speed-up    wall of staleness 0 / wall
 
 "0, both cores" is the fair synchronous rival: one process that samples and trains in turn with two threads.
+
+Where there are GPUs, the learner is on the first and the generator on the last; on a single one they share it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import json
 import logging
 import statistics
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,15 +48,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
 
 
-def policy() -> GPTNeoXForCausalLM:
+def policy(hidden: int = 128, layers: int = 4) -> GPTNeoXForCausalLM:
     torch.manual_seed(0)
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(
             vocab_size=VOCABULARY,
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=512,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            intermediate_size=4 * hidden,
             max_position_embeddings=PROMPT_TOKENS + RESPONSE_TOKENS,
         )
     )
@@ -62,7 +66,18 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [float(sum(map(len, text.split()))) for text in completions]
 
 
-def measure(staleness: int, prompts: int, batches: int, both_cores: bool = False) -> dict[str, float]:
+@dataclass(frozen=True)
+class Size:
+    """Of the policy, and the precision of its arithmetic."""
+
+    hidden: int = 128
+    layers: int = 4
+    bf16: bool = False
+
+
+def measure(
+    staleness: int, prompts: int, batches: int, both_cores: bool = False, size: Size = Size()
+) -> dict[str, float]:
     """Seconds per batch of one run, means over the batches after the warm-up."""
     words = [f"w{i}" for i in range(1, PROMPT_TOKENS + 1)]
     rows = [{"query": " ".join([f"w{i + 20}", *words[1:]])} for i in range(256)]
@@ -78,10 +93,12 @@ def measure(staleness: int, prompts: int, batches: int, both_cores: bool = False
             max_prompt_length=PROMPT_TOKENS,
             progress=False,
             num_threads=2 if both_cores else 1,
+            bf16=size.bf16,
             # 8 of these few completions would be a third of a batch; see docs/generation.md for what they cost.
             generation=GenerationConfig(response_length=RESPONSE_TOKENS, mismatch_samples=0, **placement),
         )
-        OnlineDPOTrainer(policy(), args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
+        model = policy(size.hidden, size.layers)
+        OnlineDPOTrainer(model, args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     logs = [json.loads(line) for line in lines][WARM_UP:]
     mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
@@ -94,21 +111,21 @@ def measure(staleness: int, prompts: int, batches: int, both_cores: bool = False
     }
 
 
-def balanced_batch() -> int:
+def balanced_batch(size: Size, tried: Sequence[int]) -> int:
     """So many prompts that generation and training, while they overlap, take about equal time."""
     found = {}
-    for prompts in (8, 12, 16, 24, 32, 48):
-        run = measure(1, prompts, WARM_UP + 4)
+    for prompts in tried:
+        run = measure(1, prompts, WARM_UP + 4, size=size)
         found[prompts] = abs(run["generate"] / run["train"] - 1)
     return min(found, key=lambda prompts: found[prompts])
 
 
-def run(rounds: int, batches: int, prompts: int) -> dict[str, dict[str, float]]:
+def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[str, float]]:
     """Medians over rounds, by staleness."""
     runs: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
     for _ in range(rounds):
         for name, found in runs.items():
-            figures = measure(int(name[0]), prompts, batches, both_cores="both" in name)
+            figures = measure(int(name[0]), prompts, batches, both_cores="both" in name, size=size)
             base = found if name == "0" else runs["0"]
             figures["efficiency"] = max(figures["generate"], figures["train"]) / figures["wall"]
             figures["publish share"] = figures["publish"] / figures["wall"]
@@ -127,10 +144,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--prompts", type=int, help="prompts per batch; found by trying where not given")
+    parser.add_argument(
+        "--tried", type=int, nargs="+", default=[8, 12, 16, 24, 32, 48], help="numbers of prompts to try"
+    )
+    parser.add_argument("--hidden", type=int, default=128, help="the policy's width; a multiple of 32")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    prompts = options.prompts or balanced_batch()
-    results = run(options.rounds, options.batches, prompts)
+    size = Size(options.hidden, options.layers, options.bf16)
+    prompts = options.prompts or balanced_batch(size, options.tried)
+    results = run(options.rounds, options.batches, prompts, size)
     if options.json:
         print(json.dumps({"prompts": prompts, "staleness": results}))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,12 @@ from async_rlhf.config import OnlineConfig
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="store the losses of the golden runs anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The numbers of the other tests are a CPU's, also where there is a GPU, which runs would take by themselves."""
+    if config.option.markexpr not in ("gpu", "vllm"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True)

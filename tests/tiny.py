@@ -61,17 +61,18 @@ def tiny_config(**changes: int) -> GPTNeoXConfig:
 def new_policy(seed: int = 0) -> GPTNeoXForCausalLM:
     """A policy; equal seeds give equal weights, wide enough that samples differ."""
     torch.manual_seed(seed)
-    return _widened(GPTNeoXForCausalLM(tiny_config()))
+    return widened(GPTNeoXForCausalLM(tiny_config()))
 
 
 def new_reward_model(seed: int = 1, **changes: int) -> GPTNeoXForSequenceClassification:
     torch.manual_seed(seed)
     config = tiny_config(**changes)
     config.num_labels = 1
-    return _widened(GPTNeoXForSequenceClassification(config)).eval()
+    return widened(GPTNeoXForSequenceClassification(config)).eval()
 
 
-def _widened(model: Model) -> Model:
+def widened(model: Model) -> Model:
+    """With weights so wide that samples differ."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -60,7 +60,7 @@ class ObjectStoreSnapshots:
         views = tensors_in(self._draft, self.specs)
         with torch.no_grad():
             for name, tensor in iterate_weights(model, parallel=parallel):
-                views[name].copy_(tensor)
+                views[name].copy_(tensor.to(views[name].dtype))  # rounded where it is: half as much leaves a GPU
         for kept in (self.published, self._references):
             kept.pop(version - self.slots, None)
         self._references[version] = ray.put(self._draft.numpy())

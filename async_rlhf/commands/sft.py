@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,7 +25,7 @@ from async_rlhf.data.tokenizer import strip_eos, train_tokenizer
 from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.forward import response_logits
+from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row
 from async_rlhf.models.new import embed_added_tokens, new_language_model
 from async_rlhf.reports.integrations import check_integrations
@@ -86,8 +85,7 @@ class SFTTrainer(StageTrainer):
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss in nats, summed over the response tokens."""
         mask_BT = batch["labels"] != -100
-        logits_NV = response_logits(model, batch["input_ids"], mask_BT)
-        return torch.nn.functional.cross_entropy(logits_NV, batch["labels"][mask_BT], reduction="sum")
+        return -response_logprobs(model, batch["input_ids"], mask_BT, 1.0, with_entropies=False).logprobs_BT.sum()
 
 
 def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:

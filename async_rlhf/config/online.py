@@ -136,8 +136,13 @@ class OnlineConfig(Checked):
     """N, optimiser steps per epoch over a batch."""
     num_epochs: int = key(1, at_least(1))
     """T, epochs over each batch."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
+    """ "adamw" in float32, 8 bytes a parameter for its moments; "adamw_8bit" holds them in 2 bytes (bitsandbytes), and
+    "paged_adamw_8bit" in the host's memory where a GPU is full; "adafactor" holds one number for each row and column;
+    "muon" trains matrices by Muon, with 4 bytes a parameter, and embeddings, head and vectors by AdamW. All but "adamw"
+    are for one rank and for "ddp"."""
     learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
-    """Peak rate of AdamW."""
+    """Peak rate of the optimiser."""
     lr_scheduler_type: LRSchedule = "linear"
     """transformers' schedule of that name, stepped once after every optimiser step."""
     warmup_steps: int = key(0, at_least(0))
@@ -162,6 +167,13 @@ class OnlineConfig(Checked):
     comes from the head."""
     gradient_checkpointing: bool = False
     """Trade compute for memory in the models being trained."""
+    attn_implementation: str | None = None
+    """transformers' name of the attention of the learner's models, such as "sdpa", "eager", "flash_attention_2" or the
+    name of a kernel on the hub; null for each model's own choice."""
+    torch_compile: bool = False
+    """Compile the blocks of the learner's models with torch.compile: minutes at the start, faster passes on a GPU."""
+    offload_frozen: bool = False
+    """Keep the reference and the reward model in the host's memory, and on the GPU only while they compute."""
     annotate_batch_size: int = key(64, at_least(1))
     """Rows per pass without gradient (reference, reward and value model, old policy)."""
     max_prompt_length: int | None = key(None, at_least(1))
@@ -351,6 +363,12 @@ class OnlineConfig(Checked):
         require(not (self.bf16 and self.fp16), "fp16", True, "must be false with bf16: there is one type to compute in")
         right = "must be false without bf16 and fp16, where everything is float32"
         require(self.bf16 or self.fp16 or not self.head_float32, "head_float32", self.head_float32, right)
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            right = 'must be left out with optimizer "adafactor", which has no such number'
+            require(self.optimizer != "adafactor" or value == default, name, value, right)
+        right = "must be false with reward_model_bits, whose scales stay on the GPU"
+        require(not self.offload_frozen or self.reward_model_bits is None, "offload_frozen", True, right)
         right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
         adds = self.non_eos_penalty == "add"
         require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)

@@ -63,6 +63,13 @@ class ParallelConfig(Checked):
     reshard_after_forward: bool = True
     """With "fsdp", free the other ranks' weights after the forward pass and fetch them again for the backward pass:
     less memory, more traffic."""
+    shard_size: int | None = key(None, at_least(1))
+    """With "fsdp", the ranks that share one copy of the weights, such as those of one host, whose links are fast; other
+    ranks hold further copies, and only gradients cross between them, once for each optimiser step. null for all
+    ranks."""
+    reduce: Literal["every_pass", "once"] = "every_pass"
+    """With "fsdp", when gradients are summed over the ranks that share a copy: after each pass, or once for each
+    optimiser step, which saves traffic and takes 4 bytes a parameter of the whole model on each rank."""
     timeout: float = key(1800.0, above(0), role="speed")
     """Seconds after which a rank that waits for the others gives up."""
     deepspeed: dict[str, Any] = key({})
@@ -84,6 +91,13 @@ class ParallelConfig(Checked):
         require(stage is None, "deepspeed.zero_optimization.stage", stage, right)
         right = 'must be false with strategy "ddp": nothing is spread'
         require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", self.cpu_offload, right)
+        size = self.shard_size
+        right = f"must divide the {self.ranks} ranks (parallel.ranks)"
+        require(size is None or self.ranks % size == 0, "shard_size", size, right)
         right = 'must be true unless strategy is "fsdp"'
         fsdp = self.strategy in ("auto", "fsdp")
+        require(fsdp or size is None, "shard_size", size, 'must be null unless strategy is "fsdp"')
+        require(
+            fsdp or self.reduce == "every_pass", "reduce", self.reduce, 'must be left out unless strategy is "fsdp"'
+        )
         require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)

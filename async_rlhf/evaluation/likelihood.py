@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.models.forward import response_logits
+from async_rlhf.models.forward import over_response_logits
 from async_rlhf.models.logprobs import selected_logprobs
 from async_rlhf.models.rows import by_length, pad_rows
 from async_rlhf.models.truncation import Distribution, truncated
@@ -75,9 +75,13 @@ def response_logprob_sums(
         for index_B in by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size):
             tokens_BT, mask_BT = row_tensors([rows[i] for i in index_B.tolist()])
             tokens_BT, device_mask_BT = tokens_BT.to(model.device), mask_BT.to(model.device)
-            logits_NV, tokens_N = response_logits(model, tokens_BT, device_mask_BT), tokens_BT[device_mask_BT]
-            logits_NV = truncated(logits_NV, distribution, tokens_N) / temperature
-            logprobs_N = selected_logprobs(logits_NV, tokens_N).double().cpu()
+            tokens_N = tokens_BT[device_mask_BT]
+
+            def logprobs(logits_CV: Tensor, part: slice, tokens_N: Tensor = tokens_N) -> Tensor:
+                logits_CV = truncated(logits_CV, distribution, tokens_N[part]) / temperature
+                return selected_logprobs(logits_CV, tokens_N[part])[None]
+
+            logprobs_N = over_response_logits(model, tokens_BT, device_mask_BT, logprobs)[0].double().cpu()
             row_N = mask_BT.nonzero()[:, 0]
             sums_R.index_add_(0, index_B[row_N], logprobs_N)
             done += len(index_B)

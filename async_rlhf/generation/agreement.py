@@ -24,7 +24,7 @@ from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.models.adapters import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.models.forward import response_logits
+from async_rlhf.models.forward import over_response_logits
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.truncation import truncated
 from async_rlhf.ranks.parallel import ALONE, Parallel
@@ -288,11 +288,14 @@ def compare(
             stack.enter_context(adapters_off(policy))
         stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
         tokens_BT = batch["tokens_BT"].to(device)
-        logits_NV = response_logits(model, tokens_BT, mask_BT.to(device))
-    tokens_N = tokens_BT[mask_BT.to(device)]
-    logits_NV = truncated(logits_NV, params.distribution, tokens_N)
-    found = [x.cpu() for x in places(logits_NV, tokens_N, params.temperature)]
-    logprobs_N, below_N, likelier_N, as_likely_N = (x.double() for x in found)
+        tokens_N = tokens_BT[mask_BT.to(device)]
+
+        def reduce(logits_CV: Tensor, part: slice) -> Tensor:
+            logits_CV = truncated(logits_CV, params.distribution, tokens_N[part])
+            return torch.stack(places(logits_CV, tokens_N[part], params.temperature))
+
+        found_4N = over_response_logits(model, tokens_BT, mask_BT.to(device), reduce)
+    logprobs_N, below_N, likelier_N, as_likely_N = found_4N.cpu().double()
     drawn_by_N, point_N = (
         torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s in rows]))
         for f in (sample_uniforms, auditing_uniforms)
@@ -335,6 +338,10 @@ class _WithWeights:
             for name, tensor in snapshot.items()
             if tensor is not None
         }
+
+    @property
+    def config(self) -> Any:
+        return self.policy.config
 
     def get_output_embeddings(self) -> nn.Module:
         return self.policy.get_output_embeddings()

@@ -156,6 +156,11 @@ def by_nccl(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def gpu_of(device: torch.device) -> str | None:
+    """The GPU itself, under whatever number a process sees it; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     """Within, the device works on a stream of its own, so that training does not wait for a server."""
     return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.secrets import masked
-from async_rlhf.generation.broadcast import Sender
+from async_rlhf.generation.broadcast import Sender, gpu_of
 from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -154,9 +154,13 @@ class _NetworkTransport:
 
 
 def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> torch.device:
-    """The device of the learner's end of a transfer: a GPU if both ends are on GPUs, else the CPU."""
-    both = learner.type == "cuda" and all(process["device"] == "cuda" for process in processes)
-    return learner if both else torch.device("cpu")
+    """The device of the learner's end of a transfer: a GPU if both ends are on GPUs, else the CPU.
+
+    NCCL refuses two ranks on one GPU, so to a server on the learner's own GPU the weights go through the host.
+    """
+    own = gpu_of(learner)
+    apart = own is not None and all(process["device"] == "cuda" and process["gpu"] != own for process in processes)
+    return learner if apart else torch.device("cpu")
 
 
 class _Server:

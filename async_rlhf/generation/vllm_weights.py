@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from async_rlhf.generation.broadcast import receive
+from async_rlhf.generation.broadcast import gpu_of, receive
 from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.snapshots import digests
 
@@ -53,6 +53,7 @@ class SnapshotLoader:
             "max_model_len": model.max_model_len,
             "logprobs_mode": model.logprobs_mode,
             "device": self.device.type,  # type: ignore[attr-defined]
+            "gpu": gpu_of(self.device),  # type: ignore[attr-defined]
             "dtype": str(model.dtype),
         }
         return json.loads(json.dumps(found, default=str))

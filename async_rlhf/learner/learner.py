@@ -20,7 +20,7 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.learner.monitor import RatioMonitor
-from async_rlhf.learner.optimizers import Optimizers, checked_optimizer
+from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
@@ -30,6 +30,8 @@ from async_rlhf.models.forward import (
     response_logprobs,
     response_values,
 )
+from async_rlhf.models.frozen import at_hand, frozen
+from async_rlhf.models.kernels import compile_blocks
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.rows import by_length, dealt, sampled_rows
 from async_rlhf.models.snapshots import checksum, named_weights
@@ -79,11 +81,14 @@ class Learner:
         if load is not None:
             load(self.model)
         for model in (policy, value):
+            if isinstance(model, PreTrainedModel):
+                compile_blocks(model, config)
             if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
                 model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
         # From here on the weights may be sharded, so no code may rely on having all of them.
-        self.reference = None if own_reference is None else self.parallel.frozen(own_reference)
+        self.reference = None if own_reference is None else frozen(own_reference, config, self.parallel)
+        self._reference_at_hand = at_hand(self.reference, config, self.parallel)
         parts = [self.policy] if self.value is None else [self.policy, self.value]
         if config.fp16:
             self.parallel.loss_scale = LossScale()
@@ -119,14 +124,8 @@ class Learner:
         if self.value is not None:
             rate = config.learning_rate if self.needs.value_learning_rate is None else self.needs.value_learning_rate
             groups += decayed_groups(trainable(self.value), rate, config.weight_decay)
-        return torch.optim.AdamW(
-            groups,
-            lr=config.learning_rate,  # some schedules ask for the default
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        ends = (self.policy.get_input_embeddings(), self.policy.get_output_embeddings())
+        return make_optimizer(config, groups, [parameter for end in ends for parameter in end.parameters()])
 
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add log-probabilities and values from before the update, then let the algorithm assign credit.
@@ -147,7 +146,8 @@ class Learner:
     def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         """The same, from rows without annotations."""
         if self.needs.reference:
-            experience = self._add(experience, self._by_reference)
+            with self._reference_at_hand:
+                experience = self._add(experience, self._by_reference)
         if self.needs.old_logprobs or self.needs.values:
             experience = self._add(experience, self._before_update)
         if self.needs.end_values:

@@ -1,17 +1,22 @@
-"""An optimiser and a schedule of the user's own, as transformers' Trainer takes them."""
+"""The optimiser: one of a few by name, or the user's own, as transformers' Trainer takes it."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import ConfigError, require
 from async_rlhf.ranks.parallel import Parallel, trainable
 
 Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, LRScheduler | None]
+Groups: TypeAlias = list[dict[str, Any]]
 
 
 def checked_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, parallel: Parallel) -> torch.optim.Optimizer:
@@ -30,3 +35,97 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, parall
     right = f"must have exactly the {len(trained)} that are trained, of the policy, a value model or adapters"
     require(held == trained, "optimizers", f"{type(optimizer).__name__} of {len(held)} parameters", right)
     return optimizer
+
+
+def require_optimizer(config: OnlineConfig, parallel: Parallel, own: torch.optim.Optimizer | None) -> None:
+    """Require what the optimiser of that name needs; to be called before any model is loaded.
+
+    Raises:
+        ConfigError: it is not installed, or cannot train sharded weights, or the user has given another.
+    """
+    name = config.optimizer
+    require(name == "adamw" or own is None, "optimizer", name, "must be left out with an optimiser in optimizers")
+    if name.endswith("_8bit"):
+        right = "needs bitsandbytes: pip install 'async-rlhf[quantized]'"
+        require(importlib.util.find_spec("bitsandbytes") is not None, "optimizer", name, right)
+    right = 'must be "adamw" but on one rank or with parallel.strategy "ddp"'
+    require(name == "adamw" or parallel.takes_optimizers, "optimizer", name, right)
+
+
+def make_optimizer(config: OnlineConfig, groups: Groups, embeddings: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimiser of that name.
+
+    Args:
+        config: its name, learning rate and coefficients.
+        groups: parameters with their learning rate and weight decay.
+        embeddings: those of input and output, which Muon is not for.
+    """
+    betas = (config.adam_beta1, config.adam_beta2)
+    adam: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
+    rate = config.learning_rate  # some schedules ask for the default
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, **adam, fused=True)
+    if config.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=rate, weight_decay=config.weight_decay)
+    if config.optimizer == "muon":
+        return _muon(groups, rate, adam, {id(parameter) for parameter in embeddings})
+    from bitsandbytes import optim
+
+    kind = optim.PagedAdamW8bit if config.optimizer.startswith("paged") else optim.AdamW8bit
+    return kind(groups, lr=rate, **adam)
+
+
+def _muon(groups: Groups, rate: float, adam: dict[str, Any], embeddings: set[int]) -> torch.optim.Optimizer:
+    """Muon for the matrices within the body, AdamW for everything else (Jordan et al., "Muon", 2024).
+
+    Its steps have the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982), so that one
+    learning rate suits both.
+    """
+
+    def part(inside: bool) -> Groups:
+        chosen = [
+            group | {"params": [p for p in group["params"] if inside == (p.dim() == 2 and id(p) not in embeddings)]}
+            for group in groups
+        ]
+        return [group for group in chosen if group["params"]]
+
+    matrices, others = part(inside=True), part(inside=False)
+    decay = adam["weight_decay"]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        found.append(torch.optim.AdamW(others, lr=rate, **adam))
+    return Together(found)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimisers as one: one list of groups, one state, one step.
+
+    Args:
+        parts: optimisers of different parameters.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {"lr": parts[0].defaults["lr"]})
+        self._link()
+
+    def _link(self) -> None:
+        """Give each part its groups and the common state, which loading replaces by others."""
+        ends = list(accumulate(len(part.param_groups) for part in self.parts))
+        for part, end in zip(self.parts, ends, strict=True):
+            part.param_groups = self.param_groups[end - len(part.param_groups) : end]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        super().load_state_dict(state_dict)
+        self._link()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """A step of each part."""
+        assert closure is None
+        for part in self.parts:
+            part.step()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.models.logprobs import entropies, selected_logprobs
+from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
 from async_rlhf.models.rows import by_length, pad_rows
 from async_rlhf.types import PolicyOutput
 
@@ -87,25 +87,30 @@ def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
     return empty_BT.flatten().index_copy(0, places_N, values_N).view_as(empty_BT)
 
 
-def response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
-    """Logits that predict the response tokens, in the order of ``tokens_BT[sampled_BT]``.
+def over_response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, reduce: Reduction) -> Tensor:
+    """Reduce the logits that predict the response tokens, a chunk of tokens at a time.
 
     Args:
         model: any causal language model.
         tokens_BT: rows of prompt and response, padded on the right.
         sampled_BT: nonzero at response tokens. The first token of a row cannot be one. Where it is on a GPU, the host
             waits for the GPU to count them; on the CPU it waits for nothing.
+        reduce: gets the logits (C, V) float32 of some of the N response tokens, and which of ``tokens_BT[sampled_BT]``
+            they predict; returns (K, C) float32.
 
     Returns:
-        (N, V) float32 for the N response tokens.
+        (K, N) float32 for the N response tokens.
     """
-    return _logits_and_states(model, tokens_BT, _places(sampled_BT, tokens_BT.device))[0]
+    return _over_logits(model, tokens_BT, _places(sampled_BT, tokens_BT.device), reduce)[0]
 
 
-def _logits_and_states(model: PreTrainedModel, tokens_BT: Tensor, places_N: Tensor) -> tuple[Tensor, Tensor]:
+def _over_logits(
+    model: PreTrainedModel, tokens_BT: Tensor, places_N: Tensor, reduce: Reduction
+) -> tuple[Tensor, Tensor]:
+    """The numbers (K, N), and the states (N, H) that the head has seen."""
     with _logits_at(model, places_N - 1) as seen:  # the state at t - 1 predicts token t
-        logits_NV = model(input_ids=tokens_BT, use_cache=False).logits
-    return logits_NV.reshape(-1, logits_NV.shape[-1]).float(), seen[-1]
+        numbers_KN = over_logits(model, reduce, input_ids=tokens_BT, use_cache=False)
+    return numbers_KN, seen[-1]
 
 
 def response_logprobs(
@@ -131,15 +136,12 @@ def response_logprobs(
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
-    logits_NV, states_NH = _logits_and_states(model, tokens_BT, places_N)
-    logits_NV = logits_NV / temperature
-    logprobs_N = selected_logprobs(logits_NV, tokens_BT.flatten()[places_N])
-    entropies_BT, values_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device), None
-    if with_entropies:
-        with torch.no_grad():
-            entropies_BT = _in_rows(entropies(logits_NV), places_N, tokens_BT)
+    reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
+    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, places_N, reduce)
+    values_BT = None
     if value_head is not None:
         values_BT = _in_rows(_scalars(value_head, states_NH), places_N, tokens_BT)
+    entropies_BT = _in_rows(entropies_N.detach(), places_N, tokens_BT)
     return PolicyOutput(_in_rows(logprobs_N, places_N, tokens_BT), entropies_BT, values_BT)
 
 

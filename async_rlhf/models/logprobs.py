@@ -24,9 +24,11 @@ def selected_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def entropies(logits_NV: Tensor) -> Tensor:
     """Entropy in nats of softmax(logits), one per row; tokens of probability 0 add nothing."""
-    return torch.cat([_entropies(part_NV) for part_NV in logits_NV.split(_ENTROPY_ROWS)])
+    return torch.cat([entropies_of(torch.log_softmax(part_NV, dim=-1)) for part_NV in logits_NV.split(_ENTROPY_ROWS)])
 
 
-def _entropies(logits_NV: Tensor) -> Tensor:
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    return -(logprobs_NV.exp() * logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)).sum(dim=-1)
+def entropies_of(logprobs_NV: Tensor) -> Tensor:
+    """The same from log-probabilities; without gradient."""
+    least = torch.finfo(logprobs_NV.dtype).min
+    parts = logprobs_NV.detach().split(_ENTROPY_ROWS)
+    return torch.cat([-part.exp().mul_(part.clamp(min=least)).sum(dim=-1) for part in parts])

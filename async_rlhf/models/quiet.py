@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging as python_logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from transformers.utils import logging
+
+# peft and transformers import bitsandbytes where it is installed, which then asks everybody to install more.
+python_logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(python_logging.ERROR)
 
 SMALL = 10**9
 """Bytes of a model that is loaded or saved within seconds, and needs no bar."""

@@ -27,6 +27,8 @@ class Parallel:
 
     spreads_weights = False
     """Whether the weights are sharded, so that no rank can compute alone."""
+    casts_gathered = False
+    """Whether sharded weights are cast, to the type that is computed in, before they are gathered."""
     takes_optimizers = True
     """Whether an optimiser can be made before the weights are handed over."""
     device: torch.device | None = None
@@ -60,7 +62,7 @@ class Parallel:
         return trainable(self._model)
 
     def frozen(self, model: Model) -> Model:
-        """Prepare a model that is not trained: reference or reward model."""
+        """Shard a model that is not trained: reference or reward model."""
         return model
 
     def forward(self, *args: Any) -> Any:
@@ -114,12 +116,16 @@ class Parallel:
 
         Every rank must call it; the others get nothing.
         """
-        found = {}
+        found, places = {}, set()
         for i, parameter in enumerate(self.trained):
             for name, tensor in self.optimizer.state.get(parameter, {}).items():
-                whole = self.whole(tensor)
+                # bitsandbytes counts its steps by a Python integer.
+                whole = torch.tensor(tensor) if isinstance(tensor, int) else self.whole(tensor)
                 if self.ranks.leads:
-                    found[f"{i}.{name}"] = whole.cpu()
+                    whole = whole.cpu()
+                    # A table that several parameters share would be refused by the file format.
+                    found[f"{i}.{name}"] = whole.clone() if whole.data_ptr() in places else whole
+                    places.add(whole.data_ptr())
         return found
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
@@ -127,10 +133,12 @@ class Parallel:
         groups = self.optimizer.param_groups
         place = {id(parameter): i for i, parameter in enumerate(p for group in groups for p in group["params"])}
         places = [place[id(parameter)] for parameter in self.trained]
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         for key, tensor in moments.items():
             number, _, name = key.partition(".")
-            state.setdefault(places[int(number)], {})[name] = self.share(int(number), tensor)
+            counted = tensor.dim() == 0 and tensor.dtype == torch.int64
+            held = int(tensor) if counted else self.share(int(number), tensor)
+            state.setdefault(places[int(number)], {})[name] = held
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     @property

@@ -18,6 +18,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.frozen import frozen
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
@@ -83,7 +84,7 @@ def make_scorer(
         from async_rlhf.cluster.ray_rewards import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
-    here = None if reward_model is None or config.ray.reward_workers else parallel.frozen(reward_model)
+    here = None if reward_model is None or config.ray.reward_workers else frozen(reward_model, config, parallel)
     return Scorer(tokenizer, config, here, reward_funcs, prompt_field, parallel)
 
 

@@ -26,9 +26,10 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.shared import SharedEngine, shared_engine
 from async_rlhf.learner.launch import rank_device, start_ranks
 from async_rlhf.learner.learner import Learner
-from async_rlhf.learner.optimizers import Optimizers
+from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
+from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
     check_positions,
@@ -183,6 +184,7 @@ def _build(
     recorded = ranks.from_lead("recorded schedule", lambda: _read_record(config))
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
+    require_optimizer(config, parallel, inputs.optimizers[0])
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
@@ -322,6 +324,9 @@ def _load_models(
     if reference is not None:
         check_embeddings(reference.to(device), tokenizer, "ref_model")
     value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device)
+    for key, each in (("model", policy), ("ref_model", reference), ("reward_model", reward), ("value_model", value)):
+        if isinstance(each, PreTrainedModel):
+            use_attention(each, config, key)
     require_alike(parallel.ranks, model=policy, ref_model=reference, reward_model=reward, value_model=value)
     if config.lora.rank > 0 and not has_adapters(policy):
         add_adapters(policy, config.lora, config.seed)

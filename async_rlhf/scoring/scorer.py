@@ -17,6 +17,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.forward import autocast_dtype, score_batch, score_in_batches
+from async_rlhf.models.frozen import at_hand
 from async_rlhf.models.rows import dealt
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.scoring.functions import (
@@ -63,6 +64,8 @@ class Scorer:
         self.tokenizer = tokenizer
         self.config = config
         self.reward_model = reward_model
+        self._device = None if reward_model is None else parallel.device_of(reward_model)
+        self._model_at_hand = at_hand(reward_model, config, parallel)
         self.reward_funcs = _by_name(reward_funcs, {"skipped"} if reward_model is None else {"skipped", "model"})
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
@@ -175,12 +178,12 @@ class Scorer:
         """Scores of each batch of rows by the reward model; every rank computes some of them."""
         assert self.reward_model is not None
         self.ranks.meet("computing rewards")
-        found = {}
-        for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
-            dtype, device = autocast_dtype(self.config), self.parallel.device
-            scores_B = score_batch(self.reward_model, batches[number], dtype, device)
-            if counts:
-                found[number] = scores_B
+        found, dtype = {}, autocast_dtype(self.config)
+        with self._model_at_hand:
+            for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
+                scores_B = score_batch(self.reward_model, batches[number], dtype, self._device)
+                if counts:
+                    found[number] = scores_B
         parts = self.ranks.gather("rewards", found)
         everyone = {number: scores for part in parts for number, scores in part.items()}
         return [everyone[number] for number in range(len(batches))]

@@ -276,7 +276,9 @@ def _elsewhere(inputs: Inputs) -> None:
     zero.config, zero.run = ParallelConfig("zero2"), args()
     zero._options(2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu")).frozen(inputs.judge)
+    fsdp = FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"), args())
+    fsdp._parts = [fsdp.frozen(inputs.judge)]
+    fsdp.accumulating(last=False)
     dist.destroy_process_group()
 
 

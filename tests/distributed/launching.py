@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
 NOT_OURS = ("time/", "eval_time/")
+SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def launch(runs: list[dict[str, Any]], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start the script on so many ranks, in a session of its own."""
+    return start_ranks(runs, [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else [], log)
+
+
+def start_ranks(runs: list[dict[str, Any]], options: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start the script, by torchrun if there are options for it."""
+    torchrun = ["-m", "torch.distributed.run", *options] if options else []
+    words = [sys.executable, *torchrun, str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [*words, json.dumps(runs)], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
 
 
 def finish(process: subprocess.Popen[bytes], log: Path, timeout: float) -> str:

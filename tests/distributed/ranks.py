@@ -22,6 +22,7 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.learner.learner import Learner
+from async_rlhf.models import head
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks import loss_scale
 from async_rlhf.run.trainer import OnlineTrainer
@@ -101,17 +102,21 @@ def train(
     missing_rewards: int = 0,
     kl: dict | None = None,
     first_scale: float = loss_scale.FIRST,
+    lora_targets: list[str] | None = None,
+    head_rows: int | None = None,
     **changes,
 ) -> None:
     """One run, as its arguments say."""
     rank = int(os.environ.get("RANK", 0))
     loss_scale.FIRST = first_scale
+    if head_rows is not None:
+        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
     args = new_args(
         Path(folder),
         name,
         algorithm=algorithm,
         parallel=ParallelConfig(strategy=strategy, **({} if ranks is None else {"ranks": ranks}), **(parallel or {})),
-        lora=LoRAConfig(rank=lora),
+        lora=LoRAConfig(rank=lora, target_modules=lora_targets or []),
         **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
     )
     trainer = OnlineTrainer(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from launching import family, finish, free_port, kill_all, left_of, metrics_of, weights_of
+from launching import family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
 from ranks import new_policy
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("ranks.py")
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 ASYNC = {"staleness": 1, "reward_model": True, "annotate_batch_size": 8}
 """So small that every rank has passes without gradient to make, and some of the reward model's."""
@@ -40,12 +36,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "zero3"],
     ),
     "lora": ({"algorithm": "rloo", "staleness": 1, "lora": 2}, ["ddp", "fsdp", "zero3"]),
-    "bf16": ({**ASYNC, "bf16": True}, ["ddp", "fsdp", "zero2", "zero3"]),
+    # FSDP2 rounds otherwise, see below.
+    "bf16": ({**ASYNC, "bf16": True}, ["ddp", "zero2", "zero3"]),
     # One batch: later ones would be sampled by weights that differ by rounding, which float16 turns into other tokens.
-    "fp16": (
-        {**ASYNC, "fp16": True, "first_scale": 2.0**8, "total_episodes": 16},
-        ["ddp", "fsdp", "zero2", "zero3"],
-    ),
+    "fp16": ({**ASYNC, "fp16": True, "first_scale": 2.0**8, "total_episodes": 16}, ["ddp", "zero2", "zero3"]),
     "checkpointing": ({"staleness": 1, "gradient_checkpointing": True}, ["ddp", "fsdp", "zero3"]),
     "a batch without rewards": (
         {"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "no_reward_at": 1},
@@ -60,25 +54,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"algorithm": "rloo", "staleness": 1, "kl": {"coef": 0.3, "target": 0.01, "horizon": 100}},
         ["ddp", "zero3"],
     ),
+    "reduced once": ({**ASYNC, "parallel": {"reduce": "once"}}, ["fsdp"]),
+    "two copies": ({**ASYNC, "parallel": {"shard_size": 1}}, ["fsdp"]),
     "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),
+    # The others compute a micro-batch's logits at once; these a few tokens at a time, and again in the backward pass.
+    "head in chunks": ({**ASYNC, "head_rows": 5}, ["ddp", "fsdp", "zero2", "zero3"]),
+    "adapters on a head in chunks": (
+        {"algorithm": "rloo", "staleness": 1, "lora": 2, "lora_targets": ["dense", "lm_head"], "head_rows": 5},
+        ["ddp", "fsdp", "zero3"],
+    ),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
-
-
-def launch(runs: list[dict[str, Any]], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    """Start the script on so many ranks, in a session of its own."""
-    return start_ranks(runs, [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else [], log)
-
-
-def start_ranks(runs: list[dict[str, Any]], options: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start the script, by torchrun if there are options for it."""
-    torchrun = ["-m", "torch.distributed.run", *options] if options else []
-    words = [sys.executable, *torchrun, str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [*words, json.dumps(runs)], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
 
 
 def run_of(case: str, strategy: str, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -91,7 +77,7 @@ def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     runs = []
     for case, (changes, _) in CASES.items():
-        plain = {key: value for key, value in changes.items() if key != "parallel"}
+        plain = {key: value for key, value in changes.items() if key not in ("parallel", "head_rows")}
         runs.append({"folder": str(folder), "name": case, "gradient_accumulation_steps": 2, **plain})
     finish(launch(runs, 1, folder / "log"), folder / "log", 300)
     return folder
@@ -127,9 +113,34 @@ def test_two_ranks_train_as_one(alone, spread, case, strategy):
         assert torch.allclose(left[name], tensor, rtol=0, atol=1e-3 * moved), name
 
 
+def test_weights_that_are_gathered_in_half_precision_train_as_autocast_does_to_its_rounding(tmp_path):
+    """FSDP2 casts the weights before it gathers them, so that sums between layers are rounded too.
+
+    One batch, so that all train on the same samples. Metrics of a size near 0, such as the KL, are all rounding.
+    """
+    kinds = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+    changes = {**ASYNC, "total_episodes": 16}
+    options = {"bf16": {"bf16": True}, "fp16": {"fp16": True, "first_scale": 2.0**8}}
+    runs = [
+        {"folder": str(tmp_path), "name": f"{kind}-{strategy}", "strategy": strategy, **changes, **options[kind]}
+        for kind in kinds
+        for strategy in ("ddp", "fsdp")
+    ]
+    finish(launch(runs, 2, tmp_path / "log"), tmp_path / "log", 300)
+    for kind, rounding in kinds.items():
+        ((ours,), (theirs,)) = (metrics_of(tmp_path / f"{kind}-{strategy}") for strategy in ("fsdp", "ddp"))
+        assert ours["objective/entropy"] == theirs["objective/entropy"]  # of the sampler
+        for name in ("loss/policy_avg", "grad_norm", "rewards/margins", "val/ratio"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=8 * rounding, abs=rounding), name
+        # The engine computes as autocast does.
+        assert theirs["engine/logprob_difference"] < ours["engine/logprob_difference"] < 2 * rounding
+
+
 def test_what_overflows_is_skipped_by_all_ranks_and_under_every_strategy(tmp_path):
     """float16: DeepSpeed leaves the weights alone as we do, and all have the same loss scale after it."""
-    changes = {**ASYNC, "fp16": True, "first_scale": 2.0**20, "total_episodes": 64}
+    # Two batches, both sampled by the first weights: rounding changes no token.
+    changes = {**ASYNC, "fp16": True, "first_scale": 2.0**20, "total_episodes": 32}
     runs = [{"folder": str(tmp_path), "name": s, "strategy": s, **changes} for s in STRATEGIES]
     finish(launch(runs, 2, tmp_path / "log"), tmp_path / "log", 300)
     names = ("skipped_steps", "optimizer_steps", "loss_scale")

@@ -42,6 +42,8 @@ _SIZE_UNKNOWN = {
     aten.bincount.default,
 }
 """The size of the result depends on numbers, so the host has to wait for them."""
+_NOT_DETERMINISTIC = {aten.cumsum.default: "cumsum_cuda_kernel"}
+"""Kernels for numbers with a point that CUDA has no deterministic form of, as far as the package could use them."""
 _READING = {aten._local_scalar_dense.default, aten.equal.default}
 """The result is a number on the host."""
 
@@ -218,6 +220,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         _require_one_device(function, args, kwargs, tensors, here, target)
         _count_waits(function, args, tensors)
+        _require_deterministic(function, args)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
@@ -303,6 +306,15 @@ def _require_one_device(
             f"Expected all tensors to be on the same device, but found at least two devices, {names}! ({function})"
         )
     return None
+
+
+def _require_deterministic(function: Any, args: Any) -> None:
+    kernel = _NOT_DETERMINISTIC.get(function)
+    if kernel is not None and args[0].is_floating_point() and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            f"{kernel} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms"
+            "(True)'"
+        )
 
 
 def _require_indices(args: Any, here: int | None) -> None:

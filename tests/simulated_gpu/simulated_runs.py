@@ -27,6 +27,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import snapshots
 from async_rlhf.models.adapters import add_adapters
+from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
 
@@ -46,6 +47,15 @@ def prepare() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where the fork server finds simulated_worker
     snapshots.reduce_tensor = simulated_device.share_tensor
     simulated_device.install()
+
+
+def is_deterministic(folder: Path) -> tuple[bool, list[dict[str, float]]]:
+    """A run with ``deterministic``. Returns whether torch was told so, and the metrics."""
+    try:
+        rows = train(folder, 2, name="deterministic", deterministic=True, generation={"top_p": 0.9})
+        return torch.are_deterministic_algorithms_enabled(), rows
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class StopAfter(TrainerCallback):
@@ -83,7 +93,8 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
     learner, reward_model = trainer.learner, trainer.run.scorer.reward_model
     for name, model in (("model", learner.model), ("reference", learner.reference), ("reward model", reward_model)):
         places = set() if model is None else {parameter.device for parameter in model.parameters()}
-        assert places <= {torch.device(device)}, f"the {name} is on the wrong device: {places}"
+        kept = "cpu" if args.offload_frozen and name != "model" else device
+        assert places <= {torch.device(kept)}, f"the {name} is on the wrong device: {places}"
     return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -135,6 +146,11 @@ def published_bytes(kind: str, folder: Path, lora: bool = False) -> tuple[int, i
     policy.to("cuda:0")
     if kind == "folder":
         ring: Any = snapshots.SnapshotFolder(folder / "snapshots", torch.bfloat16, 2)
+    elif kind == "object store":
+        from async_rlhf.cluster import ray_generation
+
+        ray_generation.ray.put = bytes  # no cluster is needed to see what leaves the device
+        ring = ray_generation.ObjectStoreSnapshots(policy, torch.bfloat16, 2, ALONE)
     else:
         ring = getattr(snapshots, kind).for_model(policy, torch.bfloat16, 2)
     with traffic() as found:

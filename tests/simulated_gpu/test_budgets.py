@@ -11,6 +11,8 @@ from simulated_runs import Update, decode_waits, published_bytes, update
 from test_golden import RUNS
 from test_simulated_runs import algorithm_of
 
+from async_rlhf.models import head
+
 ASKED_BY_TRANSFORMERS = "transformers/masking_utils.py"
 """transformers asks in every forward pass whether its mask or its rows are plain ones; nothing can stop it."""
 
@@ -32,6 +34,16 @@ def update_twice(folder: Path, **options: Any) -> tuple[Update, Update]:
         for size in (4, 1)
     )
     return few, many
+
+
+def update_in_chunks(folder: Path, kept: int) -> tuple[Update, Update]:
+    """The same with the head in chunks of five tokens, of which so many are kept for the backward pass."""
+    before = head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES
+    head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, 5, kept * 5 * 4 * 258
+    try:
+        return update_twice(folder, algorithm="grpo", samples_per_prompt=4)
+    finally:
+        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = before
 
 
 def require_update(few: Update, many: Update) -> None:
@@ -60,8 +72,10 @@ def require_decoding(few: tuple[Mapping[str, int], list[int]], many: tuple[Mappi
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", ["SnapshotRing", "DeviceRing", "folder"])
+@pytest.mark.parametrize("kind", ["SnapshotRing", "DeviceRing", "folder", "object store"])
 def test_publishing_moves_two_bytes_a_parameter(on_gpu, tmp_path, kind, lora):
+    if kind == "object store":
+        pytest.importorskip("ray")
     require_publishing(*on_gpu(published_bytes, kind, tmp_path, lora))
 
 
@@ -69,6 +83,11 @@ def test_publishing_moves_two_bytes_a_parameter(on_gpu, tmp_path, kind, lora):
 def test_a_micro_batch_waits_for_the_device_twice_at_most(on_gpu, tmp_path, name):
     """By the difference of two runs; what an optimiser step or a batch waits for is in both."""
     require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), **RUNS[name]))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_the_head_in_chunks_waits_for_nothing_more(on_gpu, tmp_path, kept):
+    require_update(*on_gpu(update_in_chunks, tmp_path, kept))
 
 
 def test_a_step_of_decoding_waits_once(on_gpu):

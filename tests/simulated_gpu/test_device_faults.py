@@ -162,9 +162,9 @@ TOO_DEAR = {
     ),
     "logits in float64": (
         Fault(
-            "models.forward:response_logprobs",
-            "selected_logprobs(logits_NV, tokens_BT.flatten()[places_N])",
-            "selected_logprobs(logits_NV.double(), tokens_BT.flatten()[places_N]).float()",
+            "models.head:LogprobsAndEntropies.logprobs",
+            "torch.log_softmax(logits_CV / self.temperature, dim=-1)",
+            "torch.log_softmax(logits_CV.double() / self.temperature, dim=-1).float()",
         ),
         update_twice,
         require_update,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import tokens_in_flight, train
+from simulated_runs import is_deterministic, tokens_in_flight, train
 from test_golden import KEYS, RUNS
 
 from async_rlhf import KLConfig, LoRAConfig
@@ -75,6 +75,7 @@ OTHERS = {
     "adapters_on_the_value_model": {"algorithm": "ppo", "lora": LoRAConfig(rank=4)},
     "corrected_kl": {"algorithm": "grpo", "kl": KLConfig(coef=0.1, where="loss", estimator="k3", corrected=True)},
     "evaluation": {"evaluates": True, "eval_steps": 1},
+    "frozen_models_on_the_host": {"offload_frozen": True, "bf16": True},
     "bfloat16_snapshots": {"generation": {"placement": "process", "dtype": "bfloat16"}},
 }
 """What no golden run has."""
@@ -91,6 +92,16 @@ def test_other_runs_have_the_losses_of_the_same_run_on_the_cpu(on_gpu, tmp_path,
     assert compared[0] == compared[1]
     assert len(compared[0]) == (4 if name == "evaluation" else 2)
     for keys, one, other in zip(compared[0], gpu, cpu, strict=True):
+        assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-5, abs=1e-6)
+
+
+def test_a_deterministic_run_uses_no_kernel_that_is_not(on_gpu, tmp_path):
+    """The simulation refuses such a kernel as CUDA does."""
+    deterministic, gpu = on_gpu(is_deterministic, tmp_path)
+    assert deterministic
+    cpu = train(tmp_path, 2, "cpu", name="cpu", deterministic=True, generation={"top_p": 0.9})
+    for one, other in zip(gpu, cpu, strict=True):
+        keys = [key for key in KEYS if key in other]
         assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-5, abs=1e-6)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from async_rlhf.generation import broadcast
+from async_rlhf.generation import broadcast, server_generator
 from async_rlhf.generation.broadcast import Sender, forwarded, receive, received
 
 CPU = torch.device("cpu")
@@ -136,6 +136,24 @@ def test_the_learner_listens_where_the_server_sees_it_and_nowhere_else():
         pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", invitation["port"]), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("learner", "servers", "device"),
+    [
+        ("cuda", [("cuda", "GPU-2")], "cuda"),
+        ("cuda", [("cuda", "GPU-2"), ("cuda", "GPU-3")], "cuda"),
+        ("cuda", [("cuda", "GPU-2"), ("cuda", "GPU-1")], "cpu"),
+        ("cuda", [("cpu", None)], "cpu"),
+        ("cpu", [("cuda", "GPU-2")], "cpu"),
+        ("cpu", [("cpu", None)], "cpu"),
+    ],
+)
+def test_nccl_is_for_gpus_that_differ(learner, servers, device, monkeypatch):
+    """It refuses two processes on one GPU."""
+    monkeypatch.setattr(server_generator, "gpu_of", lambda device: "GPU-1" if device.type == "cuda" else None)
+    processes = [{"device": kind, "gpu": gpu} for kind, gpu in servers]
+    assert server_generator._device(torch.device(learner), processes) == torch.device(device)
 
 
 def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():

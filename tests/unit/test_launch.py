@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -22,3 +24,9 @@ def test_two_ranks_on_one_gpu_are_an_error():
     check_own_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")])
     with pytest.raises(ConfigError, match=r"device: got 'the same GPU of host b for ranks 1 and 2'; must be a GPU for"):
         check_own_gpus([("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-1")])
+
+
+def test_no_test_sees_a_gpu_but_those_for_one():
+    """A run takes a GPU by itself where it sees one, and the numbers of tests are a CPU's."""
+    assert torch.cuda.device_count() == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

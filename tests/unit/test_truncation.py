@@ -20,7 +20,7 @@ from async_rlhf.evaluation.likelihood import EncodedRow, response_logprob_sums
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models.forward import response_logits
+from async_rlhf.models.forward import over_response_logits
 from async_rlhf.models.loading import load_policy
 from async_rlhf.models.truncation import Distribution, truncated
 from async_rlhf.run.trainer import OnlineTrainer
@@ -67,6 +67,10 @@ def test_a_token_at_the_border_that_another_engine_has_kept_is_kept_with_all_tha
     assert torch.isfinite(truncated(logits_NV, d)).tolist() == [[True, True, False, False, False]]
     assert torch.isfinite(truncated(logits_NV, d, torch.tensor([3]))).tolist() == [[True, True, True, True, False]]
     assert torch.isfinite(truncated(logits_NV, d, torch.tensor([0]))).tolist() == [[True, True, False, False, False]]
+
+
+def response_logits(policy, tokens_BT, mask_BT):
+    return over_response_logits(policy, tokens_BT, mask_BT, lambda logits_CV, part: logits_CV.T).T
 
 
 def sampled(model, params=PARAMS) -> list[Group]:

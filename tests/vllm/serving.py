@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
 SECONDS = 240.0
 """Within which a server is up. Two slow cores, busy with something else, take one."""
+CPU_OPTIONS = MappingProxyType({"dtype": "float32", "kv_cache_gb": 0.05, "num_threads": 1})
 SESSIONS: set[int] = set()
 """Of all servers that were ever started."""
 
@@ -32,21 +35,32 @@ class Server:
     Args:
         model: folder with config.json.
         log: file for what it prints.
+        options: of the command, in place of those for a CPU.
+        environment: variables for it alone.
+        key: that callers must have; by default one of its own.
     """
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        options: Mapping[str, object] = CPU_OPTIONS,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        key: str | None = None,
+    ) -> None:
         self.model, self.log, self.port = model, log, free_port()
-        self.key = secrets.token_hex(16)
+        self.options, self.environment = options, environment
+        self.key = key or secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
     def start(self) -> None:
         """Returns at once."""
-        options = {"model": self.model, "port": self.port, "dtype": "float32", "kv_cache_gb": 0.05, "num_threads": 1}
+        options = {"model": self.model, "port": self.port, **self.options}
         words = [f"--{name}={value}" for name, value in options.items()]
         # An engine in this process sets variables of vLLM's, which are not for a server.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        environment["ASYNC_RLHF_API_KEY"] = self.key
+        environment |= {"ASYNC_RLHF_API_KEY": self.key, **self.environment}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "async_rlhf.cli", "serve", *words],
@@ -57,9 +71,9 @@ class Server:
             )
         SESSIONS.add(self.process.pid)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = SECONDS) -> None:
         """Until it answers."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).is_success:

@@ -78,7 +78,7 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
         return DataParallel(ranks)
     device = rank_device(config, ranks)
     if parallel.strategy == "fsdp":
-        return FullyShardedDataParallel(ranks, parallel, device)
+        return FullyShardedDataParallel(ranks, parallel, device, config)
     from async_rlhf.learner.strategies.deepspeed import ZeRO
 
     return ZeRO(ranks, parallel, device, config)

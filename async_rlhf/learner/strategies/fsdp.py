@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ParallelConfig
+from async_rlhf.config import OnlineConfig, ParallelConfig
+from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.kernels import blocks
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Model, Parallel
 
@@ -21,49 +24,65 @@ from async_rlhf.ranks.parallel import Model, Parallel
 class FullyShardedDataParallel(Parallel):
     """Weights, gradients and the optimiser's state spread over all ranks: FSDP2.
 
+    With bf16 or fp16 the shards stay float32 and are cast before they are gathered, which halves the traffic; gradients
+    are summed over ranks in float32. Autocast then finds nothing to cast, and so keeps no second copy of any weight.
+
     Args:
         ranks: who shares them.
         config: offloading and resharding.
         device: of this rank.
+        run: precision.
     """
 
-    spreads_weights, takes_optimizers = True, False
+    spreads_weights, casts_gathered, takes_optimizers = True, True, False
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
-        self.config = config
-        self.device = device
-        self._mesh: DeviceMesh = init_device_mesh(device.type, (ranks.count,))
+        self.config, self.device, self.run = config, device, run
+        size = config.shard_size or ranks.count
+        self._mesh: DeviceMesh = (
+            init_device_mesh(device.type, (ranks.count,))
+            if size == ranks.count
+            else init_device_mesh(device.type, (ranks.count // size, size), mesh_dim_names=("replicate", "shard"))
+        )
 
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         for part in parts:
-            self._shard(part)
+            self._shard(part, self.config.cpu_offload)
         return super().prepare(model, parts, make)
 
     def frozen(self, model: Model) -> Model:
-        self._shard(model)
+        self._shard(model, self.config.cpu_offload or self.run.offload_frozen)
         return model
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, offload: bool) -> None:
         """Block by block, so that only one block's weights are whole at a time."""
-        offload = self.config.cpu_offload and self._mesh.device_type != "cpu"  # where else would they be
-        blocks = set(getattr(model, "_no_split_modules", None) or [])
+        offload = offload and self._mesh.device_type != "cpu"  # where else would they be
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
-        for module in list(model.modules()):
-            if type(module).__name__ in blocks:
-                fully_shard(module, **options)
+        cast: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(autocast_dtype(self.run), torch.float32)}
+        for block in blocks(model):
+            fully_shard(block, **options, **cast)
         if isinstance(model, PreTrainedModel) and not model.can_generate():
-            # Scores and values are read by calling body and head, each by itself.
+            # Scores and values are read by calling body and head, each by itself; heads compute in float32.
             for child in model.children():
-                fully_shard(child, **options)
+                fully_shard(child, **options, **(cast if child is model.base_model else {}))
+        elif isinstance(model, PreTrainedModel) and not self.run.head_float32:
+            fully_shard(model, **options, **cast)
         else:
             fully_shard(model, **options)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        for module in (module for part in self._parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.set_requires_all_reduce(last, recurse=False)
+                module.set_requires_gradient_sync(last or self.config.reduce == "every_pass", recurse=False)
+        return nullcontext()
 
     def architecture_of(self, model: nn.Module) -> type[Any]:
         return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

@@ -1,0 +1,110 @@
+"""Models that are not trained: they hold no more bits than they compute with, and only where told a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.kernels import blocks, compile_blocks
+from async_rlhf.ranks.parallel import Parallel
+
+
+class HostCopy(AbstractContextManager[None]):
+    """Keeps a model's parameters in the host's memory; within, they are also on the device that it was on.
+
+    Args:
+        model: is changed in place; nothing may write to its parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        mine = [module._parameters[name] for module, name in self._places]
+        self._device = next(model.parameters()).device
+        pinned = self._device.type == "cuda" and torch.accelerator.is_available()  # copied without waiting for each
+        copied = {id(p): p.data.cpu().pin_memory() if pinned else p.data.cpu() for p in model.parameters()}
+        held = {number: nn.Parameter(tensor, requires_grad=False) for number, tensor in copied.items()}
+        self._host = [held[id(parameter)] for parameter in mine]  # one for all places that share a parameter
+        self.__exit__()
+
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        for (module, name), parameter in zip(self._places, parameters, strict=True):
+            module._parameters[name] = parameter
+
+    def __enter__(self) -> None:
+        copied = {id(p): nn.Parameter(p.to(self._device, non_blocking=True), requires_grad=False) for p in self._host}
+        self._put([copied[id(parameter)] for parameter in self._host])
+
+    def __exit__(self, *_: object) -> None:
+        self._put(self._host)
+
+
+def at_hand(model: nn.Module | None, config: OnlineConfig, parallel: Parallel) -> AbstractContextManager[None]:
+    """What to enter, as often as one likes, while a frozen model computes; sharded weights come by themselves."""
+    if model is None or parallel.spreads_weights or not config.offload_frozen:
+        return nullcontext()
+    return HostCopy(model)
+
+
+def frozen(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> PreTrainedModel:
+    """A reference or reward model, ready to compute with: in few bytes, compiled if told, sharded if weights are."""
+    compile_blocks(model, config)
+    hold = hold_all if parallel.casts_gathered else hold_linear
+    hold(model, autocast_dtype(config), config.head_float32)
+    return parallel.frozen(model)
+
+
+def hold_linear(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) -> None:
+    """Hold the weights of linear layers in the type that autocast casts them to: the same numbers in half the memory.
+
+    Embeddings and norms, which autocast leaves alone, stay as they are, and so do heads that compute in float32: those
+    that give scores, and with ``head_float32`` a language model's.
+
+    Args:
+        model: is changed in place.
+        dtype: of autocast; None for none, and then nothing changes.
+        head_float32: see OnlineConfig.
+    """
+    if dtype is None:
+        return
+    kept = _heads(model, head_float32)
+    embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module not in kept and id(module.weight) not in embedded:
+            _hold(module.parameters(recurse=False), dtype)
+
+
+def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) -> None:
+    """The same for weights that are cast when they are gathered: all of them, but for heads that compute in float32.
+
+    With ``head_float32`` everything outside the blocks stays as it is, as it is gathered together with the head.
+    """
+    if dtype is None:
+        return
+    kept = {id(parameter) for head in _heads(model, head_float32) for parameter in head.parameters()}
+    for part in blocks(model) if head_float32 and _generates(model) else [model]:
+        _hold((parameter for parameter in part.parameters() if id(parameter) not in kept), dtype)
+
+
+def _hold(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        if parameter.is_floating_point():  # quantised ones are integers
+            parameter.data = parameter.data.to(dtype)
+
+
+def _generates(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel) and model.can_generate()
+
+
+def _heads(model: nn.Module, head_float32: bool) -> set[nn.Module]:
+    """The heads that compute in float32."""
+    if _generates(model):
+        assert isinstance(model, PreTrainedModel)
+        return {model.get_output_embeddings()} if head_float32 else set()
+    score = getattr(model, "score", None)
+    return {score} if isinstance(score, nn.Module) else set()

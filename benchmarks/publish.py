@@ -1,0 +1,180 @@
+"""How fast new weights leave the learner: GB/s of the weights as they are published, in bfloat16.
+
+    python benchmarks/publish.py [--device cuda:0] [--receivers 1] [--rounds 5] [--json FILE]
+
+A GPT-NeoX with float32 weights, on a GPU of the size of Pythia 410m. Every way includes rounding and checksums:
+
+    device     DeviceRing: for generators on the learner's own GPU
+    host       SnapshotRing: for other processes of this host
+    folder     SnapshotFolder: for servers that share a file system
+    network    from the host's copy to receivers in processes of their own until each has everything: by NCCL if there
+               is a GPU for each receiver beside the learner's, else by TCP; every transfer makes its own connections
+
+The first round of each warms up and is shown by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+from torch import Tensor
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from async_rlhf.generation.broadcast import Sender, receive
+from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, digests
+
+PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
+SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
+Prepare = Callable[[], None]
+
+
+def make_model(sizes: Mapping[str, int], device: str) -> GPTNeoXForCausalLM:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=4 * sizes["hidden_size"]))
+
+
+def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) -> dict[str, Any]:
+    """Seconds and GB/s of every way.
+
+    Raises:
+        RuntimeError: a receiver's tensors are not those that were sent.
+    """
+    model = make_model(sizes, device)
+    ways: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        host = SnapshotRing.for_model(model, torch.bfloat16, 2)
+        kinds = {
+            "device": DeviceRing.for_model(model, torch.bfloat16, 2),
+            "host": host,
+            "folder": SnapshotFolder(Path(folder) / "snapshots", torch.bfloat16, 2),
+        }
+        for name, snapshots in kinds.items():
+            ways[name] = [_seconds(lambda s=snapshots, v=v: s.publish(model, v), device) for v in range(rounds + 1)]
+        size = sum(tensor.nbytes for tensor in host.views(0).values())
+        gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
+        own = [i for i in range(gpus) if i != (torch.device(device).index or 0)][:receivers]
+        by_nccl = gpus > 0 and len(own) == receivers
+        places = [f"cuda:{i}" for i in own] if by_nccl else ["cpu"] * receivers
+        ways["network"] = send(host.views(rounds), device if by_nccl else "cpu", places, rounds + 1)
+        for snapshots in kinds.values():
+            snapshots.close()
+    return {
+        "gigabytes": size / 1e9,
+        "receivers": receivers,
+        "network": "nccl" if by_nccl else "tcp",
+        "ways": {
+            name: {
+                "first_seconds": seconds[0],
+                "seconds": statistics.median(seconds[1:]),
+                "gb_per_second": size / 1e9 / statistics.median(seconds[1:]),
+            }
+            for name, seconds in ways.items()
+        },
+    }
+
+
+def _seconds(work: Callable[[], Any], device: str) -> float:
+    started = time.perf_counter()
+    work()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def send(
+    tensors: Mapping[str, Tensor], device: str, receivers: Sequence[str], rounds: int, prepare: Prepare | None = None
+) -> list[float]:
+    """Send tensors to a process on each of these devices. Returns the seconds of each round.
+
+    Args:
+        tensors: anywhere.
+        device: of the learner's end.
+        receivers: devices, one for each process.
+        rounds: how often.
+        prepare: called first in each process.
+
+    Raises:
+        RuntimeError: a receiver's tensors are not those that were sent.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, processes, expected, found = [], [], digests(tensors), []
+    for rank, place in enumerate(receivers, start=1):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_receive, args=(theirs, rank, place, prepare), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()  # it is up
+    for _ in range(rounds):
+        sender = Sender("http://127.0.0.1:80", len(receivers), torch.device(device))
+        invitation = sender.invitation(tensors)
+        started = time.perf_counter()
+        for pipe in pipes:
+            pipe.send(invitation)
+        sender.send(tensors)
+        answers = [pipe.recv() for pipe in pipes]
+        found.append(max(taken for taken, _ in answers) - started)
+        for rank, (_, got) in enumerate(answers, start=1):
+            if got != expected:
+                raise RuntimeError(f"receiver {rank} got other tensors than were sent")
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
+    return found
+
+
+def _receive(pipe: Connection, rank: int, device: str, prepare: Prepare | None) -> None:
+    if prepare is not None:
+        prepare()
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    pipe.send(None)
+    while (invitation := pipe.recv()) is not None:
+        invitation.pop("backend")
+        taken = dict(receive(rank=rank, device=place, **invitation))
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        ended = time.perf_counter()  # one clock for all processes of a host
+        pipe.send((ended, digests(taken)))
+
+
+def text(found: Mapping[str, Any]) -> str:
+    lines = [f"{found['gigabytes']:.3g} GB in bfloat16, {found['receivers']} receivers by {found['network']}"]
+    lines += [f"{'':<10}{'GB/s':>8}{'seconds':>10}{'the first':>12}"]
+    for name, way in found["ways"].items():
+        lines.append(f"{name:<10}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of the host")
+    parser.add_argument("--receivers", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="file for the figures")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    sizes = PYTHIA_410M if options.device.startswith("cuda") else SMALL
+    found = measure(options.device, sizes, options.rounds, options.receivers)
+    print(f"{machine.name_of(options.device)}: {text(found)}")
+    if options.json:
+        Path(options.json).write_text(json.dumps({"machine": machine.describe(options.device), **found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""What models and optimisers hold: fewer bytes change nothing that is computed, or only what is said."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partialmethod
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import LLAMA_SIZES, count_letters
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from async_rlhf.config import ConfigError
+from async_rlhf.learner.optimizers import Together
+from async_rlhf.models import frozen
+from async_rlhf.models.forward import response_logprobs, reward_scores
+from async_rlhf.models.frozen import HostCopy, hold_all, hold_linear
+from async_rlhf.models.kernels import compile_blocks
+from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.run.trainer import OnlineTrainer
+
+BF16 = torch.bfloat16
+
+
+def llama(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_SIZES, "vocab_size": 258, **changes})).eval()
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_BT = torch.randint(0, 250, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.zeros(3, 12)
+    mask_BT[:, 4:] = 1
+    return tokens_BT, mask_BT
+
+
+def metrics_of(args) -> list[dict[str, float]]:
+    lines = map(json.loads, Path(args.output_dir, "metrics.jsonl").read_text().splitlines())
+    return [{name: x for name, x in line.items() if name != "eps" and not name.startswith("time/")} for line in lines]
+
+
+def train(make_policy, tokenizer, prompts, args, **options):
+    trainer = OnlineTrainer(
+        make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer, **options
+    )
+    trainer.train()
+    return trainer, metrics_of(args)
+
+
+# Frozen models
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head_float32", [False, True])
+def test_a_frozen_policy_in_bfloat16_computes_the_same_bit_for_bit(tied, head_float32):
+    tokens_BT, mask_BT = rows()
+    found, held = {}, {}
+    for kind in ("float32", "bfloat16"):
+        model = llama(tie_word_embeddings=tied)
+        if kind == "bfloat16":
+            hold_linear(model, BF16, head_float32)
+        if head_float32:
+            from async_rlhf.models.forward import head_in_float32
+
+            head_in_float32(model)
+        with torch.no_grad(), torch.autocast("cpu", BF16):
+            found[kind] = response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT
+        held[kind] = {name: p.dtype for name, p in model.named_parameters()}
+    assert torch.equal(found["float32"], found["bfloat16"])
+    assert set(held["float32"].values()) == {torch.float32}
+    halved = {name for name, dtype in held["bfloat16"].items() if dtype == BF16}
+    in_body = {name for name in held["bfloat16"] if "proj" in name}
+    assert halved == (in_body if tied or head_float32 else in_body | {"lm_head.weight"})
+
+
+def test_a_reward_model_in_bfloat16_scores_the_same_bit_for_bit_and_keeps_its_head(make_reward_model):
+    tokens_BT, lengths_B, found = rows()[0], torch.tensor([12, 9, 5]), {}
+    for kind in ("float32", "bfloat16"):
+        model = make_reward_model()
+        if kind == "bfloat16":
+            hold_linear(model, BF16, head_float32=False)
+            assert model.score.weight.dtype == torch.float32
+            assert model.gpt_neox.layers[0].mlp.dense_h_to_4h.bias.dtype == BF16
+        with torch.no_grad(), torch.autocast("cpu", BF16):
+            found[kind] = reward_scores(model, tokens_BT, lengths_B)
+    assert torch.equal(found["float32"], found["bfloat16"])
+
+
+@pytest.mark.parametrize("head_float32", [False, True])
+def test_weights_that_are_cast_when_they_are_gathered_are_all_held_so(make_reward_model, head_float32):
+    policy, reward = llama(), make_reward_model()
+    hold_all(policy, BF16, head_float32)
+    hold_all(reward, BF16, head_float32)
+    outside = {name for name, p in policy.named_parameters() if p.dtype == torch.float32}
+    assert outside == ({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} if head_float32 else set())
+    assert {name for name, p in reward.named_parameters() if p.dtype == torch.float32} == {"score.weight"}
+
+
+def test_a_run_with_frozen_models_in_fewer_bytes_is_the_same_bit_for_bit(
+    make_policy, make_reward_model, tokenizer, prompts, make_args, monkeypatch
+):
+    found = {}
+    for kind in ("fewer", "float32"):
+        if kind == "float32":
+            monkeypatch.setattr(frozen, "hold_linear", lambda *_: None)
+        args = make_args(kind, bf16=True, total_episodes=16)
+        trainer, found[kind] = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
+        linear = trainer.run.learner.reference.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
+        assert linear.dtype == (BF16 if kind == "fewer" else torch.float32)
+    assert found["fewer"] == found["float32"]
+
+
+def test_a_host_copy_leaves_the_device_and_comes_back_unchanged():
+    model = llama()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    copy = HostCopy(model)
+    for _ in range(2):
+        with copy:
+            assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+# Optimisers
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"])
+def test_an_optimiser_of_another_name_trains_and_resumes_bit_for_bit(make_policy, tokenizer, prompts, make_args, name):
+    if name.endswith("8bit"):
+        pytest.importorskip("bitsandbytes")
+    same = {"optimizer": name, "save_steps": 2, "lr_scheduler_type": "constant", "weight_decay": 0.1}
+    _, whole = train(make_policy, tokenizer, prompts, make_args("whole", total_episodes=32, **same))
+    train(make_policy, tokenizer, prompts, make_args("parts", total_episodes=16, **same))
+    _, parts = train(make_policy, tokenizer, prompts, make_args("parts", total_episodes=32, resume=True, **same))
+    assert len(whole) == 4
+    assert [line["loss/policy_avg"] for line in parts] == [line["loss/policy_avg"] for line in whole]
+    assert [line["grad_norm"] for line in parts] == [line["grad_norm"] for line in whole]
+    _, usual = train(
+        make_policy, tokenizer, prompts, make_args("usual", total_episodes=32, **same | {"optimizer": "adamw"})
+    )
+    assert usual[-1]["loss/policy_avg"] != whole[-1]["loss/policy_avg"]
+
+
+def test_muon_is_for_the_matrices_of_the_body(make_policy, tokenizer, prompts, make_args):
+    trainer, _ = train(make_policy, tokenizer, prompts, make_args(optimizer="muon", total_episodes=8))
+    optimizer = trainer.run.learner.optimizer
+    assert isinstance(optimizer, Together)
+    names = {id(p): name for name, p in trainer.run.learner.policy.named_parameters()}
+    muon, adam = ({names[id(p)] for group in part.param_groups for p in group["params"]} for part in optimizer.parts)
+    assert muon == {
+        name for name in names.values() if name.endswith(".weight") and (".dense" in name or "query" in name)
+    }
+    assert muon | adam == set(names.values())
+    assert {part.param_groups[0]["lr"] for part in optimizer.parts} == {optimizer.param_groups[0]["lr"]}
+
+
+def test_several_optimisers_as_one_take_the_steps_that_each_would_take():
+    def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        parts = [torch.optim.SGD([layer.weight], lr=0.1, momentum=0.9), torch.optim.AdamW([layer.bias], lr=0.2)]
+        return layer, Together(parts)
+
+    def steps(layer, optimizers, count):
+        for _ in range(count):
+            layer(torch.arange(4.0)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            layer.zero_grad()
+
+    one, together = made()
+    two, apart = made()
+    steps(one, [together], 3)
+    steps(two, apart.parts, 3)
+    assert torch.equal(one.weight, two.weight)
+    assert torch.equal(one.bias, two.bias)
+    three, loaded = made()
+    three.load_state_dict(one.state_dict())
+    loaded.load_state_dict(copy.deepcopy(together.state_dict()))
+    loaded.param_groups[0]["lr"] = together.param_groups[0]["lr"] = 0.3
+    steps(one, [together], 2)
+    steps(three, [loaded], 2)
+    assert torch.equal(one.weight, three.weight)
+    assert torch.equal(one.bias, three.bias)
+
+
+def test_an_optimiser_that_cannot_be_is_refused_before_any_model_is_loaded(tokenizer, prompts, make_args, monkeypatch):
+    def build(args, **options):
+        trainer = OnlineTrainer(
+            "no/model", args, prompts, reward_funcs=count_letters, processing_class=tokenizer, **options
+        )
+        trainer.train()
+
+    monkeypatch.setattr("async_rlhf.run.wiring.with_prompt_cap", lambda config, _: config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"optimizer: got 'adamw_8bit'; needs bitsandbytes: .*async-rlhf\[quantized\]"
+    ):
+        build(make_args(optimizer="adamw_8bit"))
+    monkeypatch.setattr(Parallel, "takes_optimizers", False)
+    with pytest.raises(ConfigError, match=r"optimizer: got 'muon'; must be \"adamw\" but on one rank or with"):
+        build(make_args(optimizer="muon"))
+    own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ConfigError, match=r"optimizer: got 'muon'; must be left out with an optimiser in optimizers"):
+        build(make_args(optimizer="muon"), optimizers=(own, None))
+    with pytest.raises(ConfigError, match=r'adam_beta1: got 0.5; must be left out with optimizer "adafactor"'):
+        make_args(optimizer="adafactor", adam_beta1=0.5)
+
+
+# Kernels
+
+
+def test_the_attention_that_is_named_is_used_by_every_model(
+    make_policy, make_reward_model, tokenizer, prompts, make_args
+):
+    args = make_args(algorithm="ppo", attn_implementation="eager", total_episodes=8)
+    trainer, _ = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
+    learner = trainer.run.learner
+    models = (learner.policy, learner.reference, learner.value, trainer.run.scorer.reward_model)
+    assert [model.config._attn_implementation for model in models] == ["eager"] * 4
+    with pytest.raises(
+        ConfigError, match=r"attn_implementation: got 'egaer'; GPTNeoXForCausalLM \(model\) cannot use it"
+    ):
+        train(make_policy, tokenizer, prompts, make_args("wrong", attn_implementation="egaer"))
+
+
+def test_blocks_are_compiled_and_compute_the_same_up_to_rounding(monkeypatch, make_args):
+    """With the graphs run as they are: turning them into machine code takes minutes on a CPU."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    tokens_BT, mask_BT = rows()
+    found = []
+    for compiled in (False, True):
+        model = llama(num_hidden_layers=1)
+        compile_blocks(model, make_args(torch_compile=compiled))
+        assert (model.model.layers[0]._compiled_call_impl is not None) == compiled
+        logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
+        logprobs_BT.sum().backward()
+        found.append((logprobs_BT.detach(), model.model.embed_tokens.weight.grad))
+    for plain, other in zip(*found, strict=True):
+        assert torch.allclose(plain, other, rtol=1e-4, atol=1e-5)
+
+
+def test_every_model_of_the_learner_is_compiled(
+    make_policy, make_reward_model, tokenizer, prompts, make_args, monkeypatch
+):
+    asked: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
+    args = make_args(algorithm="ppo", torch_compile=True, total_episodes=8)
+    trainer, _ = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
+    learner = trainer.run.learner
+    models = (learner.policy, learner.reference, learner.value, trainer.run.scorer.reward_model)
+    assert {id(block) for model in models for block in model.gpt_neox.layers} == {id(block) for block in asked}
