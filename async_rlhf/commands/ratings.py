@@ -21,6 +21,7 @@ from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.commands.training import StageTrainer
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.config.base import require
+from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, demonstration_parts, first_words
 from async_rlhf.data.held_out import held_out_names
 from async_rlhf.data.loading import Rows, load_rows
@@ -92,6 +93,8 @@ def encode_ratings(
 
     kept = RatedRows.of(example, lengths, (lengths >= 1) & (lengths <= longest))
     kept.ratings = ratings[kept.rows]
+    forget(ratings)
+    forget(encoded.numbers)
     if not kept:
         raise ConfigError(f"max_length: got {longest}; no row of {key} is so short (the shortest has {lengths.min()})")
     if len(kept) < len(rows):

@@ -25,7 +25,7 @@ from async_rlhf.commands.training import StageTrainer, publish_model, require_si
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.rows import SCORE
-from async_rlhf.data.cache import kept_array
+from async_rlhf.data.cache import forget, kept_array
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
@@ -252,6 +252,7 @@ def encode_pairs(
 
     lengths = [prompts.lengths() + side.lengths() for side in sides]
     lengths = [each + ended.astype(np.int32) for each, ended in zip(lengths, encoded.numbers.T, strict=True)]
+    forget(encoded.numbers)
 
     def apart() -> np.ndarray:
         found = lengths[0] != lengths[1]

@@ -16,6 +16,7 @@ from async_rlhf.commands.training import StageTrainer, publish_model, require_si
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.stages import StageConfig
+from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
@@ -129,13 +130,15 @@ def encode_rows(
 
     encoded = encode_parts(tokenizer, rows, "demonstrations", read, key)
     bare = np.flatnonzero(encoded.numbers[:, 0])
+    forget(encoded.numbers)
     if completion_only and len(bare) > 0:
         raise ConfigError(
             f"completion_only: got True, and row {bare[0] + 1} of {key} has no prompt (`query`, or `prompt` "
             "with `completion`, or `messages`); set completion_only false to train on whole texts, or prompt_words"
         )
     prompts, responses = encoded.tokens
-    lengths = prompts.lengths() + responses.lengths() + 1
+    lengths = prompts.lengths()
+    lengths += responses.lengths() + np.int32(1)
 
     def example(number: int) -> EncodedRow:
         prompt = prompts[number]

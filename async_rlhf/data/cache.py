@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -138,6 +139,15 @@ def write_array(name: str, values: np.ndarray, meta: Mapping[str, Any], folder: 
     """Write a flat array and return what is to be kept beside it, for :func:`keep`."""
     values.tofile(folder / name)
     return meta
+
+
+def forget(values: np.ndarray) -> None:
+    """Let go of the memory that a mapped array takes by now; it is read from its file again when it is needed."""
+    base: Any = values
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap):
+        base.madvise(MADV_DONTNEED)
 
 
 def _put(temporary: Path, folder: Path) -> None:

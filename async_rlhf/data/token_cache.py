@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
-from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -71,8 +70,7 @@ class TokenRows(Sequence[tuple[int, ...]]):
             ids = self._ids[first : ends[-1]].tolist()
             yield from (tuple(ids[a - first : b - first]) for a, b in pairwise([first, *ends]))
             first = ends[-1]
-            if isinstance(self._ids.base, mmap):  # what was read of the file need not stay in memory
-                self._ids.base.madvise(MADV_DONTNEED)
+            cache.forget(self._ids)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each text, int32."""
@@ -81,7 +79,8 @@ class TokenRows(Sequence[tuple[int, ...]]):
         for start in range(0, len(self), 1 << 18):  # a copy of all ends would be large
             ends = self._ends[start : start + (1 << 18)]
             found[start : start + len(ends)] = np.diff(ends, prepend=last)
-            last = ends[-1]
+            last = int(ends[-1])
+        cache.forget(self._ends)
         return found
 
 

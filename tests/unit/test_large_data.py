@@ -623,3 +623,17 @@ def test_all_commands_that_sample_read_rows_on_disk(tmp_path, make_policy, token
         found.append([(out / file).read_text() for file in files])
         assert all(found[-1])
     assert found[0] == found[1] == found[2]
+
+
+def test_what_is_forgotten_is_read_again(tmp_path):
+    np.arange(1 << 22, dtype=np.int64).tofile(tmp_path / "values.bin")
+
+    def mapped() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssFile:")[2].split()[0]) // 1024
+
+    for values in (np.memmap(tmp_path / "values.bin", np.int64, mode="r").reshape(-1, 2), np.arange(10)):
+        total, before = values.sum(), mapped()
+        cache.forget(values)
+        assert before - mapped() > 16 * (values.size > 10) - 1  # megabytes of 32
+        assert values.sum() == total
