@@ -5,6 +5,7 @@ Dimension letters that end the names of tensors and arrays:
     P  prompts of a batch          K  samples per prompt       R  rows, one per sample (R = P x K)
     B  rows of an experience       T  tokens of a row          V  vocabulary
     U  units, rows that belong together (see Experience)
+    N  tokens of several rows, one after the other
 
 A *row* is one sample, padded on the right. ``X_BT[i, t]`` always refers to token ``t`` itself: ``logprobs_BT[i, t]``
 is the log-probability of token ``t`` given the tokens before it.

@@ -269,11 +269,19 @@ CHAT = WorkloadConfig(
     response_tokens=400,
     trained_per_prompt=2,
 )
+
+
+def pythia(parameters: float, layers: int, hidden: int) -> ModelSizeConfig:
+    return ModelSizeConfig(
+        parameters=parameters, layers=layers, kv_width=hidden, hidden=hidden, vocabulary=50_304, block="gpt_neox"
+    )
+
+
 SIZES = {
-    "410m": (ModelSizeConfig(parameters=4.05e8, layers=24, kv_width=1024), TLDR),
-    "1B": (ModelSizeConfig(parameters=1.01e9, layers=16, kv_width=2048), TLDR),
-    "2.8B": (ModelSizeConfig(parameters=2.78e9, layers=32, kv_width=2560), TLDR),
-    "8B": (ModelSizeConfig(parameters=8.03e9, layers=32, kv_width=1024), CHAT),
+    "410m": (pythia(4.05e8, 24, 1024), TLDR),
+    "1B": (pythia(1.01e9, 16, 2048), TLDR),
+    "2.8B": (pythia(2.78e9, 32, 2560), TLDR),
+    "8B": (ModelSizeConfig(parameters=8.03e9, layers=32, kv_width=1024, hidden=4096), CHAT),
 }
 """Pythia, and Llama 3.1: of the last, keys and values have 8 heads of 128."""
 A100 = HardwareConfig(name="A100 80GB SXM", tflops=312.0, memory_gbs=2039.0, reduce_gbs=200.0)

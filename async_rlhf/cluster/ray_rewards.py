@@ -210,6 +210,10 @@ class RayScorer(Scorer):
         finally:
             self._pool.close()
 
+    @property
+    def scoring_ranks(self) -> int:
+        return len(self._pool)
+
     def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
         """Scores of each batch of rows by the reward model."""
         count = len(self._pool)

@@ -176,6 +176,7 @@ def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
         else f"generation.workers: {split.generators} (or so many servers), parallel.ranks: {split.learners}"
     )
     lines = [f"Set staleness: {proposal.staleness}, {where}: {outcome.step_seconds:.3g} s a batch{rate}."]
+    lines += _memory(source.times, split)
     if proposal.staleness == 0:
         lines.append(f"Staleness would gain no more than {config.tolerance:.0%}.")
         return "\n".join(lines)
@@ -189,6 +190,17 @@ def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
         gain = outcome.step_seconds / proposal.choice.fastest - 1
         lines.append(f"More staleness would gain {max(0.0, gain):.1%}.")
     return "\n".join(lines)
+
+
+def _memory(times: Times, split: Split) -> list[str]:
+    """What a learner holds at its peak, if that is computed."""
+    if not isinstance(times, Roofline) or times.model.activations_gb is not None:
+        return []
+    recompute = times.recompute(split.learners)
+    needs = times.memory(split.learners, recompute).phases()
+    phases = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in needs.items())
+    with_it = ", with gradient_checkpointing: true" if recompute else ""
+    return [f"Each learner needs {max(needs.values()) / 1e9:.0f} GB at its peak{with_it} ({phases})."]
 
 
 def _check(source: Source, config: PlanConfig) -> list[str]:

@@ -53,9 +53,13 @@ _HUB_NAME = Rule(
 _KEPT = "it decides what is kept, not what is trained"
 PROMPT_CAP = 512
 """Tokens of the longest prompt where nothing is said of it and the model has room."""
+UNITS_PER_PASS = 8
+ANNOTATED_ROWS = 64
 TOTAL_EPISODES = 131_072
 _LONGER = "the run becomes longer"
 
+_TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
+TokensPerPass = int | Literal["auto"] | None
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
@@ -126,8 +130,14 @@ class OnlineConfig(Checked):
     total_episodes."""
     samples_per_prompt: int = key(2, at_least(1), main="sizes")
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
-    per_device_train_batch_size: int = key(8, at_least(1))
-    """Size of one forward and backward pass: pairs of completions for DPO, else completions."""
+    per_device_train_batch_size: int | None = key(None, at_least(1))
+    """Size of one forward and backward pass: pairs of completions for DPO, else completions. null for 8; with
+    max_tokens_per_pass it is then still 8 in the size of the batch, but a pass may have any number."""
+    max_tokens_per_pass: TokensPerPass = key(None, _TOKENS)
+    """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. Passes
+    then cost about the same, for all ranks. A row, or pair, with more tokens gets a pass of its own. null for no limit
+    but per_device_train_batch_size; "auto" for as many as fit into the GPU's memory (the log says how many), on a CPU
+    for as many as are of use. With "auto", a run that is resumed may round differently."""
     gradient_accumulation_steps: int = key(1, at_least(1))
     """Part of the batch size, see above, unless completions_per_batch says it. An optimiser step has this many passes;
     if every completion is trained on (all algorithms but online_dpo and best_of_k), samples_per_prompt times as
@@ -174,8 +184,16 @@ class OnlineConfig(Checked):
     """Compile the blocks of the learner's models with torch.compile: minutes at the start, faster passes on a GPU."""
     offload_frozen: bool = False
     """Keep the reference and the reward model in the host's memory, and on the GPU only while they compute."""
-    annotate_batch_size: int = key(64, at_least(1))
-    """Rows per pass without gradient (reference, reward and value model, old policy)."""
+    annotate_batch_size: int | None = key(None, at_least(1))
+    """Rows per pass without gradient (reference, reward and value model, old policy). null for 64, or for any number
+    with annotate_max_tokens."""
+    annotate_max_tokens: TokensPerPass = key(None, _TOKENS)
+    """Tokens of one such pass at most, like max_tokens_per_pass."""
+    packing: Literal["auto", True, False] = "auto"
+    """Whether the rows of a pass become one sequence without padding, in which attention stays within each row. "auto"
+    packs where max_tokens_per_pass or annotate_max_tokens is given, the model can, and it is faster: on a CPU, and with
+    bf16 or fp16 on a GPU. True is an error for a model that cannot, such as one whose layers carry a state from token
+    to token."""
     max_prompt_length: int | None = key(None, at_least(1))
     """Prompts with more tokens are dropped, and counted; null for 512, or less if the model has not so many positions
     besides those of the response."""
@@ -303,7 +321,7 @@ class OnlineConfig(Checked):
         """Refuse sizes that do not divide, or that are said twice and differ."""
         completions, per_unit = self.completions_per_batch, self.samples_per_prompt * self.num_mini_batches
         factors = (
-            f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"per_device_train_batch_size {self.units_by_pass} x gradient_accumulation_steps "
             f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.ranks} "
             "ranks"
         )
@@ -376,6 +394,9 @@ class OnlineConfig(Checked):
     def _check_deterministic(self) -> None:
         """Refuse what cannot be repeated, or cannot be told to be."""
         if self.deterministic:
+            for name in ("max_tokens_per_pass", "annotate_max_tokens"):
+                right = "must be a number or null with deterministic: on resuming, other memory may be left"
+                require(getattr(self, name) != "auto", name, "auto", right)
             right = "must be false with generation.in_flight: which weights draw a token depends on timing"
             require(not self.generation.in_flight, "deterministic", True, right)
             right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
@@ -407,6 +428,9 @@ class OnlineConfig(Checked):
                 value = getattr(self.ray, item.name)
                 require(value == getattr(RayConfig(), item.name), f"ray.{item.name}", value, right)
             return
+        right = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
+        fixed = self.annotate_max_tokens != "auto" or self.ray.reward_workers == 0
+        require(fixed, "annotate_max_tokens", self.annotate_max_tokens, right)
         generation = self.generation
         right = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
         require(self.placement == "process", "generation.placement", generation.placement, right)
@@ -421,8 +445,28 @@ class OnlineConfig(Checked):
         return self.resume or self.resume_from is not None
 
     @property
+    def units_by_pass(self) -> int:
+        """What a pass adds to the size of the batch: per_device_train_batch_size, or its default."""
+        return self.per_device_train_batch_size or UNITS_PER_PASS
+
+    @property
+    def most_units(self) -> int | None:
+        """Most pairs or completions of a forward and backward pass; None for any number."""
+        return self.per_device_train_batch_size if self.max_tokens_per_pass is not None else self.units_by_pass
+
+    @property
+    def most_annotated(self) -> int | None:
+        """Most rows of a pass without gradient; None for any number."""
+        return self.annotate_batch_size or (ANNOTATED_ROWS if self.annotate_max_tokens is None else None)
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether tokens limit a pass."""
+        return self.max_tokens_per_pass is not None or self.annotate_max_tokens is not None
+
+    @property
     def _prompts_by_passes(self) -> int:
-        per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+        per_rank = self.units_by_pass * self.gradient_accumulation_steps * self.num_mini_batches
         return per_rank * self.parallel.ranks
 
     @property

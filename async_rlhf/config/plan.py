@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from async_rlhf.config.base import FOLDER, Checked, Rule, above, at_least, at_most, inside, key, require
 from async_rlhf.config.online import MAX_STALENESS, SEED
@@ -102,6 +103,17 @@ class ModelSizeConfig(Checked):
     """Transformer blocks."""
     kv_width: int = key(0, at_least(0), main="where times come from")
     """Key heads x head size: the numbers that a token adds to each layer's cache, once for keys and once for values."""
+    hidden: int | None = key(None, at_least(1))
+    """Width of the residual stream; null for what parameters, layers and vocabulary imply, with 12 x hidden^2
+    parameters in a block."""
+    vocabulary: int = key(128_256, at_least(1))
+    """Rows of the embedding."""
+    feed_forward: int | None = key(None, at_least(1))
+    """Width of the feed-forward layer; null for 3.5 x hidden ("llama") or 4 x hidden ("gpt_neox")."""
+    block: Literal["llama", "gpt_neox"] = "llama"
+    """ "llama" has RMSNorm and a gated feed-forward layer, as Mistral and Qwen have; "gpt_neox" LayerNorm and GELU."""
+    tied: bool = False
+    """The output head is the embedding."""
     reference_parameters: float | None = key(None, at_least(0))
     """Parameters of the reference policy; null for the policy's, 0 for none."""
     reward_parameters: float | None = key(None, at_least(0))
@@ -110,16 +122,20 @@ class ModelSizeConfig(Checked):
     """Bytes per weight in a generator, and so in what is published."""
     learner_bytes: float = key(16.0, above(0))
     """Bytes per weight in the learner: float32 weight, gradient and two moments are 16."""
-    frozen_bytes: float = key(4.0, at_least(0))
-    """Bytes per weight of reference and reward model."""
+    frozen_bytes: float | None = key(None, at_least(0))
+    """Bytes per weight of reference and reward model; null for 2 with bf16, else 4."""
     gradient_bytes: float = key(4.0, at_least(0))
     """Bytes of each gradient number that the learners sum up."""
     sharded: bool = True
     """The learners share weights, moments, reference and reward model (FSDP, ZeRO-3); else each holds all."""
-    activations_gb: float = key(10.0, at_least(0))
-    """Memory that forward and backward passes take on each learner, in 1e9 bytes."""
-    recompute: bool = False
-    """Gradient checkpointing: one more forward pass."""
+    bf16: bool = True
+    """The learner computes in bfloat16, under autocast."""
+    activations_gb: float | None = key(None, at_least(0))
+    """Memory that a learner needs at its peak besides learner_bytes and frozen_bytes, in 1e9 bytes; null computes it:
+    activations, logits, weights gathered from other learners and copies to compute with."""
+    recompute: bool | None = None
+    """Gradient checkpointing: less memory, one more forward pass. null for what the recipe says, or else where it does
+    not fit without."""
 
     def check(self) -> None:
         for name in ("layers", "kv_width"):
@@ -144,6 +160,12 @@ class WorkloadConfig(Checked):
     """Mean length of a completion; null for response_length."""
     trained_per_prompt: int | None = key(None, at_least(1))
     """Completions of a prompt that are trained on; null for K (DPO: 2, best-of-K: 1)."""
+    longest_prompt: int | None = key(None, at_least(1))
+    """Most tokens of a prompt, for the memory of a pass; null for the recipe's longest, or else prompt_tokens."""
+    train_rows: int | None = key(None, at_least(1))
+    """Completions of a pass with gradient on each learner; null for the recipe's, else 8."""
+    annotate_rows: int | None = key(None, at_least(1))
+    """Completions of a pass without gradient; null for the recipe's annotate_batch_size, else 64."""
     num_epochs: int | None = key(None, at_least(1))
     """T, epochs over each batch; without a recipe, 1."""
     num_mini_batches: int | None = key(None, at_least(1))

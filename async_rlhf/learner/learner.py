@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,22 @@ from async_rlhf.config.base import require
 from async_rlhf.learner.monitor import RatioMonitor
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
+from async_rlhf.models.budget import bytes_to_come, fitting_tokens
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     autocast_dtype,
     end_values,
     head_in_float32,
+    in_sixteen_bits,
     response_logprobs,
     response_values,
 )
 from async_rlhf.models.frozen import at_hand, frozen
 from async_rlhf.models.kernels import compile_blocks
 from async_rlhf.models.loading import disable_dropout
-from async_rlhf.models.rows import by_length, dealt, sampled_rows
+from async_rlhf.models.packing import choose, is_packed
+from async_rlhf.models.passes import Passes
+from async_rlhf.models.rows import dealt, sampled_rows
 from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
@@ -80,6 +84,9 @@ class Learner:
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
             load(self.model)
+        models = {"policy": policy, "reference policy": own_reference, "value model": value}
+        whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
+        choose(config.packing, config.by_tokens, whole, in_sixteen_bits(config, policy))
         for model in (policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
@@ -179,7 +186,7 @@ class Learner:
         """
         self.ranks.meet("annotating")
         device, found = self.parallel.device_of(self.policy), []
-        batches = list(by_length(rows.lengths_B, self.config.annotate_batch_size))
+        batches = self._annotating.split(rows.lengths_B, ranks=self.ranks.count)
         with torch.no_grad():
             for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
                 part = rows.select(index)
@@ -222,7 +229,7 @@ class Learner:
         """Values of whole texts, up to and including the last response token."""
         assert self.value is not None
         positions_T = torch.arange(1, mask_BT.shape[1] + 1)
-        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1).to(tokens_BT.device)
+        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
         with self._autocast():
             return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
 
@@ -277,8 +284,7 @@ class Learner:
         number from the device, so that it need not be waited for.
         """
         config, device = self._batch_config, self.parallel.device_of(self.policy)
-        longest_U = mini_batch.lengths_B.view(mini_batch.units, -1).amax(dim=1)
-        parts = list(by_length(longest_U, self.config.per_device_train_batch_size))
+        parts = self._training.split(mini_batch.lengths_B, mini_batch.rows_per_unit, self.ranks.count)
         mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
         for number, (units_U, counts) in enumerate(mine, start=1):
             rows = mini_batch.select(units_U)
@@ -295,6 +301,32 @@ class Learner:
                     found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
                     loss_sums[name] = found + loss_sums.get(name, 0.0)
                 seen.add(output, micro_batch, rows.sampled_BT)
+
+    @cached_property
+    def _training(self) -> Passes:
+        """The limits of a forward and backward pass."""
+        return self._passes("max_tokens_per_pass", self.config.most_units, with_gradient=True)
+
+    @cached_property
+    def _annotating(self) -> Passes:
+        """The limits of a pass without gradient."""
+        return self._passes("annotate_max_tokens", self.config.most_annotated, with_gradient=False)
+
+    def _passes(self, key: str, units: int | None, with_gradient: bool) -> Passes:
+        """Every rank must call it: with "auto", what fits on each of them is asked."""
+        models = [model for model in (self.policy, self.value) if isinstance(model, PreTrainedModel)]
+        tokens = getattr(self.config, key)
+        if tokens == "auto":
+            how = {
+                "with_gradient": with_gradient,
+                "checkpointing": self.config.gradient_checkpointing,
+                "sixteen_bits": in_sixteen_bits(self.config, self.policy),
+            }
+            to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))
+            device = self.parallel.device_of(self.policy)
+            tokens = min(self.ranks.gather(key, fitting_tokens(key, models, device, to_come=to_come, **how)))
+        width = self.policy.config.get_text_config().hidden_size
+        return Passes(units, tokens, all(map(is_packed, models)), width)
 
     def _autocast(self) -> torch.autocast:
         dtype = autocast_dtype(self.config)

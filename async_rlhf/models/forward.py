@@ -1,7 +1,8 @@
 """Forward passes on rows: log-probabilities of responses, scores of a reward model, values.
 
 Rows are padded on the right, so under causal attention no real token ever sees padding. No attention mask and no
-position ids are needed, and any causal language model of transformers works.
+position ids are needed, and any causal language model of transformers works. A model whose rows are to be packed
+(:mod:`async_rlhf.models.packing`) computes no padding at all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
-from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.models.packing import laid_out
+from async_rlhf.models.passes import Passes
+from async_rlhf.models.rows import pad_rows
 from async_rlhf.types import PolicyOutput
 
 
@@ -63,6 +66,11 @@ def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
+def in_sixteen_bits(config: OnlineConfig, model: PreTrainedModel) -> bool:
+    """Whether a model computes in 16 bits."""
+    return autocast_dtype(config) is not None or model.dtype in (torch.float16, torch.bfloat16)
+
+
 def head_in_float32(model: PreTrainedModel) -> None:
     """From now on, make the model's head compute in float32 even if the rest is under autocast.
 
@@ -101,15 +109,16 @@ def over_response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: 
     Returns:
         (K, N) float32 for the N response tokens.
     """
-    return _over_logits(model, tokens_BT, _places(sampled_BT, tokens_BT.device), reduce)[0]
+    return _over_logits(model, tokens_BT, sampled_BT, _places(sampled_BT, tokens_BT.device), reduce)[0]
 
 
 def _over_logits(
-    model: PreTrainedModel, tokens_BT: Tensor, places_N: Tensor, reduce: Reduction
+    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, places_N: Tensor, reduce: Reduction
 ) -> tuple[Tensor, Tensor]:
     """The numbers (K, N), and the states (N, H) that the head has seen."""
-    with _logits_at(model, places_N - 1) as seen:  # the state at t - 1 predicts token t
-        numbers_KN = over_logits(model, reduce, input_ids=tokens_BT, use_cache=False)
+    rows = laid_out(model, tokens_BT, None, sampled_BT)
+    with _logits_at(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
+        numbers_KN = over_logits(model, reduce, **rows.inputs)
     return numbers_KN, seen[-1]
 
 
@@ -137,7 +146,7 @@ def response_logprobs(
     """
     places_N = _places(sampled_BT, tokens_BT.device)
     reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
-    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, places_N, reduce)
+    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, sampled_BT, places_N, reduce)
     values_BT = None
     if value_head is not None:
         values_BT = _in_rows(_scalars(value_head, states_NH), places_N, tokens_BT)
@@ -157,9 +166,10 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
     Returns:
         (B, T) float32, 0 outside the response.
     """
-    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    rows = laid_out(model, tokens_BT, None, sampled_BT)
+    hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
     places_N = _places(sampled_BT, tokens_BT.device)
-    values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[places_N - 1])
+    values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(places_N - 1)])
     return _in_rows(values_N, places_N, tokens_BT)
 
 
@@ -176,10 +186,16 @@ def end_values(
     """
     if not isinstance(value, nn.Linear):
         return reward_scores(value, tokens_BT, lengths_B)
-    rows, longest = tokens_BT.shape
-    with _logits_at(policy, torch.arange(rows, device=tokens_BT.device) * longest + lengths_B - 1) as seen:
-        policy(input_ids=tokens_BT, use_cache=False)
+    rows = laid_out(policy, tokens_BT, lengths_B, None)
+    with _logits_at(policy, rows.at(_ends(tokens_BT, lengths_B))) as seen:
+        policy(**rows.inputs)
     return _scalars(value, seen[-1])
+
+
+def _ends(tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """Places of the last real tokens in the flattened rows."""
+    rows, longest = tokens_BT.shape
+    return torch.arange(rows, device=tokens_BT.device) * longest + lengths_B.to(tokens_BT.device) - 1
 
 
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
@@ -233,18 +249,22 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     Returns:
         (B,) float32.
     """
-    hidden_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    last_BH = hidden_BTH[torch.arange(len(lengths_B), device=hidden_BTH.device), lengths_B - 1]
-    return _scalars(model.score, last_BH)
+    rows = laid_out(model, tokens_BT, lengths_B, None)
+    hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
+    return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length; see :func:`score_in_batches`."""
-    return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, batch_size)
+    passes = Passes(batch_size)
+    return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, passes)
 
 
 def score_in_batches(
-    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]], rows: Sequence[tuple[int, ...]], batch_size: int
+    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]],
+    rows: Sequence[tuple[int, ...]],
+    passes: Passes,
+    ranks: int = 1,
 ) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length.
 
@@ -253,7 +273,8 @@ def score_in_batches(
     Args:
         score: computes the scores of each batch, in any process; the batches do not depend on where it runs.
         rows: tokens of prompt and response.
-        batch_size: most rows of a batch.
+        passes: the limits of a batch.
+        ranks: who share the batches.
 
     Returns:
         (len(rows),) float32 on the CPU.
@@ -261,7 +282,7 @@ def score_in_batches(
     number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     unique = list(number)
     scores_B = torch.zeros(len(unique))
-    indices = list(by_length(torch.tensor([len(row) for row in unique]), batch_size))
+    indices = passes.split(torch.tensor([len(row) for row in unique]), ranks=ranks)
     found = score([[unique[i] for i in index.tolist()] for index in indices])
     for index, scores in zip(indices, found, strict=True):
         scores_B[index] = scores
@@ -280,6 +301,6 @@ def score_batch(
     """
     device = model.device if device is None else device
     tokens_BT = pad_rows(rows, torch.long).to(device)
-    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    lengths_B = torch.tensor([len(row) for row in rows])
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         return reward_scores(model, tokens_BT, lengths_B).float().cpu()

@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
+from async_rlhf.planning.memory import LearnerMemory, Pass, Shape
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
 from async_rlhf.run.config import RunConfig
 
@@ -30,6 +32,11 @@ class Batch:
     trained_per_prompt: int
     num_epochs: int
     num_mini_batches: int
+    longest_prompt: float
+    train_rows: int
+    annotate_rows: int
+    recompute: bool | None = None
+    """Gradient checkpointing, if the recipe has it."""
 
 
 def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
@@ -61,18 +68,26 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         trained,
         whole.num_epochs or 1,
         whole.num_mini_batches or 1,
+        whole.longest_prompt or whole.prompt_tokens,
+        whole.train_rows or 8,
+        whole.annotate_rows or 64,
+        True if recipe is not None and recipe.train.gradient_checkpointing else None,
     )
 
 
 def _workload(recipe: RunConfig) -> WorkloadConfig:
     """What a recipe says of its batches."""
-    train = recipe.train
+    train, rows = recipe.train, find(recipe.algorithm).rows_per_prompt(recipe.train)
+    pairs = isinstance(train, OnlineDPOConfig)
     return WorkloadConfig(
         prompts=train.batch_size,
         samples_per_prompt=train.samples_per_prompt,
         prompt_tokens=float(train.prompt_cap),
         response_length=train.generation.response_length,
-        trained_per_prompt=find(recipe.algorithm).rows_per_prompt(train),
+        trained_per_prompt=rows,
+        longest_prompt=train.prompt_cap,
+        train_rows=train.per_device_train_batch_size * (2 if pairs else 1),
+        annotate_rows=train.annotate_batch_size,
         num_epochs=train.num_epochs,
         num_mini_batches=train.num_mini_batches,
     )
@@ -98,13 +113,13 @@ class Roofline:
             prompts = self.batch.prompts
             raise DoesNotFitError(f"{split.generators} generators are more than the {prompts} prompts of a batch")
         # In turn, an engine gets the memory that the learner leaves; activations are freed by then.
-        held = self._learner_bytes(split.learners)
+        held, peak = self.learner_bytes(split.learners)
         room = self._room() - (held if split.in_turn else 0.0)
         generate = self.generate_seconds(split.generators, room)
-        if held + self.model.activations_gb * 1e9 > self._room():
+        if peak > self._room():
             raise DoesNotFitError(
-                f"a learner of {split.learners} needs {held / 1e9 + self.model.activations_gb:.0f} GB on each device, "
-                f"which has {self._room() / 1e9:.0f}"
+                f"a learner of {split.learners} needs {peak / 1e9:.0f} GB on each device, which has "
+                f"{self._room() / 1e9:.0f}"
             )
         moved = self._weights() / (self.hardware.weights_gbs * 1e9)
         learn = self.learn_seconds(split.learners)
@@ -147,7 +162,7 @@ class Roofline:
         scored = batch.prompts * batch.samples_per_prompt * length
         trained = batch.prompts * batch.trained_per_prompt * length * batch.num_epochs
         forward = 2 * self._frozen * scored / (peak * hardware.forward_mfu)
-        update = (8 if model.recompute else 6) * self._policy * trained / (peak * hardware.train_mfu)
+        update = (8 if self.recompute(learners) else 6) * self._policy * trained / (peak * hardware.train_mfu)
         summed = 2 * (learners - 1) / learners * self._policy * model.gradient_bytes / (hardware.reduce_gbs * 1e9)
         return forward + update + summed * batch.num_epochs * batch.num_mini_batches
 
@@ -162,13 +177,69 @@ class Roofline:
         both = (self.model.reference_parameters, self.model.reward_parameters)
         return sum(self._policy if parameters is None else parameters for parameters in both)
 
+    @property
+    def _frozen_bytes(self) -> float:
+        given = self.model.frozen_bytes
+        return given if given is not None else 2.0 if self.model.bf16 else 4.0
+
     def _room(self) -> float:
         return self.hardware.memory_gb * 1e9 * self.hardware.memory_share
 
     def _weights(self) -> float:
         return self._policy * self.model.generator_bytes
 
-    def _learner_bytes(self, learners: int) -> float:
-        """Bytes on each of this many learners, without activations."""
-        whole = self.model.learner_bytes * self._policy + self.model.frozen_bytes * self._frozen
-        return whole / learners if self.model.sharded else whole
+    def learner_bytes(self, learners: int) -> tuple[float, float]:
+        """Bytes on each of this many learners: what it holds between batches, and at its peak."""
+        if self.model.activations_gb is None:
+            memory = self.memory(learners, self.recompute(learners))
+            return memory.held(), memory.peak()
+        held = self.model.learner_bytes * self._policy + self._frozen_bytes * self._frozen
+        held /= learners if self.model.sharded else 1
+        return held, held + self.model.activations_gb * 1e9
+
+    def recompute(self, learners: int) -> bool:
+        """Whether this many learners compute activations again: as configured, or else where it would not fit."""
+        asked = self.batch.recompute if self.model.recompute is None else self.model.recompute
+        if asked is not None or self.model.activations_gb is not None:
+            return bool(asked)
+        return self.memory(learners, recompute=False).peak() > self._room()
+
+    def memory(self, learners: int, recompute: bool) -> LearnerMemory:
+        """What each of this many learners holds, term by term."""
+        model, batch = self.model, self.batch
+        tokens = batch.longest_prompt + batch.response_length
+        annotate, update = (
+            Pass(rows * tokens, rows * batch.response_length) for rows in (batch.annotate_rows, batch.train_rows)
+        )
+        return LearnerMemory(
+            shape_of(model),
+            self._frozen,
+            learners,
+            model.sharded,
+            recompute,
+            model.bf16,
+            annotate,
+            update,
+            self._frozen_bytes,
+            model.learner_bytes,
+        )
+
+
+def shape_of(model: ModelSizeConfig) -> Shape:
+    """The sizes, with no field open."""
+    assert model.parameters is not None
+    embeddings = model.vocabulary * (1 if model.tied else 2)
+    # parameters = 12 x layers x hidden^2 + embeddings x hidden
+    root = math.sqrt(embeddings**2 + 48 * model.layers * model.parameters)
+    hidden = model.hidden or round((root - embeddings) / (24 * model.layers))
+    feed_forward = model.feed_forward or round(hidden * (3.5 if model.block == "llama" else 4))
+    return Shape(
+        model.parameters,
+        model.layers,
+        hidden,
+        model.vocabulary,
+        model.kv_width,
+        feed_forward,
+        model.block,
+        model.tied,
+    )

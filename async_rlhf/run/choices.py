@@ -17,8 +17,9 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.generation.shared import SharedEngine
-from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen import frozen
+from async_rlhf.models.packing import choose
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
@@ -84,6 +85,9 @@ def make_scorer(
         from async_rlhf.cluster.ray_rewards import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
+    if reward_model is not None and not config.ray.reward_workers:
+        sixteen = in_sixteen_bits(config, reward_model)
+        choose(config.packing, config.by_tokens, {"reward model": reward_model}, sixteen)
     here = None if reward_model is None or config.ray.reward_workers else frozen(reward_model, config, parallel)
     return Scorer(tokenizer, config, here, reward_funcs, prompt_field, parallel)
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.models.forward import autocast_dtype, score_batch, score_in_batches
+from async_rlhf.models.budget import fitting_tokens
+from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits, score_batch, score_in_batches
 from async_rlhf.models.frozen import at_hand
+from async_rlhf.models.packing import is_packed
+from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import dealt
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.scoring.functions import (
@@ -172,7 +176,24 @@ class Scorer:
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
         """float64, as the model gave them."""
         rows = [tuple(sample.tokens.tolist()) for sample in samples]
-        return score_in_batches(self.score_batches, rows, self.config.annotate_batch_size).double()
+        return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
+
+    @cached_property
+    def _passes(self) -> Passes:
+        """The limits of a pass through the reward model."""
+        model, tokens = self.reward_model, self.config.annotate_max_tokens
+        assert model is not None
+        if tokens == "auto":
+            key, device = "annotate_max_tokens (reward model)", self._device
+            assert device is not None
+            how = {"with_gradient": False, "checkpointing": False, "sixteen_bits": in_sixteen_bits(self.config, model)}
+            tokens = min(self.ranks.gather(key, fitting_tokens(key, [model], device, to_come=0.0, **how)))
+        return Passes(self.config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
+
+    @property
+    def scoring_ranks(self) -> int:
+        """How many share the reward model's batches."""
+        return self.ranks.count
 
     def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
         """Scores of each batch of rows by the reward model; every rank computes some of them."""

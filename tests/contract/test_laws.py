@@ -182,6 +182,32 @@ def test_micro_batching_changes_no_gradient(
         torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize(("packing", "tokens"), [(False, 120), (True, 120), (True, 1)])
+@pytest.mark.parametrize("algorithm", ["online_dpo", *SAMPLES])
+def test_passes_that_tokens_limit_change_no_gradient(
+    make_policy, tokenizer, prompts, make_args, algorithm, packing, tokens
+):
+    def gradients(**limits: object) -> dict[str, torch.Tensor]:
+        args = make_args(
+            algorithm=algorithm,
+            samples_per_prompt=SAMPLES.get(algorithm, 2),
+            completions_per_batch=8 * SAMPLES.get(algorithm, 2),
+            num_mini_batches=1,
+            max_grad_norm=0.0,
+            total_episodes=8,
+            **limits,
+        )
+        return accumulated_gradients(make_policy, tokenizer, prompts, args, algorithm)
+
+    whole = gradients(per_device_train_batch_size=64)
+    split = gradients(
+        per_device_train_batch_size=None, max_tokens_per_pass=tokens, annotate_max_tokens=2 * tokens, packing=packing
+    )
+    assert max(g.abs().max() for g in whole.values()) > 1e-3
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
 def test_micro_batching_changes_no_gradient_of_grpo(make_policy, tokenizer, prompts, make_args, normalization):
     found = []

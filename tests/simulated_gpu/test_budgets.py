@@ -85,6 +85,12 @@ def test_a_micro_batch_waits_for_the_device_twice_at_most(on_gpu, tmp_path, name
     require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), **RUNS[name]))
 
 
+@pytest.mark.parametrize("name", ["online_dpo", "ppo", "ppo_shared_trunk"])
+def test_packed_rows_add_no_wait(on_gpu, tmp_path, name):
+    """Lengths, places and positions are computed on the host."""
+    require_update(*on_gpu(update_twice, tmp_path, algorithm=algorithm_of(name), packing=True, **RUNS[name]))
+
+
 @pytest.mark.parametrize("kept", [0, 2])
 def test_the_head_in_chunks_waits_for_nothing_more(on_gpu, tmp_path, kept):
     require_update(*on_gpu(update_in_chunks, tmp_path, kept))

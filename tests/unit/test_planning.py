@@ -26,13 +26,16 @@ from async_rlhf.config.plan import (
     VariationConfig,
     WorkloadConfig,
 )
+from async_rlhf.models import head
+from async_rlhf.planning import memory
 from async_rlhf.planning.measured import read_run
-from async_rlhf.planning.roofline import Roofline, batch_of
+from async_rlhf.planning.roofline import Roofline, batch_of, shape_of
 from async_rlhf.planning.search import Choice, propose, search, try_split
 from async_rlhf.planning.simulate import LEARNER, Outcome, Work, simulate
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
 from async_rlhf.planning.times import given as given_times
 from async_rlhf.reports.trace import Trace
+from async_rlhf.run.config import RunConfig
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
@@ -439,6 +442,78 @@ def test_what_does_not_fit_is_refused():
         Roofline(PLAIN, SMALL, BATCH).batches(Split(9, 1))
 
 
+CHAT = PlanConfig(
+    devices=8,
+    model=ModelSizeConfig(parameters=8.03e9, layers=32, kv_width=1024, hidden=4096),
+    workload=WorkloadConfig(
+        prompts=256,
+        samples_per_prompt=2,
+        prompt_tokens=200,
+        response_length=1024,
+        response_tokens=400,
+        trained_per_prompt=2,
+    ),
+)
+"""8B on 8 H100s."""
+
+
+def test_the_learners_that_are_proposed_have_room(capsys):
+    results = run_plan(CHAT)
+    refused = {row["learners"]: row["why_not"] for row in results["choices"] if "why_not" in row}
+    assert refused[2] == "a learner of 2 needs 90 GB on each device, which has 72"
+    assert sorted(refused) == [1, 2]
+    text = capsys.readouterr().out
+    assert f"parallel.ranks: {results['best']['learners']}" in text
+    assert "GB at its peak, with gradient_checkpointing: true (annotate " in text
+
+
+def line_of(**model) -> Roofline:
+    return Roofline(CHAT.hardware, replace(CHAT.model, **model), batch_of(CHAT.workload, None))
+
+
+def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
+    assert line_of().recompute(8)
+    assert not line_of().recompute(64) or line_of().memory(64, recompute=False).peak() > 72e9
+    roomy = Roofline(replace(CHAT.hardware, memory_gb=400), CHAT.model, batch_of(CHAT.workload, None))
+    assert not roomy.recompute(8)
+    assert line_of().learn_seconds(8) > roomy.learn_seconds(8)
+    assert not line_of(recompute=False).recompute(1)
+    assert line_of(recompute=True).recompute(64)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        ({"vocabulary": 50_000}, {}),
+        ({"recompute": False}, {"recompute": False, "feed_forward": 28_000}),
+        ({}, {"sharded": False}),
+        ({"recompute": True}, {"recompute": False}),
+        ({"reward_parameters": 0.0}, {}),
+        ({"learner_bytes": 12.0}, {}),
+        ({}, {"frozen_bytes": 4.0}),
+    ],
+)
+def test_what_needs_more_memory(smaller, larger):
+    few, more = (line_of(**{"recompute": True, **changes}).learner_bytes(8)[1] for changes in (smaller, larger))
+    assert few < more
+
+
+def test_a_width_that_is_not_given_follows_from_the_parameters():
+    found = shape_of(ModelSizeConfig(parameters=4.05e8, layers=24, kv_width=1024, vocabulary=50_304))
+    assert found.hidden == pytest.approx(1024, rel=0.01)
+    assert found.feed_forward == round(3.5 * found.hidden)
+    assert shape_of(replace(CHAT.model, hidden=None)).hidden == pytest.approx(4096, rel=0.05)
+    assert shape_of(replace(CHAT.model, tied=True)).outside == (128_256 + 1) * 4096
+
+
+def test_a_recipe_says_how_large_passes_are():
+    recipe = parse(RunConfig, "train", ["--config", str(RECIPES / "tldr" / "online_dpo_410m.yml")])[0]
+    batch = batch_of(WorkloadConfig(prompt_tokens=350), recipe)
+    assert (batch.train_rows, batch.annotate_rows, batch.longest_prompt) == (32, 64, 512)  # 16 pairs
+    own = batch_of(WorkloadConfig(prompt_tokens=350, train_rows=3, annotate_rows=5, longest_prompt=400), recipe)
+    assert (own.train_rows, own.annotate_rows, own.longest_prompt) == (3, 5, 400)
+
+
 def test_more_devices_help_ever_less():
     line = Roofline(HardwareConfig(), replace(SMALL, parameters=4e8), replace(BATCH, prompts=512))
     seconds = [line.generate_seconds(g) for g in (1, 2, 4, 8, 16, 32)]
@@ -575,7 +650,7 @@ def test_bad_input_is_named(tmp_path, capsys, words, named):
 
 
 def test_a_model_that_fits_nowhere_is_an_error_that_says_what_it_lacks():
-    with pytest.raises(ConfigError, match=r"devices: got 2; no split is possible: .*a learner of 1 needs 186 GB"):
+    with pytest.raises(ConfigError, match=r"devices: got 2; no split is possible: .*a learner of 1 needs 191 GB"):
         run_plan(
             PlanConfig(
                 devices=2,
@@ -607,3 +682,7 @@ def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
     )
     assert not math.isnan(results["best"]["speed_up"])
     assert "Set staleness: " in capsys.readouterr().out
+
+
+def test_the_planner_knows_how_large_a_chunk_of_the_head_is():
+    assert (memory._CHUNK_BYTES, memory._LEAST_ROWS) == (head.CHUNK_BYTES, head.LEAST_ROWS)

@@ -18,6 +18,7 @@ from async_rlhf.compat.original.translation import (
     one_of,
     share_of,
 )
+from async_rlhf.config.online import ANNOTATED_ROWS
 
 _TABLE_TEMPERATURE = 0.01
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
@@ -143,7 +144,7 @@ def _optimisation(t: Translation, algorithm: str) -> None:
 
 def _forward_batches(t: Translation, algorithm: str) -> None:
     rows = t["local_rollout_forward_batch_size"]
-    targets = {"train.annotate_batch_size": rows}
+    targets = {"train.annotate_batch_size": None if rows == ANNOTATED_ROWS else rows}  # null says the same
     if not (algorithm == "online_dpo" and t["vllm"]):
         targets["train.generation.batch_size"] = rows  # generate() had this many rows in the original, too
     t.maps("local_rollout_forward_batch_size", targets)

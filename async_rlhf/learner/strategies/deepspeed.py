@@ -149,7 +149,7 @@ class ZeRO(Parallel):
                 zero.setdefault("offload_param", {"device": "cpu"})
         return {
             **options,
-            "train_micro_batch_size_per_gpu": self.run.per_device_train_batch_size,
+            "train_micro_batch_size_per_gpu": self.run.units_by_pass,
             "gradient_accumulation_steps": 1,  # accumulating() says where a step ends
             "gradient_clipping": self.run.max_grad_norm,
             "torch_autocast": {

@@ -1,0 +1,228 @@
+"""How rows reach a model: padded on the right, or packed one after the other, without padding.
+
+Packed rows are one sequence (1, N) whose position ids begin anew at each row. Everything but attention treats a token
+by itself, so it needs no change. Attention must not look into another row: transformers' masks for that would have
+N x N elements, so the model's attention function is called for each row instead, or once with the bounds of the rows
+where PyTorch has a kernel for it (on GPUs, in 16 bits). It gets to know the rows by an argument that transformers hands
+through to it. Layers that are computed again for the backward pass get the same argument again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from async_rlhf.config.base import require
+
+logger = logging.getLogger(__name__)
+
+Packing = Literal["auto", True, False]
+_MARK = "_rows_are_packed"
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_LAYERS = {"full_attention", "sliding_attention"}
+"""The kinds of layers, as configurations name them, that look at other tokens by the attention function alone."""
+WINDOWED = {
+    "cohere2",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+}
+"""Kinds of models that tell the attention function the window that is in their masks, too. Others do not: in
+transformers 5 qwen2_moe and phimoe have it only in the mask, olmoe only there."""
+
+
+class PackedRows(NamedTuple):
+    """Which tokens of a packed sequence are a row."""
+
+    lengths: list[int]
+    starts: Tensor
+    """Where each row begins, and where the last one ends: int32, on the device."""
+
+
+class Layout(NamedTuple):
+    """Rows as a model gets them."""
+
+    inputs: dict[str, Any]
+    """Arguments of the model's forward pass."""
+    gaps_B: Tensor | None
+    """Cells of padding before each row; None if they are all there."""
+    longest: int
+
+    def at(self, places_N: Tensor) -> Tensor:
+        """Where places of the flattened rows (B, T) are in the model's flattened hidden states."""
+        return places_N if self.gaps_B is None else places_N - self.gaps_B[places_N // self.longest]
+
+
+def laid_out(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor | None, mask_BT: Tensor | None) -> Layout:
+    """The rows as this model is to get them; see :func:`choose`.
+
+    Args:
+        model: gets them.
+        tokens_BT: padded on the right.
+        lengths_B: real tokens of each row; None for those up to the last where the mask is nonzero, of which the rest
+            depends on nothing that follows.
+        mask_BT: may then not be None. Where it is on a GPU, the host waits for it.
+    """
+    if not is_packed(model):
+        return Layout({"input_ids": tokens_BT, "use_cache": False}, None, tokens_BT.shape[1])
+    if lengths_B is None:
+        assert mask_BT is not None
+        lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
+    return _packed(tokens_BT, lengths_B.cpu().clamp(min=1))
+
+
+def _packed(tokens_BT: Tensor, lengths_B: Tensor) -> Layout:
+    """All on the device of the tokens, which the host does not wait for; the lengths are on the CPU."""
+    (rows, longest), device = tokens_BT.shape, tokens_BT.device
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths_B.cumsum(0)])
+    places_N = (torch.arange(longest) < lengths_B[:, None]).flatten().nonzero().squeeze(1)
+    packed = PackedRows(lengths_B.tolist(), starts.int().to(device, non_blocking=True))
+    inputs = {
+        "input_ids": tokens_BT.flatten()[places_N.to(device, non_blocking=True)][None],
+        "position_ids": (places_N % longest)[None].to(device, non_blocking=True),
+        "attention_mask": torch.empty(1, 1, 0, 0, device=device),  # replaces a mask of N x N, and fits no attention
+        "packed_rows": packed,
+        "use_cache": False,
+    }
+    return Layout(inputs, (torch.arange(rows) * longest - starts[:-1]).to(device, non_blocking=True), longest)
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether the model gets its rows packed."""
+    return getattr(model, _MARK, False)
+
+
+def choose(packing: Packing, budget: bool, models: dict[str, PreTrainedModel], sixteen_bits: bool) -> None:
+    """Decide which of the models get their rows packed from now on.
+
+    Args:
+        packing: True for all; False for none; "auto" for those that can be, where tokens limit a pass and it is
+            faster: on a CPU, and on a GPU with PyTorch's kernel for packed rows.
+        budget: whether tokens, not rows, limit a pass.
+        models: by what messages call them. All of their weights must be on this rank.
+        sixteen_bits: whether they compute in float16 or bfloat16.
+
+    Raises:
+        ConfigError: True, and one of them cannot be.
+    """
+    for key, model in models.items():
+        wanted = packing is True or (packing == "auto" and budget and (model.device.type == "cpu" or sixteen_bits))
+        why = obstacle(model) if wanted else None
+        right = f'must be false or "auto": the {key} is a {type(model).__name__}, {why}'
+        require(packing is not True or why is None, "packing", packing, right)
+        if why is not None:
+            logger.info("packing: the rows of the %s are padded: it is a %s, %s", key, type(model).__name__, why)
+        setattr(model, _MARK, wanted and why is None)
+
+
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Why a model's rows cannot be packed; None if they can. Every weight of the model must be on this rank."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if getattr(model, "_is_stateful", False):
+        return "whose state would run from one row into the next"
+    if kinds:
+        return f"whose layers ({', '.join(sorted(kinds))}) would run from one row into the next"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "whose attention cannot be replaced"
+    if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:
+        return "which takes no position ids"
+    if config._attn_implementation != "sdpa":
+        return f'whose attention is "{config._attn_implementation}", not "sdpa"'
+    if getattr(config, "output_router_logits", False):
+        return "whose router reads the attention mask (output_router_logits)"
+    if getattr(config, "sliding_window", None) is not None and config.model_type not in WINDOWED:
+        return "whose sliding window attention does not get to know"
+    return _difference(model)
+
+
+@torch.no_grad()
+def _difference(model: PreTrainedModel) -> str | None:
+    """The last check: whether two short rows come out packed as each does alone."""
+    device, lengths_B = model.device, torch.tensor([5, 3])
+    tokens_BT = torch.arange(1, 11, device=device).view(2, 5) % model.get_input_embeddings().num_embeddings
+    alone = [tokens_BT[i : i + 1, :length] for i, length in enumerate(lengths_B.tolist())]
+    right_NH = torch.cat([model.base_model(input_ids=row, use_cache=False).last_hidden_state[0] for row in alone])
+    try:
+        found_NH = model.base_model(**_packed(tokens_BT, lengths_B).inputs).last_hidden_state[0]
+    except Exception as error:  # of any kind: the code is not ours, and the rows can still be padded
+        return f"which refuses packed rows ({type(error).__name__}: {error})"
+    limit = 1e-4 if right_NH.dtype == torch.float32 else 0.1
+    same = bool((found_NH - right_NH).abs().max() <= limit * right_NH.abs().max())
+    return None if same else "which computes something else for packed rows"
+
+
+def _attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: Tensor | None,
+    packed_rows: PackedRows | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention by PyTorch, and the same for packed rows."""
+    if packed_rows is None:
+        return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
+    window = options.pop("sliding_window", None)
+    if _has_kernel(query_BHTD, value_BHTD):
+        query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
+        longest, starts = max(packed_rows.lengths), packed_rows.starts
+        out_NHD = varlen_attn(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=options.get("scaling"),
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out_NHD, Tensor)  # more only if asked for
+        return out_NHD[None], None
+    rows = zip(*(part.split(packed_rows.lengths, dim=2) for part in (query_BHTD, key_BHTD, value_BHTD)), strict=True)
+    found = []
+    for query, key, value in rows:
+        mask = _window(query.shape[2], window, query.device)
+        found.append(sdpa_attention_forward(module, query, key, value, mask, **options)[0])
+    return torch.cat(found, dim=1), None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch can compute attention of all packed rows at once."""
+    size = query.shape[-1]
+    fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
+    return query.is_cuda and query.dtype in _SIXTEEN_BITS and fits and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which of the last ``window`` tokens each token sees; None if each sees all tokens before it."""
+    if window is None or length <= window:
+        return None
+    places = torch.arange(length, device=device)
+    behind = places[:, None] - places
+    return ((behind >= 0) & (behind < window))[None, None]
+
+
+AttentionInterface.register("sdpa", _attention)

@@ -1,0 +1,276 @@
+"""Bytes that one rank of the learner holds at its peak: a sum of named terms at each moment that can be the peak.
+
+Every term is a method of :class:`LearnerMemory`. ``python benchmarks/memory.py`` runs the learner's own code and
+measures what each phase holds; tests/memory demands that both agree. Left out are what kernels, NCCL and the allocator
+need for themselves (see ``hardware.memory_share``), a value model, and adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FLOAT, _BFLOAT = 4, 2
+_CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 256
+"""As in models/head.py."""
+_SAVED = {
+    ("llama", "float32"): (32, 8, 16),
+    ("llama", "autocast"): (30, 4, 8),
+    ("llama", "bfloat16"): (20, 4, 8),
+    ("gpt_neox", "float32"): (40, 0, 8),
+    ("gpt_neox", "autocast"): (22, 0, 4),
+    ("gpt_neox", "bfloat16"): (20, 0, 4),
+}
+"""By kind of block and of computing: what a block keeps of a token for its backward pass, in bytes for each number of
+the hidden state, of keys, and of the feed-forward layer. Under autocast the residual stream stays float32, and each
+matrix product has a copy of its input; weights that are cast when they are gathered make it bfloat16."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model.
+
+    Args:
+        parameters: in all.
+        layers: blocks.
+        hidden: width of the residual stream.
+        vocabulary: rows of the embedding.
+        kv_width: key heads x head size.
+        feed_forward: width of the feed-forward layer.
+        block: "llama" (RMSNorm, gated feed-forward layer) or "gpt_neox" (LayerNorm, GELU).
+        tied: whether the output head is the embedding.
+    """
+
+    parameters: float
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_width: int
+    feed_forward: int
+    block: str = "llama"
+    tied: bool = False
+
+    @property
+    def embedding(self) -> float:
+        """Parameters of the embedding, as of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def outside(self) -> float:
+        """Parameters in no block: FSDP gathers them together."""
+        return self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def one_block(self) -> float:
+        """Parameters of one block."""
+        return (self.parameters - self.outside) / self.layers
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tokens of one forward pass: of the padded rows, and how many of them were sampled, at most."""
+
+    tokens: float
+    sampled: float
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """One of several ranks.
+
+    Args:
+        shape: of the policy.
+        frozen: parameters of reference and reward model together.
+        ranks: R.
+        sharded: FSDP's (and about ZeRO-3's) ranks share everything; DDP's hold all.
+        recompute: gradient checkpointing.
+        bf16: under autocast; weights are float32.
+        annotate: the largest pass without gradient.
+        update: the largest pass with gradient.
+        frozen_bytes: a parameter of the frozen models.
+        state_bytes: a parameter of the policy: weight, gradient and moments.
+    """
+
+    shape: Shape
+    frozen: float
+    ranks: int
+    sharded: bool
+    recompute: bool
+    bf16: bool
+    annotate: Pass
+    update: Pass
+    frozen_bytes: float = 4.0
+    state_bytes: float = 16.0
+
+    # What lies there all the time
+
+    @property
+    def _share(self) -> int:
+        return self.ranks if self.sharded else 1
+
+    def weights(self) -> float:
+        """The policy, float32."""
+        return _FLOAT * self.shape.parameters / self._share
+
+    def gradients(self) -> float:
+        """Float32, from the first micro-batch of a step to its end."""
+        return _FLOAT * self.shape.parameters / self._share
+
+    def optimiser(self) -> float:
+        """AdamW's two moments."""
+        return (self.state_bytes - 2 * _FLOAT) * self.shape.parameters / self._share
+
+    def frozen_models(self) -> float:
+        """Reference and reward model."""
+        return self.frozen_bytes * self.frozen / self._share
+
+    def buckets(self) -> float:
+        """DDP's memory for gradients, in which they are summed over the ranks. It stays when they are given up, and the
+        next step's lie elsewhere until their last pass.
+        """
+        return 0.0 if self.sharded or self.ranks == 1 else _FLOAT * self.shape.parameters
+
+    def held(self) -> float:
+        """Between two batches."""
+        return self.weights() + self.optimiser() + self.frozen_models() + self.buckets()
+
+    # Weights of other ranks
+
+    def _whole(self, parameters: float) -> float:
+        """Gathered in the type to compute with."""
+        return (_BFLOAT if self.bf16 else _FLOAT) * parameters if self._share > 1 else 0.0
+
+    def outside_whole(self) -> float:
+        """Embedding and head, from the beginning of a pass to its end."""
+        return self._whole(self.shape.outside)
+
+    def block_whole(self) -> float:
+        """One block."""
+        return self._whole(self.shape.one_block)
+
+    # Copies of weights to compute with
+
+    def _copies(self, parameters: float) -> float:
+        """Of weights that are float32: those that are gathered are cast before."""
+        return _BFLOAT * parameters if self.bf16 and self._share == 1 else 0.0
+
+    def cast_weights(self) -> float:
+        """Autocast keeps its copy of every matrix of the policy until the forward pass ends, gathered or not."""
+        return self._copies(self.shape.layers * self.shape.one_block)
+
+    def saved_casts(self) -> float:
+        """And the backward pass needs them, too; with checkpointing, blocks cast theirs again."""
+        return 0.0 if self.recompute else self.cast_weights()
+
+    def head_cast(self) -> float:
+        """The head's copy, which is made anew for each pass."""
+        return self._copies(self.shape.embedding)
+
+    # Activations
+
+    @property
+    def _computing(self) -> str:
+        return "float32" if not self.bf16 else "bfloat16" if self._share > 1 else "autocast"
+
+    def _states(self, one: Pass) -> float:
+        """The residual stream."""
+        return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * one.tokens * self.shape.hidden
+
+    def block_saved(self) -> float:
+        """What one block keeps for its backward pass."""
+        hidden, kv, feed_forward = _SAVED[self.shape.block, self._computing]
+        shape = self.shape
+        return self.update.tokens * (hidden * shape.hidden + kv * shape.kv_width + feed_forward * shape.feed_forward)
+
+    def saved(self) -> float:
+        """What all blocks keep: everything, or only their inputs; and three more states at the end."""
+        one = self._states(self.update) if self.recompute else self.block_saved()
+        return self.shape.layers * one + 3 * self._states(self.update)
+
+    def block_passing(self, one: Pass) -> float:
+        """What a block holds at once within its feed-forward layer, without gradient: four states, three products."""
+        return 4 * self._states(one) + 3 * (_BFLOAT if self.bf16 else _FLOAT) * one.tokens * self.shape.feed_forward
+
+    # The backward pass of one block
+
+    def head_gradient(self) -> float:
+        """Whole, until the ranks sum it with the embedding's at the end."""
+        return self._whole(self.shape.embedding)
+
+    def block_again(self) -> float:
+        """The last block but one: its weights, those of the next and the gradients of the one before; what it computes
+        again, or else what the last block has given up; the gradient of its largest matrix, and of what is passed on
+        within its feed-forward layer.
+        """
+        shape, matrix = self.shape, self.shape.hidden * self.shape.feed_forward
+        passed_on = 2 * (_BFLOAT if self.bf16 else _FLOAT) * self.update.tokens * shape.feed_forward
+        casts = self._copies(shape.one_block - matrix)
+        if not self.recompute:
+            casts = self._copies((shape.layers - 1) * shape.one_block - matrix)
+        again = self.block_saved() if self.recompute else -self.block_saved()
+        return 3 * self.block_whole() + casts + again + _FLOAT * matrix + passed_on
+
+    # Logits
+
+    def chunk(self, one: Pass) -> float:
+        """Float32 logits of the tokens that the head computes at a time: see models/head.py."""
+        rows = max(_LEAST_ROWS, _CHUNK_BYTES // (_FLOAT * self.shape.vocabulary))
+        return _FLOAT * min(one.sampled, rows) * self.shape.vocabulary
+
+    def head_pass(self, one: Pass) -> float:
+        """The head's weights to compute with, and four tensors as large as a chunk: logits, divided by the temperature,
+        their log-softmax, and what entropies need.
+        """
+        return self.head_cast() + 4 * self.chunk(one)
+
+    # Moments
+
+    def annotating(self) -> dict[str, float]:
+        """Bytes at each moment of annotation that may be its peak."""
+        inside, casts = self.outside_whole() + self.block_whole(), self.cast_weights()
+        return {
+            # What embedding and head are copied from is freed only after the first block has been gathered.
+            "first block": 2 * inside + self._states(self.annotate),
+            "last block": casts + inside + self.block_whole() + self.block_passing(self.annotate),
+            "head": casts + inside + self.head_pass(self.annotate) + 2 * self._states(self.annotate),
+        }
+
+    def updating(self) -> dict[str, float]:
+        """The same of an update, without what is held anyway; gradients are held from the first micro-batch on."""
+        outside, casts = self.outside_whole(), self.saved_casts()
+        inside = outside + self.block_whole()
+        return {
+            "first block": 2 * inside + self._states(self.update),
+            "head": self.cast_weights() + inside + self.saved() + self.head_pass(self.update),
+            # Embedding and head are gathered once more.
+            "gathered again": casts + 2 * outside + self.saved(),
+            # The sum of the chunks' gradients, float32, and that of one chunk.
+            "head's gradient": casts
+            + outside
+            + self.saved()
+            + _FLOAT * self.shape.embedding
+            + self.head_cast()
+            + self.head_pass(self.update),
+            "block": outside + self.head_gradient() + self.block_again() + self.saved(),
+            # Gradients of embedding and head, whole, in a row for the sum, and summed.
+            "end": 2 * outside + outside / self._share,
+        }
+
+    def publishing(self) -> float:
+        """The largest tensor, whole, and rounded for the generators; weights leave one tensor at a time."""
+        whole = _FLOAT * self.shape.embedding if self._share > 1 else 0.0
+        return whole + _BFLOAT * self.shape.embedding
+
+    # Phases
+
+    def phases(self) -> dict[str, float]:
+        """Peak of each phase."""
+        held = self.held()
+        return {
+            "annotate": held + max(self.annotating().values()),
+            "update": held + self.gradients() + max(self.updating().values()),
+            "publish": held + self.publishing(),
+        }
+
+    def peak(self) -> float:
+        """The most of all phases."""
+        return max(self.phases().values())

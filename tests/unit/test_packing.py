@@ -1,0 +1,219 @@
+"""Rows that reach a model packed, and passes that tokens limit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tiny import LLAMA_SIZES, new_policy
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPTNeoXConfig,
+    JambaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from async_rlhf.config import ConfigError
+from async_rlhf.models.forward import (
+    end_values,
+    over_response_logits,
+    response_logprobs,
+    response_values,
+    reward_scores,
+)
+from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle
+
+LENGTHS_B = torch.tensor([30, 7, 19, 3, 12])
+PROMPTS_B = torch.tensor([10, 3, 18, 1, 12])
+"""The last row has no response."""
+WINDOW = 8
+
+
+def sizes(kind: str) -> dict[str, object]:
+    """A tiny model, with experts and a window where its kind has them."""
+    common = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    if kind in ("gpt_neox", "gpt2", "opt"):
+        return common | {"intermediate_size": 64, "max_position_embeddings": 64}
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    window = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1} if kind in WINDOWED else {}
+    return common | LLAMA_SIZES | {"vocab_size": 64, "head_dim": 8} | experts | window
+
+
+def made(kind: str, values: bool = False) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config: PretrainedConfig = CONFIG_MAPPING[kind](**sizes(kind))
+    if values:
+        config.num_labels = 1
+    model = (AutoModelForSequenceClassification if values else AutoModelForCausalLM).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # else attention hardly matters
+    return model.eval()
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    places_T = torch.arange(int(LENGTHS_B.max()))
+    mask_BT = (places_T >= PROMPTS_B[:, None]) & (places_T < LENGTHS_B[:, None])
+    return torch.randint(1, 64, mask_BT.shape), mask_BT.float()
+
+
+def packed(model: PreTrainedModel, wanted: bool = True) -> None:
+    choose(wanted, False, {"model": model}, False)
+    assert is_packed(model) is wanted
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def require_same(model: PreTrainedModel, compute) -> None:
+    """Numbers and gradients, packed and padded."""
+    found = []
+    for wanted in (False, True):
+        packed(model, wanted)
+        numbers = compute()
+        weights = torch.linspace(-1, 1, numbers.numel()).view(numbers.shape)
+        found.append((numbers.detach(), gradients(model, (numbers * weights).sum())))
+    (padded_numbers, padded_gradients), (numbers, of_packed) = found
+    torch.testing.assert_close(numbers, padded_numbers, rtol=1e-5, atol=1e-5)
+    assert padded_gradients.keys() == of_packed.keys()
+    largest = max(gradient.abs().max() for gradient in padded_gradients.values())
+    assert largest > 1e-3
+    for name, gradient in padded_gradients.items():
+        torch.testing.assert_close(of_packed[name], gradient, rtol=1e-5, atol=1e-5 * largest.item(), msg=name)
+
+
+KINDS = sorted({*WINDOWED, "gpt_neox", "gpt2", "llama", "opt"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_give_the_padded_rows_log_probabilities_and_gradients(kind):
+    """Also with a window that is shorter than the rows."""
+    model, (tokens_BT, mask_BT) = made(kind), rows()
+    if kind in WINDOWED:
+        assert model.config.sliding_window == WINDOW
+    require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "qwen2", "qwen3", "mistral", "mixtral"])
+def test_packed_rows_give_the_padded_rows_scores_and_values(kind):
+    model, (tokens_BT, mask_BT) = made(kind, values=True), rows()
+    require_same(model, lambda: response_values(model, tokens_BT, mask_BT))
+    require_same(model, lambda: reward_scores(model, tokens_BT, LENGTHS_B))
+
+
+def test_a_value_head_entropies_and_end_values_are_those_of_padded_rows():
+    policy, (tokens_BT, mask_BT), head = new_policy(), rows(), nn.Linear(32, 1)
+    require_same(policy, lambda: response_logprobs(policy, tokens_BT, mask_BT, 1.0, True, head).values_BT)
+    require_same(policy, lambda: end_values(policy, head, tokens_BT, LENGTHS_B))
+    found = []
+    for wanted in (False, True):
+        packed(policy, wanted)
+        found.append(response_logprobs(policy, tokens_BT, mask_BT, 1.0).entropies_BT)
+    assert found[0].abs().max() > 1
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_are_computed_again_see_the_same_rows():
+    policy, (tokens_BT, mask_BT) = new_policy(), rows()
+    policy.train()
+    require_same(policy, lambda: response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT)
+    packed(policy)
+    plain = gradients(policy, response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT.sum())
+    policy.gradient_checkpointing_enable()
+    again = gradients(policy, response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT.sum())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient)
+
+
+def test_packed_rows_are_never_padded_and_logits_come_in_the_same_order():
+    policy, (tokens_BT, mask_BT), seen = new_policy(), rows(), []
+
+    def sums() -> Tensor:
+        return over_response_logits(policy, tokens_BT, mask_BT, lambda logits_CV, _: logits_CV.sum(dim=1)[None])
+
+    padded = sums()
+    packed(policy)
+    policy.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    torch.testing.assert_close(sums(), padded, rtol=1e-5, atol=1e-5)
+    assert seen == [(1, int(LENGTHS_B.sum()) - 12 + 1)]  # of a row without response, one token
+
+
+def jamba() -> PretrainedConfig:
+    return JambaConfig(
+        **sizes("llama") | {"num_hidden_layers": 8, "mamba_d_state": 4, "mamba_dt_rank": 2, "use_mamba_kernels": False}
+    )
+
+
+def eager() -> PretrainedConfig:
+    return GPTNeoXConfig(**sizes("gpt_neox"), attn_implementation="eager")
+
+
+REFUSED = {
+    "a state-space model": (
+        lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+        "MambaForCausalLM, whose state would run from one row into the next",
+    ),
+    "a hybrid": (jamba, "JambaForCausalLM, whose state would run from one row into the next"),
+    "its own attention": (
+        lambda: CONFIG_MAPPING["nemotron"](**sizes("llama")),
+        "NemotronForCausalLM, which refuses packed rows",
+    ),
+    "positions from elsewhere": (
+        lambda: CONFIG_MAPPING["roberta"](**sizes("gpt_neox"), is_decoder=True),
+        "RobertaForCausalLM, which computes something else for packed rows",
+    ),
+    "no position ids": (
+        lambda: CONFIG_MAPPING["bloom"](vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+        "BloomForCausalLM, whose attention cannot be replaced",
+    ),
+    "a window that only the mask has": (
+        lambda: Qwen2MoeConfig(**sizes("mistral")),
+        "Qwen2MoeForCausalLM, whose sliding window attention does not get to know",
+    ),
+    "eager attention": (eager, 'GPTNeoXForCausalLM, whose attention is "eager", not "sdpa"'),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_is_named_and_gets_padded_rows(case, caplog):
+    config, message = REFUSED[case]
+    torch.manual_seed(0)
+    config = config()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+    with pytest.raises(ConfigError) as caught:
+        choose(True, True, {"policy": model}, False)
+    assert f'packing: got True; must be false or "auto": the policy is a {message}' in str(caught.value)
+    with caplog.at_level(logging.INFO):
+        choose("auto", True, {"policy": model}, False)
+    assert f"the rows of the policy are padded: it is a {message}" in caplog.text
+    assert not is_packed(model)
+
+
+def test_a_short_window_is_no_obstacle_where_attention_gets_to_know_it():
+    assert obstacle(AutoModelForCausalLM.from_config(Qwen2MoeConfig(**sizes("mistral")))) is not None
+    assert obstacle(made("mistral")) is None
+    assert obstacle(made("qwen2")) is None
+
+
+def test_rows_are_packed_by_themselves_only_where_tokens_limit_a_pass():
+    policy = new_policy()
+    for packing, budget, expected in (
+        ("auto", False, False),
+        ("auto", True, True),
+        (False, True, False),
+        (True, False, True),
+    ):
+        choose(packing, budget, {"policy": policy}, False)
+        assert is_packed(policy) is expected

@@ -1,0 +1,152 @@
+"""Which rows share a pass."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import new_args, new_policy
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from async_rlhf.config import ConfigError
+from async_rlhf.models.budget import CPU_TOKENS, Memory, bytes_per_token, bytes_to_come, fitting_tokens
+from async_rlhf.models.passes import Passes
+from async_rlhf.models.rows import by_length, dealt
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+
+
+@given(
+    lengths=LENGTHS,
+    units=st.one_of(st.none(), st.integers(1, 12)),
+    tokens=st.integers(1, 2000),
+    packed=st.booleans(),
+    ranks=st.integers(1, 4),
+    rows=st.integers(1, 3),
+)
+def test_every_unit_is_in_one_pass_and_no_pass_is_over_its_limits(lengths, units, tokens, packed, ranks, rows):
+    lengths_B = torch.tensor(lengths[: max(1, len(lengths) // rows) * rows] * (rows if len(lengths) < rows else 1))
+    lengths_B = lengths_B[: len(lengths_B) // rows * rows]
+    lengths_UR = lengths_B.view(-1, rows)
+    parts = Passes(units, tokens, packed, 8).split(lengths_B, rows, ranks)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths_UR)))
+    for part in parts:
+        mine_UR = lengths_UR[part]
+        computed = mine_UR.sum() if packed else mine_UR.numel() * mine_UR.max()
+        assert units is None or len(part) <= units
+        assert computed <= tokens or len(part) == 1
+    hands = [list(dealt(parts, rank, ranks)) for rank in range(ranks)]
+    assert len({len(hand) for hand in hands}) == 1
+    assert sum(counts for hand in hands for _, counts in hand) == len(parts)
+
+
+@given(lengths=LENGTHS, units=st.integers(1, 12), ranks=st.integers(1, 4))
+def test_without_a_limit_on_tokens_rows_are_split_by_their_number(lengths, units, ranks):
+    lengths_B = torch.tensor(lengths)
+    parts, right = Passes(units).split(lengths_B, ranks=ranks), list(by_length(lengths_B, units))
+    assert [part.tolist() for part in parts] == [part.tolist() for part in right]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [2048, 2500, 3000])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_round_costs_all_ranks_about_the_same(packed, tokens, ranks):
+    """64 lognormal rows a rank; the cost counts attention, by an independent sum."""
+    generator = torch.Generator().manual_seed(0)
+    lengths_B = (90 * torch.randn(64 * ranks, generator=generator).mul(0.9).exp()).long().clamp(10, 460)
+    passes = Passes(None, tokens, packed, 64)
+    parts = passes.split(lengths_B, ranks=ranks)
+    assert len(parts) % ranks == 0
+    rows = [lengths_B[part] if packed else lengths_B[part].amax().repeat(len(part)) for part in parts]
+    costs = [float((12 * 64 * each + each**2).sum()) for each in rows]
+    for start in range(0, len(parts), ranks):
+        last = not packed and start + ranks == len(parts)  # its last pass has what is left of padded rows
+        round_costs = costs[start : start + ranks - last] or [1.0]
+        assert max(round_costs) < 1.25 * min(round_costs)
+
+
+def test_a_unit_over_the_limit_gets_a_pass_of_its_own():
+    parts = Passes(None, 10, True).split(torch.tensor([3, 3, 40, 2, 1, 2]), rows_per_unit=2)
+    assert [part.tolist() for part in parts] == [[1], [0, 2]]
+
+
+def test_no_rows_make_no_pass():
+    for tokens in (None, 10):
+        assert Passes(4, tokens).split(torch.zeros(0, dtype=torch.long)) == []
+
+
+def test_without_any_limit_there_is_one_pass():
+    assert [part.tolist() for part in Passes(None).split(torch.tensor([1, 3, 2]))] == [[1, 2, 0]]
+
+
+def test_sizes_that_are_not_given_do_not_limit_a_pass_that_tokens_limit(tmp_path):
+    plain = new_args(tmp_path, per_device_train_batch_size=None, total_episodes=64)
+    assert (plain.most_units, plain.most_annotated, plain.batch_size) == (8, 64, 16)
+    tokens = new_args(
+        tmp_path, per_device_train_batch_size=None, total_episodes=64, max_tokens_per_pass=512, annotate_max_tokens=2048
+    )
+    assert (tokens.most_units, tokens.most_annotated, tokens.batch_size) == (None, None, 16)
+    given_too = new_args(tmp_path, max_tokens_per_pass=512, annotate_max_tokens=2048, annotate_batch_size=16)
+    assert (given_too.most_units, given_too.most_annotated) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens_per_pass": 0}, 'max_tokens_per_pass: got 0; must be "auto", or at least 1'),
+        ({"annotate_max_tokens": "all"}, "annotate_max_tokens: got 'all'; must be an integer or one of 'auto' or null"),
+        ({"packing": "always"}, "packing: got 'always'; must be "),
+        ({"deterministic": True, "max_tokens_per_pass": "auto"}, "max_tokens_per_pass: got 'auto'; must be a number"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        new_args(tmp_path, **changes)
+    assert message in str(caught.value)
+
+
+def test_on_a_cpu_auto_is_what_is_of_use_there_and_the_log_says_so(caplog):
+    how = {"with_gradient": True, "checkpointing": False, "sixteen_bits": False}
+    with caplog.at_level(logging.INFO):
+        tokens = fitting_tokens("max_tokens_per_pass", [new_policy()], torch.device("cpu"), to_come=0.0, **how)
+    assert tokens == CPU_TOKENS
+    assert f"max_tokens_per_pass: {CPU_TOKENS} tokens a pass" in caplog.text
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind, checkpointing):
+    """Against the tensors that autograd saves, each storage once, without the logits."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[kind](**sizes, vocab_size=258)
+    model, kept = AutoModelForCausalLM.from_config(config), {}
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        model.train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=torch.ones(4, 96, dtype=torch.long), use_cache=False)
+    seen = sum(storage.nbytes() for storage in kept.values()) / (4 * 96)
+    how = {"checkpointing": checkpointing, "sixteen_bits": False}
+    counted = bytes_per_token(model, with_gradient=True, **how) - bytes_per_token(model, with_gradient=False, **how)
+    assert 0.75 * counted <= seen <= 1.25 * counted
+
+
+def test_memory_is_shared_by_all_that_needs_it():
+    assert Memory(1000.0, 1e6).tokens == 800
+    assert Memory(1000.0, -5.0).tokens == 1
+    parameters = [torch.zeros(10), torch.zeros(6, dtype=torch.bfloat16)]
+    assert bytes_to_come(parameters, state=True) == 52
+    assert bytes_to_come(parameters, state=False) == 52 + 16 * 8
