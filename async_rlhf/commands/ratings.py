@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,12 +21,14 @@ from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.commands.training import StageTrainer
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.config.base import require
+from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, demonstration_parts, first_words
 from async_rlhf.data.held_out import held_out_names
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import draw_pairs, read_ratings, require_different
-from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import encode_responses
+from async_rlhf.data.token_cache import Part, encode_parts
+from async_rlhf.data.tokenizer import strip_eos
+from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.models.forward import reward_scores, score_rows
 from async_rlhf.models.rows import pad_rows
@@ -43,9 +46,9 @@ class Scale(NamedTuple):
     sd: float
 
     @classmethod
-    def of(cls, ratings: Sequence[float]) -> Scale:
+    def of(cls, ratings: np.ndarray) -> Scale:
         """Mean and standard deviation (of all ratings, not of a sample of more)."""
-        values = torch.tensor(ratings, dtype=torch.float64)
+        values = torch.from_numpy(np.array(ratings))
         return cls(values.mean().item(), values.std(correction=0).item())
 
 
@@ -57,24 +60,43 @@ class EncodedRating:
     rating: float
 
 
+class RatedRows(Examples[EncodedRating]):
+    """Rated rows, each made when it is asked for."""
+
+    ratings: np.ndarray
+    """Of all of them, float64."""
+
+
 def encode_ratings(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, field: str, longest: int, key: str
-) -> tuple[list[EncodedRating], int]:
-    """Rated rows as tokens, with the end-of-sequence token unless `finish_reason` is "length"; and how many were
-    dropped for having more than ``longest`` tokens.
+) -> tuple[RatedRows, int]:
+    """Rated rows as tokens, made when they are asked for, with the end-of-sequence token unless `finish_reason` is
+    "length"; and how many were dropped for having more than ``longest`` tokens.
 
     Raises:
         ConfigError: a row has no text, or every row is too long.
     """
-    prompts, responses = zip(*RowReader(tokenizer, key).demonstrations(rows), strict=True)
-    ended = [row.get("finish_reason") != "length" for row in rows]
-    encoded = zip(encode_texts(tokenizer, prompts, key), encode_responses(tokenizer, responses, ended), strict=True)
-    tokens = [prompt + response for prompt, response in encoded]
-    ratings = read_ratings(rows, field, key)
-    kept = [EncodedRating(*one) for one in zip(tokens, ratings, strict=True) if 1 <= len(one[0]) <= longest]
+    reader, eos = RowReader(tokenizer, key), (tokenizer.eos_token_id,)
+
+    def read(row: Mapping[str, Any], number: int) -> Part:
+        prompt, response = reader.demonstration(row, number)
+        return Part((prompt, strip_eos(tokenizer, response)), (row.get("finish_reason") != "length",))
+
+    encoded = encode_parts(tokenizer, rows, "rated rows", read, key)
+    prompts, responses = encoded.tokens
+    ended, ratings = encoded.numbers[:, 0], read_ratings(rows, field, key)
+    lengths = prompts.lengths() + responses.lengths() + ended.astype(np.int32)
+
+    def example(number: int) -> EncodedRating:
+        tokens = prompts[number] + responses[number] + eos * int(ended[number])
+        return EncodedRating(tokens, float(ratings[number]))
+
+    kept = RatedRows.of(example, lengths, (lengths >= 1) & (lengths <= longest))
+    kept.ratings = ratings[kept.rows]
+    forget(ratings)
+    forget(encoded.numbers)
     if not kept:
-        shortest = min(map(len, tokens))
-        raise ConfigError(f"max_length: got {longest}; no row of {key} is so short (the shortest has {shortest})")
+        raise ConfigError(f"max_length: got {longest}; no row of {key} is so short (the shortest has {lengths.min()})")
     if len(kept) < len(rows):
         logger.warning("%s: dropped %d of %d rows: not 1 to %d tokens", key, len(rows) - len(kept), len(rows), longest)
     return kept, len(rows) - len(kept)
@@ -89,9 +111,9 @@ class RatingTrainer(StageTrainer):
 
     config: RewardConfig
 
-    def __init__(self, model: PreTrainedModel, examples: Sequence[EncodedRating], scale: Scale, *rest: Any) -> None:
+    def __init__(self, model: PreTrainedModel, examples: RatedRows, scale: Scale, *rest: Any) -> None:
         self.scale = scale
-        super().__init__(model, examples, [len(row.tokens) for row in examples], *rest)
+        super().__init__(model, examples, examples.lengths, *rest)
 
     def collate(self, examples: Sequence[EncodedRating]) -> dict[str, Tensor]:
         """input_ids (B, T), lengths (B), targets (B) in standard deviations, and labels (B, 2), which only count."""
@@ -195,7 +217,7 @@ def run_pairs_from_ratings(config: PairsConfig) -> dict[str, float]:
     read_ratings(rows, field, key)  # before rows are dropped, so that errors have their numbers
     if config.prompt_words is not None:
         rows = first_words(rows, config.prompt_words, key)
-    ratings = read_ratings(rows, field, key)
+    ratings = read_ratings(rows, field, key).tolist()
     require_different(ratings, field, key)
     parts = [demonstration_parts(row, f"{key}: row {number}") for number, row in enumerate(rows, start=1)]
     drawn, possible = _drawn(_sides(parts, config.eval_fraction), ratings, config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -24,12 +25,14 @@ from async_rlhf.commands.training import StageTrainer, publish_model, require_si
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.rows import SCORE
+from async_rlhf.data.cache import forget, kept_array
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
-from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import encode_responses
+from async_rlhf.data.token_cache import Part, encode_parts
+from async_rlhf.data.tokenizer import strip_eos
+from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import reward_scores
@@ -59,7 +62,7 @@ class _Task:
 
     trainer: StageTrainer
     counts: dict[str, Any]
-    reference: list[tuple[int, ...]]
+    reference: Sequence[tuple[int, ...]]
     """Rows whose mean score is made 0 by default; none with ratings, whose mean is 0 already."""
     evaluate: Callable[[], dict[str, Any]]
     told: Callable[[dict[str, Any]], str]
@@ -149,12 +152,11 @@ def _pairs(
     pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
     held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
     size = config.per_device_train_batch_size
-    lengths = [pair.longest for pair in pairs]
     text = "on {eval_pairs} held-out pairs accuracy {eval_accuracy:.3f}, margin {eval_margin:.3f}, calibration error "
     return _Task(
-        trainer=RewardTrainer(model, pairs, lengths, config, lambda: evaluate_pairs(model, held, size)),
+        trainer=RewardTrainer(model, pairs, pairs.lengths, config, lambda: evaluate_pairs(model, held, size)),
         counts={"pairs": len(pairs), **counts},
-        reference=[pair.chosen for pair in pairs],
+        reference=pairs.with_items(lambda pair: pair.chosen),
         evaluate=lambda: evaluate_pairs(model, held, size),
         told=lambda found: (text + "{eval_ece:.3f}").format(**found),
     )
@@ -170,8 +172,8 @@ def _ratings(
 ) -> _Task:
     rated, dropped = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
     held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
-    require_different([row.rating for row in rated], config.score_field, f"train, up to {longest} tokens")
-    scale, size = Scale.of([row.rating for row in rated]), 2 * config.per_device_train_batch_size
+    require_different(rated.ratings, config.score_field, f"train, up to {longest} tokens")
+    scale, size = Scale.of(rated.ratings), 2 * config.per_device_train_batch_size
 
     def evaluate() -> dict[str, Any]:
         return evaluate_ratings(model, held, scale, size)
@@ -185,14 +187,14 @@ def _ratings(
     )
 
 
-def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[tuple[int, ...]]:
+def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> Sequence[tuple[int, ...]]:
     """The data whose mean score must be 0, as tokens; empty to use the training data."""
     if config.reference is None:
         return []
     rows = load_rows(config.reference, config.reference_split, key="reference")
     if config.prompt_words is not None:
         rows = first_words(rows, config.prompt_words, "reference")
-    return [row.tokens for row in encode_rows(rows, tokenizer, False, longest, "reference")[0]]
+    return encode_rows(rows, tokenizer, False, longest, "reference")[0].with_items(lambda row: row.tokens)
 
 
 class RewardTrainer(StageTrainer):
@@ -222,8 +224,10 @@ def pair_tensors(pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
 
 def encode_pairs(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, key: str
-) -> tuple[list[EncodedPair], dict[str, float]]:
-    """Pairs as tokens, each side with the end-of-sequence token unless its finish reason is "length".
+) -> tuple[Examples[EncodedPair], dict[str, float]]:
+    """Pairs as tokens, made when they are asked for.
+
+    Each side gets the end-of-sequence token unless its finish reason is "length".
 
     Returns:
         The pairs, and how many were left out: `dropped` with a side of more than ``longest`` tokens, `ties` with
@@ -232,19 +236,39 @@ def encode_pairs(
     Raises:
         ConfigError: a row is not a pair, or no pair is left.
     """
-    prompts, *texts_of_sides = zip(*RowReader(tokenizer, key).preferences(rows), strict=True)
-    encoded = encode_texts(tokenizer, prompts, key)
-    sides = []
-    for side, texts in zip(("chosen", "rejected"), texts_of_sides, strict=True):
-        ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
-        sides.append([a + b for a, b in zip(encoded, encode_responses(tokenizer, texts, ended), strict=True)])
-    pairs = [EncodedPair(*pair) for pair in zip(*sides, strict=True)]
-    different = [pair for pair in pairs if pair.chosen != pair.rejected]
-    kept = [pair for pair in different if pair.chosen and pair.rejected and pair.longest <= longest]
+    reader, eos = RowReader(tokenizer, key), (tokenizer.eos_token_id,)
+
+    def read(row: Mapping[str, Any], number: int) -> Part:
+        prompt, *sides = reader.preference(row, number)
+        ended = tuple(row.get(f"{side}_finish_reason") != "length" for side in ("chosen", "rejected"))
+        return Part((prompt, *(strip_eos(tokenizer, text) for text in sides)), ended)
+
+    encoded = encode_parts(tokenizer, rows, "preferences", read, key)
+    prompts, *sides = encoded.tokens
+
+    def pair(number: int) -> EncodedPair:
+        ended, prompt = encoded.numbers[number], prompts[number]
+        return EncodedPair(*(prompt + side[number] + eos * int(end) for side, end in zip(sides, ended, strict=True)))
+
+    lengths = [prompts.lengths() + side.lengths() for side in sides]
+    lengths = [each + ended.astype(np.int32) for each, ended in zip(lengths, encoded.numbers.T, strict=True)]
+    forget(encoded.numbers)
+
+    def apart() -> np.ndarray:
+        found = lengths[0] != lengths[1]
+        for number in np.flatnonzero(~found):  # only tokens of equal number can be the same
+            one = pair(int(number))
+            found[number] = one.chosen != one.rejected
+        return found
+
+    different = kept_array("ties", encoded.key, np.bool_, apart)
+    longer = np.maximum(*lengths)
+    kept = Examples.of(pair, longer, different & (np.minimum(*lengths) > 0) & (longer <= longest))
     if not kept:
         raise ConfigError(f"max_length: got {longest}; no pair of {key} has two different sides that fit")
-    counts = {"dropped": len(different) - len(kept), "ties": len(pairs) - len(different)}
-    if len(kept) < len(pairs):
+    count = int(np.count_nonzero(different))
+    counts = {"dropped": count - len(kept), "ties": len(different) - count}
+    if len(kept) < len(different):
         logger.warning(
             "%s: left out %d pairs longer than %d tokens, %d ties", key, counts["dropped"], longest, counts["ties"]
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,12 +16,14 @@ from async_rlhf.commands.training import StageTrainer, publish_model, require_si
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.stages import StageConfig
+from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.templates import read_template, template_file, use_template
-from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import encode_responses, train_tokenizer
+from async_rlhf.data.token_cache import Part, encode_parts
+from async_rlhf.data.tokenizer import strip_eos, train_tokenizer
+from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import response_logprobs
@@ -52,7 +56,9 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     model, tokenizer = _start(config, rows)
     longest = longest_row(model, config.max_length)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
-    held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0] if heldout else []
+    held_examples: Sequence[EncodedRow] = []
+    if heldout is not None:
+        held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0]
 
     def evaluate() -> dict[str, float]:
         loss, perplexity = loss_and_perplexity(model, held_examples, config.per_device_train_batch_size)
@@ -60,7 +66,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
 
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed)
-    trainer = SFTTrainer(model, examples, [len(row.tokens) for row in examples], config, evaluate)
+    trainer = SFTTrainer(model, examples, examples.lengths, config, evaluate)
     results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped + short}
     if held_examples:
         results |= evaluate()
@@ -103,8 +109,8 @@ def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:
 
 def encode_rows(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, completion_only: bool, longest: int, key: str
-) -> tuple[list[EncodedRow], int]:
-    """Rows as tokens, and how many were dropped for having more than ``longest``.
+) -> tuple[Examples[EncodedRow], int]:
+    """Rows as tokens, made when they are asked for, and how many were dropped for having more than ``longest``.
 
     Args:
         rows: see :meth:`~async_rlhf.data.formats.RowReader.demonstrations`.
@@ -116,22 +122,35 @@ def encode_rows(
     Raises:
         ConfigError: a row is not a demonstration, or has no prompt to leave out, or every row is too long.
     """
-    prompts, responses = zip(*RowReader(tokenizer, key).demonstrations(rows), strict=True)
-    if completion_only and "" in prompts:
+    reader, eos = RowReader(tokenizer, key), tokenizer.eos_token_id
+
+    def read(row: Mapping[str, Any], number: int) -> Part:
+        prompt, response = reader.demonstration(row, number)
+        return Part((prompt, strip_eos(tokenizer, response)), (prompt == "",))
+
+    encoded = encode_parts(tokenizer, rows, "demonstrations", read, key)
+    bare = np.flatnonzero(encoded.numbers[:, 0])
+    forget(encoded.numbers)
+    if completion_only and len(bare) > 0:
         raise ConfigError(
-            f"completion_only: got True, and row {prompts.index('') + 1} of {key} has no prompt (`query`, or `prompt` "
+            f"completion_only: got True, and row {bare[0] + 1} of {key} has no prompt (`query`, or `prompt` "
             "with `completion`, or `messages`); set completion_only false to train on whole texts, or prompt_words"
         )
-    encoded = zip(encode_texts(tokenizer, prompts, key), encode_responses(tokenizer, responses), strict=True)
-    examples = [EncodedRow(prompt + rest, len(prompt) if completion_only else 0) for prompt, rest in encoded]
-    kept = [row for row in examples if 1 < len(row.tokens) <= longest]
-    dropped = len(examples) - len(kept)
+    prompts, responses = encoded.tokens
+    lengths = prompts.lengths()
+    lengths += responses.lengths() + np.int32(1)
+
+    def example(number: int) -> EncodedRow:
+        prompt = prompts[number]
+        return EncodedRow((*prompt, *responses[number], eos), len(prompt) if completion_only else 0)
+
+    kept = Examples.of(example, lengths, (lengths > 1) & (lengths <= longest))
+    dropped = len(lengths) - len(kept)
     if not kept:
-        shortest = min(len(row.tokens) for row in examples)
-        right = f"no row of {key} has 2 to {longest} tokens (the shortest has {shortest})"
+        right = f"no row of {key} has 2 to {longest} tokens (the shortest has {lengths.min()})"
         raise ConfigError(f"max_length: got {longest}; {right}")
     if dropped:
-        logger.warning("%s: dropped %d of %d rows: not 2 to %d tokens", key, dropped, len(examples), longest)
+        logger.warning("%s: dropped %d of %d rows: not 2 to %d tokens", key, dropped, len(lengths), longest)
     return kept, dropped
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import decides_result, dotted
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
+from async_rlhf.data import cache
 from async_rlhf.system.files import whole_file, whole_folder
 from async_rlhf.system.lock import hold
 
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 Source = str | Sequence[str] | Mapping[str, str] | None
 """One file, folder or hub name, or several."""
 
+_LARGE = 100_000_000
+"""Bytes from which checksums are kept; fewer are read in a tenth of a second."""
+_SETTLED = 2.0  # seconds: a file that changed later may change again at what counts as the same time
 _MODEL_FILES = [
     "config.json",
     "generation_config.json",
@@ -292,8 +297,21 @@ def _module_file(module: str) -> Path | None:
 
 
 def _hash(files: Iterable[Path], folder: Path, named: bool = True) -> str:
+    """A checksum of the files' content; of large ones it is kept, and computed again when one of them has changed."""
+    found = sorted(file for file in files if file.is_file())
+    stats = [file.stat() for file in found]
+    settled = time.time() - max((stat.st_ctime for stat in stats), default=0) > _SETTLED
+    if sum(stat.st_size for stat in stats) < _LARGE or not settled:
+        return _hash_now(found, folder, named)
+    name = f"contents-{cache.digest_of(f'{named} {folder.resolve()} {[str(file.resolve()) for file in found]}')}"
+    of = str([(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats])
+    kept = cache.find(name, of) or cache.keep(name, of, lambda _: {"checksum": _hash_now(found, folder, named)})
+    return _hash_now(found, folder, named) if kept is None else str(kept.meta["checksum"])
+
+
+def _hash_now(files: Sequence[Path], folder: Path, named: bool) -> str:
     digest = xxhash.xxh3_128()
-    for path in sorted(file for file in files if file.is_file()):
+    for path in files:
         if named:
             digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:

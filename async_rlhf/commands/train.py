@@ -17,7 +17,8 @@ from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
-from async_rlhf.data.loading import Rows
+from async_rlhf.data.loading import Rows, stream_rows
+from async_rlhf.data.unsized import Stream
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.models.positions import with_prompt_cap
@@ -26,7 +27,7 @@ from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
 from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.reports.summary import training_summary
-from async_rlhf.run.config import RunConfig
+from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder, refuse_second
 from async_rlhf.run.record import of_command
 from async_rlhf.run.trainer import OnlineTrainer
@@ -77,15 +78,16 @@ def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
 def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
     data = config.data
-    train_rows: Rows = []
+    train_rows: Rows | Stream = []
     eval_rows: Rows | None = None
     if ranks.leads:  # it hands out the prompts
         field, words = data.prompt_field, data.prompt_words
-        train_rows = load_prompts(data.train, data.train_split, field, words, "data.train")
+        if data.streaming:
+            train_rows = stream_rows(data.train, data.train_split, key="data.train")
+        else:
+            train_rows, eval_rows = _counted_prompts(data)
         if data.eval is not None:
             eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
-        if data.eval_fraction is not None:
-            train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, "data.train", field)
     trainer = OnlineTrainer(
         config.model,
         config.train,
@@ -111,6 +113,14 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         folder = Path(config.train.output_dir)
         logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
     return results
+
+
+def _counted_prompts(data: DataConfig) -> tuple[Rows, Rows | None]:
+    """The training prompts and, with ``eval_fraction``, those that are held out of them."""
+    rows = load_prompts(data.train, data.train_split, data.prompt_field, data.prompt_words, "data.train")
+    if data.eval_fraction is None:
+        return rows, None
+    return hold_out(rows, data.eval_fraction, "data.train", data.prompt_field)
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:

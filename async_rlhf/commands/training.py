@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -45,8 +46,8 @@ class LengthBatches(Sampler[list[int]]):
         seed: of the order. Each pass over the sampler is the next epoch.
     """
 
-    def __init__(self, lengths: Sequence[int], size: int, seed: int) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: Sequence[int] | np.ndarray, size: int, seed: int) -> None:
+        self.lengths = np.asarray(lengths)
         self.size = size
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -54,13 +55,13 @@ class LengthBatches(Sampler[list[int]]):
         return math.ceil(len(self.lengths) / self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(len(self.lengths), generator=self._generator).tolist()
+        order = torch.randperm(len(self.lengths), generator=self._generator).numpy()
         # Full batches and one remainder, as pools are multiples of the batch.
-        pools = [order[i : i + _POOL * self.size] for i in range(0, len(order), _POOL * self.size)]
-        ordered = [i for pool in pools for i in sorted(pool, key=lambda i: self.lengths[i])]
-        batches = [ordered[i : i + self.size] for i in range(0, len(ordered), self.size)]
-        for i in torch.randperm(len(batches), generator=self._generator).tolist():
-            yield batches[i]
+        for start in range(0, len(order), _POOL * self.size):
+            pool = order[start : start + _POOL * self.size]
+            pool[:] = pool[np.argsort(self.lengths[pool], kind="stable")]
+        for number in torch.randperm(len(self), generator=self._generator).numpy():
+            yield order[number * self.size : (number + 1) * self.size].tolist()
 
 
 class QuietProgress(ProgressCallback):
@@ -126,7 +127,7 @@ class StageTrainer(Trainer):
         self,
         model: PreTrainedModel,
         examples: Sequence[Any],
-        lengths: Sequence[int],
+        lengths: Sequence[int] | np.ndarray,
         config: StageConfig,
         evaluate: Callable[[], dict[str, float]] = dict,
     ) -> None:
@@ -135,7 +136,7 @@ class StageTrainer(Trainer):
         super().__init__(
             model=model,
             args=_training_arguments(config),
-            train_dataset=list(examples),
+            train_dataset=examples,
             data_collator=self.collate,
         )
         # The loss below is divided by the items of the whole step, so the Trainer must not divide again.

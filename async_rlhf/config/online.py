@@ -481,10 +481,17 @@ class OnlineConfig(Checked):
         """Most tokens of prompt and response together."""
         return self.prompt_cap + self.generation.response_length
 
-    def with_rows(self, rows: int) -> OnlineConfig:
-        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data."""
+    def with_rows(self, rows: int | None) -> OnlineConfig:
+        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data.
+
+        Raises:
+            ConfigError: the number of rows is not known.
+        """
         if self.num_train_epochs is None:
             return self
+        right = "must be left out with a train_dataset without a length; say total_episodes or batches instead"
+        require(rows is not None, "num_train_epochs", self.num_train_epochs, right)
+        assert rows is not None
         batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
         return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
 

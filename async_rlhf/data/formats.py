@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.tokenizer import TEXT, split_text
+from async_rlhf.data.views import RowView, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,42 +62,43 @@ class RowReader:
     tokenizer: PreTrainedTokenizerBase | None
     key: str
 
-    def prompts(self, values: Sequence[Any], field: str) -> list[str]:
-        """Prompts from the values of column ``field``; for a chat, everything before the assistant's last answer.
-
-        Raises:
-            ConfigError: one is neither text nor a chat.
-        """
-        return [self._prompt(value, f"{self.key}: {field!r} of row {n}") for n, value in enumerate(values, start=1)]
-
-    def demonstrations(self, rows: Rows) -> list[Demonstration]:
-        """Prompts with the answer to learn: from `query_reference_response` (with `query`, its start), from `messages`,
-        from `prompt` and `completion` (or, in preference pairs, `chosen`), or from `text`.
+    def demonstrations(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Demonstration]:
+        """Prompts with the answer to learn, one after the other: from `query_reference_response` (with `query`, its
+        start), from `messages`, from `prompt` and `completion` (or, in preference pairs, `chosen`), or from `text`.
 
         Raises:
             ConfigError: a row has none of these, or they are not text.
         """
-        return [self._demonstration(row, f"{self.key}: row {n}") for n, row in enumerate(rows, start=1)]
+        return (self.demonstration(row, n) for n, row in enumerate(rows, start=1))
 
-    def preferences(self, rows: Rows) -> list[Preference]:
+    def preferences(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Preference]:
         """`prompt`, `chosen` and `rejected` of every row; two whole chats must have their prompt in common. Two texts
         may have none, and then no prompt in common either.
 
         Raises:
             ConfigError: a column is missing, or is neither text nor a chat.
         """
-        return [self._preference(row, f"{self.key}: row {n}") for n, row in enumerate(rows, start=1)]
+        return (self.preference(row, n) for n, row in enumerate(rows, start=1))
 
-    def _prompt(self, value: Any, place: str) -> str:
+    def prompt(self, value: Any, place: str) -> str:
+        """A prompt as text; of a chat, everything before the assistant's last answer.
+
+        Raises:
+            ConfigError: it is neither text nor a chat; the error names the place.
+        """
         if is_chat(value):
             return self._template(_without_answer(value, place), place)
         return _text(value, place)
 
-    def _demonstration(self, row: Mapping[str, Any], place: str) -> Demonstration:
+    def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
+        """See :meth:`demonstrations`; rows count from 1."""
+        place = f"{self.key}: row {number}"
         prompt, response, column = demonstration_parts(row, place)
         return Demonstration(*self._prompted(prompt, response, f"{place}: `{column}`"))
 
-    def _preference(self, row: Mapping[str, Any], place: str) -> Preference:
+    def preference(self, row: Mapping[str, Any], number: int) -> Preference:
+        """See :meth:`preferences`; rows count from 1."""
+        place = f"{self.key}: row {number}"
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
                 raise ConfigError(f"{place} has no {column!r}; it has {', '.join(map(repr, row))}")
@@ -212,7 +217,7 @@ def prompt_identity(value: Any, place: str) -> str:
     return one if isinstance(one, str) else json.dumps([[m["role"], m.get("content")] for m in chat], default=str)
 
 
-def first_words(rows: Rows, words: int, key: str) -> list[dict[str, Any]]:
+def first_words(rows: Rows, words: int, key: str) -> Rows:
     """Rows of plain `text` as rows of `query`, its first so many words, and `query_reference_response`, the whole.
 
     The space after the query belongs to the response. Texts with no more words than that are left out, with a warning.
@@ -225,25 +230,57 @@ def first_words(rows: Rows, words: int, key: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a row has no text or another prompt, or no text has more words.
     """
-    cut, longest = [], 0
-    for number, row in enumerate(rows, start=1):
-        place = f"{key}: row {number}"
-        if row.get("text") is None:
-            raise ConfigError(f"{place} has {', '.join(map(repr, row))}; must have `text` with prompt_words")
-        other = next((name for name in ("query", TEXT, "prompt", "messages") if row.get(name) is not None), None)
-        if other is not None:
-            raise ConfigError(f"{place} has {other!r} beside `text`; must have no other prompt with prompt_words")
-        text = _text(row["text"], f"{place}: `text`")
-        ends = [word.end() for word in islice(re.finditer(r"\S+", text), words + 1)]
-        longest = max(longest, len(ends))
-        if len(ends) > words:
-            rest = {name: value for name, value in row.items() if name != "text"}
-            cut.append({**rest, "query": text[: ends[words - 1]], TEXT: text})
-    if not cut:
-        raise ConfigError(f"prompt_words: got {words}; no text of {key} has more words (the longest has {longest})")
-    if len(cut) < len(rows):
-        logger.warning("%s: dropped %d of %d texts: no more than %d words", key, len(rows) - len(cut), len(rows), words)
-    return cut
+    cut = _FirstWords(rows, words)
+
+    def long_enough() -> np.ndarray:
+        found, longest = array("q"), 0
+        for number, row in enumerate(rows, start=1):
+            count = _count_words(row, words, f"{key}: row {number}")
+            longest = max(longest, count)
+            if count > words:
+                found.append(number - 1)
+        if not found:
+            right = f"no text of {key} has more words (the longest has {longest})"
+            raise ConfigError(f"prompt_words: got {words}; {right}")
+        return np.frombuffer(found, np.int64)
+
+    kept = kept_array("first-words", cut.fingerprint, np.int64, long_enough)
+    if len(kept) < len(rows):
+        dropped = len(rows) - len(kept)
+        logger.warning("%s: dropped %d of %d texts: no more than %d words", key, dropped, len(rows), words)
+    made = cut.select(kept)
+    return list(made) if cut.fingerprint is None else made
+
+
+class _FirstWords(RowView):
+    """All rows, with the first words of each; see :func:`first_words`."""
+
+    def __init__(self, rows: Rows, words: int) -> None:
+        self._rows, self._words = rows, words
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str | None:
+        base = fingerprint_of(self._rows)
+        return None if base is None else f"first {self._words} words, {code_of('formats.py')}, of {base}"
+
+    def _row(self, number: int) -> dict[str, Any]:
+        row = self._rows[number]
+        text, ends = row["text"], list(islice(re.finditer(r"\S+", row["text"]), self._words))
+        rest = {name: value for name, value in row.items() if name != "text"}
+        return {**rest, "query": text[: ends[-1].end()], TEXT: text}
+
+
+def _count_words(row: Mapping[str, Any], most: int, place: str) -> int:
+    """Words of a row's `text`, counted up to one more than ``most``."""
+    if row.get("text") is None:
+        raise ConfigError(f"{place} has {', '.join(map(repr, row))}; must have `text` with prompt_words")
+    other = next((name for name in ("query", TEXT, "prompt", "messages") if row.get(name) is not None), None)
+    if other is not None:
+        raise ConfigError(f"{place} has {other!r} beside `text`; must have no other prompt with prompt_words")
+    return sum(1 for _ in islice(re.finditer(r"\S+", _text(row["text"], f"{place}: `text`")), most + 1))
 
 
 def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int | None, key: str) -> Rows:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import xxhash
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.formats import identity, prompt_identity
 from async_rlhf.data.loading import Rows
+from async_rlhf.data.views import fingerprint_of
 
 
 def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = None) -> tuple[Rows, Rows]:
@@ -26,16 +30,17 @@ def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = N
     Raises:
         ConfigError: a row has no prompt and no text, or there are fewer than two prompts.
     """
-    places = (f"{key}: row {number}" for number in range(1, len(rows) + 1))
-    if prompt_field is None:
-        names = [identity(row, place) for row, place in zip(rows, places, strict=True)]
-    else:
-        names = [prompt_identity(row[prompt_field], place) for row, place in zip(rows, places, strict=True)]
-    held = held_out_names(names, fraction, key)
-    sides: tuple[list[int], list[int]] = ([], [])
-    for number, name in enumerate(names):
-        sides[name in held].append(number)
-    return _take(rows, sides[0]), _take(rows, sides[1])
+
+    def identities() -> Iterator[str]:
+        for number, row in enumerate(rows, start=1):
+            place = f"{key}: row {number}"
+            yield identity(row, place) if prompt_field is None else prompt_identity(row[prompt_field], place)
+
+    of = fingerprint_of(rows)
+    name = None if of is None else f"{of} {prompt_field} {code_of('formats.py', 'tokenizer.py', 'held_out.py')}"
+    hashes = kept_array("identities", name, np.uint64, lambda: np.fromiter(map(_hash, identities()), np.uint64))
+    held = _lowest(hashes, fraction, key)
+    return _take(rows, np.flatnonzero(~held)), _take(rows, np.flatnonzero(held))
 
 
 def held_out_names(names: Sequence[str], fraction: float, key: str) -> set[str]:
@@ -44,14 +49,26 @@ def held_out_names(names: Sequence[str], fraction: float, key: str) -> set[str]:
     Raises:
         ConfigError: all names are the same.
     """
-    hashes = {name: xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass")) for name in names}
-    if len(hashes) < 2:
-        raise ConfigError(f"{key}: got rows of {len(hashes)} prompt; must be of 2 at least, to hold one out")
-    by_hash = sorted(hashes, key=hashes.__getitem__)
-    count = sum(value < fraction * 2**64 for value in hashes.values())
-    return set(by_hash[: min(max(1, count), len(by_hash) - 1)])
+    hashes = np.fromiter(map(_hash, names), np.uint64)
+    return {name for name, is_held in zip(names, _lowest(hashes, fraction, key), strict=True) if is_held}
 
 
-def _take(rows: Rows, numbers: list[int]) -> Rows:
-    select = getattr(rows, "select", None)  # of datasets.Dataset: leaves the rows on disk
-    return [rows[number] for number in numbers] if select is None else select(numbers)
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
+
+
+def _lowest(hashes: np.ndarray, fraction: float, key: str) -> np.ndarray:
+    """Which of the hashes, uint64 and perhaps equal, are held out: bool."""
+    limit = math.ceil(fraction * 2**64)  # an integer is below the product just if it is below this
+    held = hashes < np.uint64(min(limit, 2**64 - 1))
+    if 0 < np.count_nonzero(held) < len(hashes):
+        return held
+    different = np.unique(hashes)
+    if len(different) < 2:
+        raise ConfigError(f"{key}: got rows of {len(different)} prompt; must be of 2 at least, to hold one out")
+    return hashes < different[-1] if held.all() else hashes == different[0]
+
+
+def _take(rows: Rows, numbers: np.ndarray) -> Rows:
+    select = getattr(rows, "select", None)  # leaves the rows on disk
+    return [rows[number] for number in numbers.tolist()] if select is None else select(numbers)

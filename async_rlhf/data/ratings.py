@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import shown
+from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.loading import Rows
+from async_rlhf.data.views import fingerprint_of
 
 _ROUNDING = 1e-9
 _LARGEST = 1e30
@@ -22,8 +26,8 @@ def is_rated(rows: Rows, field: str) -> bool:
     return "chosen" not in first and "rejected" not in first and any(field in row for row in rows)
 
 
-def read_ratings(rows: Rows, field: str, key: str) -> list[float]:
-    """The rating of every row.
+def read_ratings(rows: Rows, field: str, key: str) -> np.ndarray:
+    """The rating of every row, float64.
 
     Args:
         rows: any number.
@@ -33,10 +37,13 @@ def read_ratings(rows: Rows, field: str, key: str) -> list[float]:
     Raises:
         ConfigError: a rating is missing or is no finite number.
     """
-    return [_rating(row.get(field), f"{key}: row {number}", field, list(row)) for number, row in enumerate(rows, 1)]
+    found = (_rating(row.get(field), f"{key}: row {number}", field, row) for number, row in enumerate(rows, 1))
+    base = fingerprint_of(rows)
+    of = None if base is None else f"{base} {field!r} {code_of('ratings.py')}"
+    return kept_array("ratings", of, np.float64, lambda: np.fromiter(found, np.float64))
 
 
-def _rating(value: object, place: str, field: str, columns: Sequence[str]) -> float:
+def _rating(value: object, place: str, field: str, columns: Iterable[str]) -> float:
     if value is None:
         found = f"has null as {field!r}" if field in columns else f"has no {field!r}"
         raise ConfigError(
@@ -50,7 +57,7 @@ def _rating(value: object, place: str, field: str, columns: Sequence[str]) -> fl
     return float(value)
 
 
-def require_different(ratings: Sequence[float], field: str, key: str) -> None:
+def require_different(ratings: Sequence[float] | np.ndarray, field: str, key: str) -> None:
     """Require at least two rows whose ratings differ.
 
     Raises:
@@ -58,7 +65,7 @@ def require_different(ratings: Sequence[float], field: str, key: str) -> None:
     """
     if len(ratings) < 2:
         raise ConfigError(f"{key}: got {len(ratings)} rated row; must be 2 at least, with different ratings")
-    if min(ratings) == max(ratings):
+    if np.min(ratings) == np.max(ratings):
         same = f"all {len(ratings)} rows have {ratings[0]:g} as {field!r}"
         raise ConfigError(f"{key}: {same}; must differ, or there is nothing to learn")
 

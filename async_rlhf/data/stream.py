@@ -1,7 +1,8 @@
 """The endless stream of prompts.
 
-It is a pure function of (seed, draw): every epoch is a new permutation of the rows, and draw n is always the same
-prompt. So the state of the stream is one integer, and any process can compute the prompts of batch b.
+From rows that can be counted it is a pure function of (seed, draw): every epoch is a new permutation of the rows, and
+draw n is always the same prompt. So the state of the stream is one integer, and any process can compute the prompts of
+batch b. Rows that can only be read one after the other are in data/unsized.py.
 """
 
 from __future__ import annotations
@@ -11,24 +12,44 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.formats import RowReader
+from async_rlhf.data import cache
+from async_rlhf.data.formats import RowReader, is_chat
 from async_rlhf.data.loading import Rows, check_columns
-from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+_COLUMNS = json.JSONEncoder(sort_keys=True, default=str)
+
+
+class Prompts(Protocol):
+    """Prompts in an endless order; draw n is always the same one."""
+
+    @property
+    def epoch_size(self) -> int | None:
+        """Prompts of one epoch, if that is known."""
+
+    def prompt(self, draw: int) -> Prompt:
+        """The prompt of one draw, which counts from 0."""
+
+    def batch(self, index: int, size: int) -> Sequence[Prompt]:
+        """The prompts of batch ``index``, which counts from 1."""
+
+    def fingerprint(self) -> str:
+        """Identifies the prompts, as far as can be told before a run."""
+
 
 class PromptStream:
-    """Prompts in a seeded, endless order.
+    """Prompts in a seeded, endless order. Rows that are on disk stay there until they are drawn.
 
     Args:
         rows: the data set.
@@ -60,23 +81,26 @@ class PromptStream:
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
         check_columns(rows, [prompt_field], key)
-        values = [row[prompt_field] for row in rows]
-        texts = RowReader(tokenizer, key).prompts(values, prompt_field)
+        reader = RowReader(tokenizer, key)
+
+        def read(row: Mapping[str, Any], number: int) -> Part:
+            return Part((reader.prompt(row[prompt_field], f"{key}: {prompt_field!r} of row {number}"),))
+
         self.rows = rows
         self.seed = seed
         self.shuffle = shuffle
+        self._reader = reader
         self._field = prompt_field
-        encoded = encode_texts(tokenizer, texts, key)
-        self._tokens = {i: ids for i, ids in enumerate(encoded) if 0 < len(ids) <= max_length}
-        # Only for chats: a second copy of plain text would waste memory.
-        self._texts = {i: texts[i] for i in self._tokens if texts[i] is not values[i]}
-        self._kept = np.fromiter(self._tokens, dtype=np.int64)
+        self._longest = max_length
+        self._encoded = encode_parts(tokenizer, rows, f"prompts in {prompt_field!r}", read, key)
+        (self._tokens,) = self._encoded.tokens
+        lengths = self._tokens.lengths()
+        self._kept = np.flatnonzero((lengths > 0) & (lengths <= max_length)).astype(_index_type(len(rows)))
         self.dropped = len(rows) - len(self._kept)
         if len(self._kept) == 0:
-            shortest = min(map(len, encoded))
             raise ConfigError(
                 f"max_prompt_length: got {max_length}; none of the {len(rows)} prompts has 1 to {max_length} tokens "
-                f"(the shortest has {shortest})"
+                f"(the shortest has {lengths.min()})"
             )
         if self.dropped:
             logger.warning("dropped %d of %d prompts: not 1 to %d tokens", self.dropped, len(rows), max_length)
@@ -86,12 +110,28 @@ class PromptStream:
         """Prompts of one epoch."""
         return len(self._kept)
 
+    @property
+    def epoch_size(self) -> int | None:
+        """Prompts of one epoch."""
+        return len(self)
+
     def fingerprint(self) -> str:
         """A checksum of the prompts' tokens and of all columns, in row order."""
-        digest = xxhash.xxh3_128()
-        for row in self._kept.tolist():
-            columns = json.dumps(dict(self.rows[row]), sort_keys=True, default=str)
-            digest.update(f"{row} {self._tokens[row]} {columns}".encode(errors="backslashreplace"))
+        if self._encoded.key is None:
+            return self._checksum()
+        of = f"{self._encoded.key} {self._longest}"
+        name = f"prompts-{cache.digest_of(of)}"
+        kept = cache.find(name, of) or cache.keep(name, of, lambda _: {"checksum": self._checksum()})
+        return self._checksum() if kept is None else str(kept.meta["checksum"])
+
+    def _checksum(self) -> str:
+        digest, kept = xxhash.xxh3_128(), iter(self._kept)
+        wanted = next(kept, None)
+        for number, (row, tokens) in enumerate(zip(self.rows, self._tokens, strict=True)):  # in order: that is fast
+            if number == wanted:
+                text = f"{number} {tokens} {_COLUMNS.encode(dict(row))}"
+                digest.update(text.encode(errors="backslashreplace"))
+                wanted = next(kept, None)
         return digest.hexdigest()
 
     def prompt(self, draw: int) -> Prompt:
@@ -99,8 +139,8 @@ class PromptStream:
         epoch, position = divmod(draw, len(self))
         row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
-        if row in self._texts:  # readers of the columns see the text that the policy sees
-            columns[self._field] = self._texts[row]
+        if is_chat(columns[self._field]):  # readers of the columns see the text that the policy sees
+            columns[self._field] = self._reader.prompt(columns[self._field], f"{self._field!r} of row {row + 1}")
         return Prompt(draw, row, self._tokens[row], columns)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
@@ -109,8 +149,14 @@ class PromptStream:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
-            return np.arange(len(self))
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
+            return np.arange(len(self), dtype=_index_type(len(self)))
+        order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
+        return order.astype(_index_type(len(self)))
+
+
+def _index_type(count: int) -> type[np.signedinteger[Any]]:
+    """The smaller type that holds numbers below the count."""
+    return np.int32 if count < 2**31 else np.int64
 
 
 class SharedPrompts:
@@ -123,7 +169,7 @@ class SharedPrompts:
         ranks: the ranks that get the prompts.
     """
 
-    def __init__(self, stream: PromptStream | None, ranks: Ranks) -> None:
+    def __init__(self, stream: Prompts | None, ranks: Ranks) -> None:
         self.stream, self.ranks = stream, ranks
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
@@ -131,14 +177,16 @@ class SharedPrompts:
         return self._share(f"prompts of batch {index}", lambda stream: stream.batch(index, size))
 
     def all(self) -> Sequence[Prompt]:
-        """The prompts of one epoch."""
-        return self._share("all prompts", lambda stream: [stream.prompt(draw) for draw in range(len(stream))])
+        """The prompts of one epoch, of a stream with a length."""
+        return self._share(
+            "all prompts", lambda stream: [stream.prompt(draw) for draw in range(stream.epoch_size or 0)]
+        )
 
     def prompts(self, draws: Sequence[int]) -> Sequence[Prompt]:
         """The prompts of the given draws."""
         return self._share("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
 
-    def _share(self, place: str, draw: Callable[[PromptStream], Sequence[Prompt]]) -> Sequence[Prompt]:
+    def _share(self, place: str, draw: Callable[[Prompts], Sequence[Prompt]]) -> Sequence[Prompt]:
         mine = () if self.stream is None else draw(self.stream)
         if self.ranks.count == 1:
             return mine

@@ -32,10 +32,17 @@ class DataConfig(Checked):
     """The split to take if there are several."""
     eval_split: str = "validation"
     """The same, for held-out prompts."""
+    streaming: bool = False
+    """Take the training prompts in their order, as they come, and from the start again at their end: a data set on the
+    hub is then not downloaded first, and its length need not be known. A resumed run reads them again up to the next
+    one."""
 
     def check(self) -> None:
         check_one_held_out(self.eval, self.eval_fraction, "data.")
         check_prompt_words(self.prompt_words, self.prompt_field, "data.")
+        for name in ("eval_fraction", "prompt_words") if self.streaming else ():
+            right = "must be left out with data.streaming, which reads no row before it is needed"
+            require(getattr(self, name) is None, f"data.{name}", getattr(self, name), right)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,9 @@ class RunConfig(Checked):
         require(self.value_model is None or needs.values, "value_model", self.value_model, right)
         copied = needs.copies_reward and self.value_model is None
         check_bits(self.train.reward_model_bits, self.reward_model, copied, "train.reward_model_bits")
+        right = "must be left out with data.streaming, which knows no length; say train.total_episodes or train.batches"
+        epochs = self.train.num_train_epochs
+        require(epochs is None or not self.data.streaming, "train.num_train_epochs", epochs, right)
         check_functions(self.reward_funcs)
         check_functions(self.callbacks, "callbacks")
         weights, functions = self.train.reward_weights, self.reward_funcs

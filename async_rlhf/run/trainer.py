@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
@@ -19,6 +19,7 @@ from async_rlhf.algorithms.reinforce import RLOO
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
+from async_rlhf.data.unsized import Stream, is_unsized
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.learner.learner import Learner
@@ -46,7 +47,9 @@ class OnlineTrainer:
     Args:
         model: the policy, trained in place; a model, a folder or a hub name, perhaps owner/model@revision.
         args: the configuration: GRPOConfig for GRPO, and so on.
-        train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
+        train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts; or rows without a
+            length, such as a datasets.IterableDataset or an object of your own with ``__iter__``, which are taken in
+            their order, from the start again at their end (see data/unsized.py).
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
         reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
             is the reward.
@@ -76,7 +79,7 @@ class OnlineTrainer:
         self,
         model: Model,
         args: OnlineConfig,
-        train_dataset: Rows,
+        train_dataset: Rows | Stream,
         *,
         reward_model: Model | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
@@ -233,9 +236,31 @@ class OnlineTrainer:
         return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
 
 
-def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows:
+class Formatted:
+    """Rows without a length, each changed by a function when it is read."""
+
+    def __init__(self, rows: Stream, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+        self._rows, self._change = rows, change
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._change, self._rows)
+
+
+@overload
+def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows: ...
+@overload
+def formatted(
+    rows: Rows | Stream, formatting_func: Callable[[Mapping[str, Any]], Any], field: str
+) -> Rows | Stream: ...
+def formatted(rows: Rows | Stream, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows | Stream:
     """The rows, with what the function makes of each under ``field``."""
-    return [{**row, field: formatting_func(row)} for row in rows]
+
+    def change(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**row, field: formatting_func(row)}
+
+    if isinstance(rows, Iterator):
+        return map(change, rows)
+    return Formatted(rows, change) if is_unsized(rows) else [change(row) for row in rows]
 
 
 def train(run: Run) -> OnlineTrainerState:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.rewards import check_bits
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.stream import PromptStream, SharedPrompts
+from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
+from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.shared import SharedEngine, shared_engine
 from async_rlhf.learner.launch import rank_device, start_ranks
@@ -70,7 +71,7 @@ class Inputs:
     """What a user hands over beside the configuration; see :class:`~async_rlhf.run.trainer.OnlineTrainer`."""
 
     model: Model
-    train_dataset: Rows
+    train_dataset: Rows | Stream
     algorithm: Algorithm | None = None
     reward_model: Model | None = None
     reward_funcs: Sequence[RewardFunction] = ()
@@ -152,13 +153,17 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks)
         config = with_prompt_cap(config, inputs.model)
-        config = config.with_rows(ranks.from_lead("rows", lambda: len(inputs.train_dataset)))
+        config = config.with_rows(ranks.from_lead("rows", lambda: _count(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
         run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:
             _restore(run, run.resumed)
         stack.pop_all()  # from here on the run releases the folder
     return run
+
+
+def _count(rows: Rows | Stream) -> int | None:
+    return len(rows) if isinstance(rows, Sized) else None
 
 
 def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
@@ -234,7 +239,7 @@ def _callbacks(
     """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
     known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
     found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.leads else {}
-    rows = None if prompts.stream is None else len(prompts.stream)
+    rows = None if prompts.stream is None else prompts.stream.epoch_size
     return Callbacks(config, learner, tokenizer, inputs.callbacks, known, rows, found)
 
 
@@ -260,25 +265,24 @@ def _read_prompts(
     config: OnlineConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> tuple[SharedPrompts, SharedPrompts | None]:
     """The training prompts and the held-out ones, if any. Rank 0 reads them."""
+    what: dict[str, Any] = {"prompt_field": inputs.prompt_field, "max_length": config.prompt_cap}
 
-    def stream(key: str, rows: Rows) -> PromptStream:
-        return PromptStream(
-            rows,
-            tokenizer,
-            prompt_field=inputs.prompt_field,
-            max_length=config.prompt_cap,
-            seed=config.seed,
-            shuffle=key == "train_dataset",
-            key=key,
-        )
+    def training() -> Prompts:
+        rows = inputs.train_dataset
+        if is_unsized(rows):
+            # Restarted generators get their open requests again, of S + 1 batches at most.
+            return UnsizedPrompts(rows, tokenizer, window=(config.staleness + 2) * config.batch_size, **what)
+        return PromptStream(cast(Rows, rows), tokenizer, seed=config.seed, **what)
 
-    train = evaluated = None
+    train: Prompts | None = None
+    evaluated: PromptStream | None = None
     if ranks.leads:
         rows = inputs.eval_dataset
         evaluable = config.eval_steps == 0 or rows is not None
         require(evaluable, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
-        train = stream("train_dataset", inputs.train_dataset)
-        evaluated = None if rows is None else stream("eval_dataset", rows)
+        train = training()
+        if rows is not None:
+            evaluated = PromptStream(rows, tokenizer, shuffle=False, key="eval_dataset", **what)
     evaluates = ranks.from_lead("held-out prompts", lambda: evaluated is not None)
     return SharedPrompts(train, ranks), SharedPrompts(evaluated, ranks) if evaluates else None
 

@@ -314,9 +314,9 @@ def test_every_file_of_rows_is_read_or_has_one_clear_error(lines):
         errors.append(str(error))
     reader = RowReader(None, "data.train")
     for read in (
-        lambda: reader.prompts([row.get("query") for row in found], "query"),
-        lambda: reader.demonstrations(found),
-        lambda: reader.preferences(found),
+        lambda: [reader.prompt(row.get("query"), f"data.train: row {n}") for n, row in enumerate(found, 1)],
+        lambda: list(reader.demonstrations(found)),
+        lambda: list(reader.preferences(found)),
         lambda: read_ratings(found, "score", "data.train"),
         lambda: first_words(found, 1, "data.train"),
         lambda: hold_out(found, 0.5, "data.train"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import datasets
-import numpy as np
 import pytest
 from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import loading, token_cache
+from async_rlhf.data import cache, loading, token_cache
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
@@ -64,7 +63,7 @@ START = "[user]a\n[assistant]b<eos>\n[user]c\n[assistant]"
     ],
 )  # fmt: skip
 def test_demonstrations(reader, row, expected):
-    assert reader.demonstrations([row]) == [expected]
+    assert list(reader.demonstrations([row])) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +80,12 @@ def test_demonstrations(reader, row, expected):
     ],
 )  # fmt: skip
 def test_preferences(reader, row, expected):
-    assert reader.preferences([row]) == [expected]
+    assert list(reader.preferences([row])) == [expected]
 
 
 def test_prompts_are_all_before_the_last_answer(reader):
     values = ["text", said("a", "b", "c"), said("a", "b", "c", "d")]
-    assert reader.prompts(values, "messages") == ["text", START, START]
+    assert [reader.prompt(value, "row") for value in values] == ["text", START, START]
 
 
 @pytest.mark.parametrize(
@@ -114,18 +113,18 @@ def test_prompts_are_all_before_the_last_answer(reader):
 )
 def test_rows_that_mean_nothing_are_named(reader, read, row, message):
     with pytest.raises(ConfigError, match=message):
-        getattr(reader, read)([row])
+        list(getattr(reader, read)([row]))
 
 
 def test_a_chat_needs_a_template_that_goes_on_from_its_prompt(tokenizer, chatting):
     row = {"messages": said("a", "b")}
     for without in (RowReader(tokenizer, "train"), RowReader(None, "train")):
         with pytest.raises(ConfigError, match=r"row 1: `messages` is a chat, and no tokenizer with a chat template"):
-            without.demonstrations([row])
+            list(without.demonstrations([row]))
     other = byte_tokenizer()
     other.chat_template = "{{ messages | length }}" + TEMPLATE
     with pytest.raises(ConfigError, match="writes a chat with its answer otherwise than without"):
-        RowReader(other, "train").demonstrations([row])
+        list(RowReader(other, "train").demonstrations([row]))
 
 
 def test_an_answer_may_spell_the_end_of_sequence(chatting):
@@ -134,7 +133,7 @@ def test_an_answer_may_spell_the_end_of_sequence(chatting):
     silent.chat_template = TEMPLATE.replace("{{ eos_token }}", "")
     row = {"messages": said("a", "keep <eos> this")}
     for tokenizer, rest in ((chatting, ""), (silent, "\n")):
-        assert RowReader(tokenizer, "data").demonstrations([row])[0].response == f"keep <eos> this{rest}"
+        assert next(RowReader(tokenizer, "data").demonstrations([row])).response == f"keep <eos> this{rest}"
 
 
 def test_the_stream_hands_out_what_the_policy_sees(chatting):
@@ -183,7 +182,7 @@ TEXTS = ["one text", "", "another: ä😀", "one text"]
 def kept(tmp_path, monkeypatch):
     """The folder of the cache, which keeps even little."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(token_cache, "CACHED_FROM", 1)
+    monkeypatch.setattr(cache, "CACHED_FROM", 1)
     monkeypatch.setattr(token_cache, "_CHUNK", 3)
     return tmp_path / "cache"
 
@@ -199,10 +198,10 @@ def tokenised(monkeypatch):
 
 def test_tokens_are_computed_once(kept, tokenised, tokenizer):
     expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
-    assert encode_texts(tokenizer, TEXTS) == expected
+    assert list(encode_texts(tokenizer, TEXTS)) == expected
     assert tokenised == TEXTS
-    assert encode_texts(tokenizer, TEXTS) == expected
-    assert encode_texts(byte_tokenizer(), list(TEXTS)) == expected  # an equal tokenizer of another object
+    assert list(encode_texts(tokenizer, TEXTS)) == expected
+    assert list(encode_texts(byte_tokenizer(), list(TEXTS))) == expected  # an equal tokenizer of another object
     assert tokenised == TEXTS
     assert len(list(kept.iterdir())) == 1
 
@@ -212,26 +211,34 @@ def test_whatever_changes_the_tokens_changes_the_file(kept, tokenised, tokenizer
     other = byte_tokenizer()
     other.add_tokens(["text"])
     for count, (reader, texts) in enumerate([(other, TEXTS), (tokenizer, TEXTS[:2]), (tokenizer, ["one", " text"])], 2):
-        assert encode_texts(reader, texts) == [tuple(reader(t, add_special_tokens=False)["input_ids"]) for t in texts]
+        assert list(encode_texts(reader, texts)) == [
+            tuple(reader(t, add_special_tokens=False)["input_ids"]) for t in texts
+        ]
         assert len(list(kept.iterdir())) == count
     # Where one text ends and the next begins is part of it.
-    assert encode_texts(tokenizer, ["on", "e text"]) != encode_texts(tokenizer, ["one", " text"])
+    assert list(encode_texts(tokenizer, ["on", "e text"])) != list(encode_texts(tokenizer, ["one", " text"]))
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other", "lengths"])
-def test_a_damaged_file_is_computed_again(kept, tokenised, tokenizer, damage, caplog):
-    expected = encode_texts(tokenizer, TEXTS)
-    (file,) = kept.iterdir()
-    if damage == "lengths":
-        np.savez(file, ids=np.arange(3), lengths=np.array([1, 1, 1, 1]))
+@pytest.mark.parametrize("name", ["ids0", "ends0", "numbers", "meta.json"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "gone"])
+def test_a_damaged_file_is_computed_again(kept, tokenised, tokenizer, name, damage, caplog):
+    expected = list(encode_texts(tokenizer, TEXTS))
+    (folder,) = kept.iterdir()
+    file = folder / name
+    if name == "numbers":
+        file.write_bytes(b"these texts have no numbers")
+    elif damage == "gone":
+        file.unlink()
     else:
-        file.write_bytes({"cut": file.read_bytes()[:-40], "empty": b"", "other": b"what is this"}[damage])
+        raw = file.read_bytes()
+        changed = bytes([raw[0] ^ 1]) + raw[1:]
+        file.write_bytes({"cut": raw[:-5], "empty": b"", "changed": changed}[damage])
     tokenised.clear()
-    assert encode_texts(tokenizer, TEXTS) == expected
+    assert list(encode_texts(tokenizer, TEXTS)) == expected
     assert tokenised == TEXTS
     assert "damaged" in caplog.text
     tokenised.clear()
-    assert encode_texts(tokenizer, TEXTS) == expected
+    assert list(encode_texts(tokenizer, TEXTS)) == expected
     assert tokenised == []
 
 
@@ -244,6 +251,6 @@ def test_without_a_place_to_keep_them_tokens_are_computed(kept, tokenised, token
 
 
 def test_little_is_not_kept(kept, tokenizer, monkeypatch):
-    monkeypatch.setattr(token_cache, "CACHED_FROM", sum(map(len, TEXTS)) + 1)
+    monkeypatch.setattr(cache, "CACHED_FROM", sum(map(len, TEXTS)) + 1)
     encode_texts(tokenizer, TEXTS)
     assert not kept.exists()

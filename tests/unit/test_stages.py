@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from async_rlhf.commands import stage
 from async_rlhf.commands.sft import SFTTrainer, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
 from async_rlhf.commands.training import LengthBatches, train
@@ -101,6 +103,41 @@ def test_fingerprints_of_models_and_functions(tmp_path):
     code.write_text("def f(): return 1")
     assert fingerprint(f"{code}:f") != before
     assert fingerprint("owner/model") == "owner/model"
+
+
+def test_a_large_input_is_read_once_until_it_changes(tmp_path, monkeypatch):
+    """Also if it changes to the same size and date."""
+    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
+    read = []
+    real = stage._hash_now
+    monkeypatch.setattr(stage, "_hash_now", lambda files, *rest: read.append(len(files)) or real(files, *rest))
+    source, folder = tmp_path / "rows.jsonl", tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    source.write_text("a")
+    small = [fingerprint(str(path)) for path in (source, folder)]
+    assert not (tmp_path / "cache").exists()
+
+    monkeypatch.setattr(stage, "_LARGE", 1)
+    for path in (source, folder):  # just written: not kept yet
+        fingerprint(str(path))
+    assert read == [1, 2] * 2
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(stage, "_SETTLED", -1.0)
+    read.clear()
+    for _ in range(3):
+        assert [fingerprint(str(path)) for path in (source, folder)] == small
+    assert read == [1, 2]
+    time.sleep(0.05)  # longer than the tick of a file system's clock
+    for path, text in ((source, "b"), (folder / "model.safetensors", "weighty")):
+        before = path.stat()
+        path.write_text(text)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = [fingerprint(str(path)) for path in (source, folder)]
+    assert all(one != other for one, other in zip(small, changed, strict=True))
+    assert [fingerprint(str(path)) for path in (source, folder)] == changed
+    assert read == [1, 2] * 2
 
 
 def test_a_folder_of_others_is_never_replaced(make_stage, tmp_path):

@@ -1,0 +1,184 @@
+"""Results about whole data sets: computed once, and kept in folders of the cache for the next run.
+
+A folder is written whole and says of what it is, and the size and the checksum of each of its files. So one that is of
+other data or was damaged is noticed, and made again. Two processes that make the same one do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from mmap import MADV_DONTNEED, mmap
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import xxhash
+
+from async_rlhf.system.files import cache_folder
+
+logger = logging.getLogger(__name__)
+
+CACHED_FROM = 1_000_000
+"""Characters or bytes of data from which results are kept; of fewer they are computed as fast as they are read."""
+_META = "meta.json"
+_BLOCK = 1 << 20
+_ABANDONED = 24 * 3600  # seconds after which an unfinished folder is one that a killed process left behind
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One result that is kept: raw arrays in a folder, and what is written beside them."""
+
+    folder: Path
+    meta: Mapping[str, Any]
+
+    def array(self, name: str, dtype: Any) -> np.ndarray:
+        """The flat array in a file. It is mapped, not read."""
+        path = self.folder / name
+        if path.stat().st_size == 0:  # nothing to map
+            return np.zeros(0, dtype)
+        return np.memmap(path, dtype, mode="r")
+
+
+def find(name: str, of: str) -> Kept | None:
+    """What is kept under a name; None if there is nothing, or it is of something else. What is damaged is warned of.
+
+    Args:
+        name: of the folder.
+        of: identifies what the result was computed from.
+    """
+    folder = cache_folder() / name
+    if not folder.is_dir():
+        return None
+    try:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        whole = all(_sum(folder / file) == known for file, known in meta["files"].items())
+        if whole:
+            return Kept(folder, meta) if meta["of"] == of else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    logger.warning("cache folder %s is damaged; it is made again", folder)
+    return None
+
+
+def keep(name: str, of: str, write: Callable[[Path], Mapping[str, Any]]) -> Kept | None:
+    """Keep a result; None, with a warning, if it cannot be kept: that is no reason to stop.
+
+    Args:
+        name: of the folder.
+        of: see :func:`find`.
+        write: writes the files into a folder, and returns what else is to be kept: values for JSON.
+    """
+    folder = cache_folder() / name
+    temporary = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _delete_abandoned(folder.parent)
+        temporary = folder.with_name(f".{name}.{uuid4().hex}.tmp")
+        temporary.mkdir()
+        meta = {**write(temporary), "of": of}
+        meta["files"] = {file.name: _sum(file, flush=True) for file in sorted(temporary.iterdir())}
+        with (temporary / _META).open("w", encoding="utf-8") as file:
+            json.dump(meta, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _put(temporary, folder)
+    except OSError as error:
+        logger.warning("the cache folder %s could not be written: %s", folder, error)
+        return None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return find(name, of)
+
+
+def kept_array(kind: str, of: str | None, dtype: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array about some data: from the cache, or made now, and kept if the data have a fingerprint.
+
+    Args:
+        kind: what it is; part of the folder's name, so made of letters.
+        of: fingerprint of the data and of everything else that the array depends on; None keeps nothing.
+        dtype: of the array.
+        make: computes it.
+    """
+    if of is None:
+        return make()
+    name = f"{kind}-{digest_of(of)}"
+    found = find(name, of)
+    if found is None:
+        made = make()
+        found = keep(name, of, partial(write_array, "values.bin", made, {}))
+        if found is None:
+            return made
+    return found.array("values.bin", dtype)
+
+
+def digest_of(text: str) -> str:
+    """A checksum of a text, to name folders by."""
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="backslashreplace"))
+
+
+def code_of(*names: str) -> str:
+    """A checksum of files, this folder's or with their whole path: of the code that computes what is kept."""
+    digest = xxhash.xxh3_128()
+    for name in names:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()
+
+
+def write_array(name: str, values: np.ndarray, meta: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Write a flat array and return what is to be kept beside it, for :func:`keep`."""
+    values.tofile(folder / name)
+    return meta
+
+
+def forget(values: np.ndarray) -> None:
+    """Let go of the memory that a mapped array takes by now; it is read from its file again when it is needed."""
+    base: Any = values
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap):
+        base.madvise(MADV_DONTNEED)
+
+
+def _put(temporary: Path, folder: Path) -> None:
+    """Rename into place. What was there goes; if another process has just put its own there, that stays."""
+    old = temporary.with_suffix(".old.tmp")
+    with suppress(FileNotFoundError):
+        folder.rename(old)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _delete_abandoned(parent: Path) -> None:
+    for folder in parent.glob(".*.tmp"):
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest > _ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sum(path: Path, flush: bool = False) -> list[Any]:
+    """Size and checksum of a file."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+        if flush:
+            os.fsync(file.fileno())
+    return [size, digest.hexdigest()]
