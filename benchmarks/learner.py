@@ -1,0 +1,183 @@
+"""What the learner costs beyond the arithmetic that nobody can avoid.
+
+    python benchmarks/learner.py [--json] [--rounds 5] [--budgets 512 1024 2048 4096 8192] [--threads N]
+
+A GPT-NeoX of 6.8M parameters and 64 completions of ragged length: prompts of 10 to 60 tokens, responses lognormal with
+median 60 and sigma 1, up to 400. Two ways to compute on as many real tokens take turns, round by round, so that a
+machine whose speed drifts treats them alike:
+
+    bare      forward and backward passes of transformers' model alone: rows of one length, so nothing is padded, and
+              logits for as many response tokens; in passes of 1 to 32 rows, of which the fastest counts
+    update    the learner's whole update (GRPO, no reference): micro-batches of at most so many tokens, log-probabilities
+              and entropies, loss, metrics, clipping and the optimiser's step
+
+    ratio     update / bare: 1 is a learner that wastes nothing; the median over rounds, and the smallest and largest
+    padding   tokens that the update computes / real tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from async_rlhf import GRPOConfig, KLConfig
+from async_rlhf.algorithms.table import find
+from async_rlhf.learner.learner import Learner
+from async_rlhf.models.rows import sampled_rows
+from async_rlhf.types import Experience, Sample
+
+ROWS, VOCABULARY, LONGEST = 64, 4096, 460
+BARE_ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def policy() -> GPTNeoXForCausalLM:
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        max_position_embeddings=LONGEST,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def lengths() -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each prompt and of each response."""
+    random = np.random.default_rng(0)
+    prompts_R = random.integers(10, 61, ROWS)
+    responses_R = np.clip(np.round(60 * np.exp(random.standard_normal(ROWS))), 1, 400).astype(int)
+    return prompts_R, responses_R
+
+
+def experience() -> Experience:
+    random = np.random.default_rng(1)
+    samples = [
+        Sample.answer(
+            random.integers(0, VOCABULARY, before).tolist(),
+            random.integers(0, VOCABULARY, after),
+            np.full(after, -np.log(VOCABULARY), np.float32),
+            np.zeros(after, int),
+            "stop",
+        )
+        for before, after in zip(*lengths(), strict=True)
+    ]
+    rows = sampled_rows(samples)
+    scores_R = torch.from_numpy(random.standard_normal(ROWS)).float()
+    return Experience(**rows, scores_B=scores_R, weights_U=torch.ones(ROWS))
+
+
+def update(tokens: int) -> tuple[Callable[[], Any], float]:
+    """An update in passes of at most so many tokens, and how many tokens it computes for each real one."""
+    config = GRPOConfig(
+        per_device_train_batch_size=ROWS,
+        samples_per_prompt=4,
+        max_tokens_per_pass=tokens,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        kl=KLConfig(coef=0.0),
+        device="cpu",
+    )
+    algorithm = find("grpo")
+    learner = Learner(policy(), None, algorithm, config)
+    rows = algorithm.credit(experience(), config)
+    computed = 0
+
+    def count(_model: Any, _args: Any, arguments: dict[str, Any]) -> None:
+        nonlocal computed
+        computed += arguments["input_ids"].numel()
+
+    handle = learner.policy.register_forward_pre_hook(count, with_kwargs=True)
+    learner.update(rows, 1)
+    handle.remove()
+    return lambda: learner.update(rows, 1), computed / int(rows.lengths_B.sum())
+
+
+def bare(rows: int) -> Callable[[], None]:
+    """Forward and backward passes over as many real tokens, in rows of one length, so many at once."""
+    model, (prompts_R, responses_R) = policy(), lengths()
+    before, after = round(prompts_R.mean()), round(responses_R.mean())
+    tokens_RT = torch.randint(0, VOCABULARY, (ROWS, before + after), generator=torch.Generator().manual_seed(0))
+
+    def compute() -> None:
+        for tokens_BT in tokens_RT.split(rows):
+            logits_BTV = model(input_ids=tokens_BT, use_cache=False, logits_to_keep=after + 1).logits[:, :-1]
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, before:].flatten())
+            loss.backward()
+        model.zero_grad()
+
+    compute()
+    return compute
+
+
+def seconds(compute: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    compute()
+    return time.perf_counter() - started
+
+
+def measure(budgets: list[int], rounds: int) -> list[dict[str, float]]:
+    """A row for each budget."""
+    bares = {rows: bare(rows) for rows in BARE_ROWS}
+    updates = {tokens: update(tokens) for tokens in budgets}
+    bare_seconds: dict[int, list[float]] = {rows: [] for rows in bares}
+    update_seconds: dict[int, list[float]] = {tokens: [] for tokens in updates}
+    for _ in range(rounds):
+        for rows, compute in bares.items():
+            bare_seconds[rows].append(seconds(compute))
+        for tokens, (compute, _) in updates.items():
+            update_seconds[tokens].append(seconds(compute))
+    fastest = min(bare_seconds.values(), key=statistics.median)
+    table = []
+    for tokens, (_, padding) in updates.items():
+        ratios = [mine / theirs for mine, theirs in zip(update_seconds[tokens], fastest, strict=True)]
+        table.append(
+            {
+                "budget": tokens,
+                "ratio": statistics.median(ratios),
+                "smallest": min(ratios),
+                "largest": max(ratios),
+                "padding": padding,
+                "update": statistics.median(update_seconds[tokens]),
+                "bare": statistics.median(fastest),
+            }
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the rows as one line of JSON, last")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="TOKENS")
+    parser.add_argument("--threads", type=int, help="threads of torch; by default torch's choice")
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    rows = measure(options.budgets, options.rounds)
+    total = int(sum(part.sum() for part in lengths()))
+    print(
+        f"{ROWS} rows, {total} tokens, {torch.get_num_threads()} threads; seconds of an update and of the fastest bare pass"
+    )
+    columns = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding"]
+    print("".join(f"{name:>10}" for name in columns))
+    for row in rows:
+        print(f"{row['budget']:>10}" + "".join(f"{row[name]:>10.3f}" for name in columns[1:]))
+    if options.json:
+        print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
