@@ -8,7 +8,7 @@ machine whose speed drifts treats them alike:
 
     bare      forward and backward passes of transformers' model alone: rows of one length, so nothing is padded, and
               logits for as many response tokens; in passes of 1 to 32 rows, of which the fastest counts
-    update    the learner's whole update (GRPO, no reference): micro-batches of at most so many tokens, log-probabilities
+    update    the whole update of the learner (GRPO, no reference): passes of at most so many tokens, log-probabilities
               and entropies, loss, metrics, clipping and the optimiser's step
 
     ratio     update / bare: 1 is a learner that wastes nothing; the median over rounds, and the smallest and largest
@@ -168,9 +168,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     rows = measure(options.budgets, options.rounds)
     total = int(sum(part.sum() for part in lengths()))
-    print(
-        f"{ROWS} rows, {total} tokens, {torch.get_num_threads()} threads; seconds of an update and of the fastest bare pass"
-    )
+    print(f"{ROWS} rows, {total} tokens, {torch.get_num_threads()} threads; seconds of an update and a bare pass")
     columns = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding"]
     print("".join(f"{name:>10}" for name in columns))
     for row in rows:

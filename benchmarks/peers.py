@@ -9,10 +9,11 @@ Two cases, each with online DPO, RLOO and GRPO:
     ragged       a GPT-NeoX of 25M parameters, whose random weights end an answer after 60 tokens on average and after
                  256 at most; a reward function; 32 completions a batch
 
-TRL, ours in turn (S = 0, inline) and ours at once (S = 1, a generator's process and the learner with half of the threads
-each) take turns, round by round, with the same prompts, models, sizes of batch, lengths, precision (float32) and number
-of threads. TRL trains with as many rows a pass as is fastest of --trl-rows, found by trying; gradient checkpointing is
-off in both. A batch's seconds are those between the ends of two optimiser steps, without the first two.
+TRL, ours in turn (S = 0, inline) and ours at once (S = 1, a generator's process and the learner with half of the
+threads each) take turns, round by round, with the same prompts, models, sizes of batch, lengths, precision (float32)
+and number of threads. TRL trains with as many rows a pass as is fastest of --trl-rows, found by trying; ours takes the
+tokens that it finds right ("auto"). Gradient checkpointing is off in both. A batch's seconds are those between the ends
+of two optimiser steps, without the first two.
 
     ratio        our completions per second / TRL's; the median over rounds
     memory       peak resident memory of all processes, GB
@@ -206,6 +207,8 @@ def run_ours(folder: Path, case: str, algorithm: str, staleness: int, threads: i
         "staleness": staleness,
         "learning_rate": RATE,
         "max_prompt_length": 128,
+        "max_tokens_per_pass": "auto",
+        "annotate_max_tokens": "auto",
         "non_eos_penalty": False,
         "device": "cpu",
         "progress": False,
