@@ -185,23 +185,30 @@ class Experience:
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
 
-    @property
-    def weight(self) -> float:
-        """The normaliser of the loss; 0 if no unit has a gradient, and then no optimiser step may be taken."""
-        if self.teaches_U is not None and not self.teaches_U.any():
+    def weight_of(self, units_U: Tensor) -> float:
+        """The normaliser of the loss of the given units; 0 if none has a gradient, and then no optimiser step may be
+        taken.
+        """
+        if self.teaches_U is not None and not self.teaches_U[units_U].any():
             return 0.0
-        return float(self.weights_U.sum())
+        return float(self.weights_U[units_U].sum())
 
     @property
     def units(self) -> int:
         return len(self) // self.rows_per_unit
+
+    def rows_of(self, units_U: Tensor) -> Tensor:
+        """Indices (B,) of the rows of the given units, in the given order."""
+        import torch
+
+        return (units_U[:, None] * self.rows_per_unit + torch.arange(self.rows_per_unit)).flatten()
 
     def select(self, units: Tensor | Sequence[int]) -> Experience:
         """The given units, in the given order, trimmed to the longest of their rows."""
         import torch
 
         units_U = torch.as_tensor(units, dtype=torch.long)
-        rows_B = (units_U[:, None] * self.rows_per_unit + torch.arange(self.rows_per_unit)).flatten()
+        rows_B = self.rows_of(units_U)
         longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
 
         def part(name: str, tensor: Tensor) -> Tensor:

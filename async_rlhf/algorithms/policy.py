@@ -73,7 +73,9 @@ def kl_loss(output: PolicyOutput, rows: Experience, kl: KLConfig) -> Tensor:
 
 def rest_of_score(experience: Experience, scores_B: Tensor) -> Tensor:
     """(B,): scores without the rewards that an environment gave at tokens."""
-    given_B = experience.rewards_BT.double().sum(dim=1)  # rounded once, as scores are
+    import torch
+
+    given_B = experience.rewards_BT.sum(dim=1, dtype=torch.float64)  # rounded once, as scores are
     return scores_B - given_B.to(scores_B.dtype)
 
 

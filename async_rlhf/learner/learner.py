@@ -243,10 +243,10 @@ class Learner:
         seen = RatioMonitor()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
-            mini_batch = experience.select(units_U[experience.weights_U[units_U] > 0])
-            weight = mini_batch.weight
+            units_U = units_U[experience.weights_U[units_U] > 0]
+            weight = experience.weight_of(units_U)
             if weight > 0:  # else the optimiser's momentum would move the weights for a mini-batch of ties
-                self._backward(mini_batch, weight, loss_sums, seen)
+                self._backward(experience, units_U, weight, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
                 found = self.parallel.step(limit)
                 total_weight += weight
@@ -276,18 +276,19 @@ class Learner:
             yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
 
     def _backward(
-        self, mini_batch: Experience, weight: float, loss_sums: dict[str, Tensor], seen: RatioMonitor
+        self, experience: Experience, units_U: Tensor, weight: float, loss_sums: dict[str, Tensor], seen: RatioMonitor
     ) -> None:
         """Accumulate the gradient of (sum of losses) / weight over micro-batches of similar length, and the metrics.
 
-        ``weight`` is that of the whole mini-batch; each rank computes some of its micro-batches. Nothing here reads a
-        number from the device, so that it need not be waited for.
+        ``units_U`` are a mini-batch, ``weight`` is that of the whole of it; each rank computes some of its
+        micro-batches. Nothing here reads a number from the device, so that it need not be waited for.
         """
         config, device = self._batch_config, self.parallel.device_of(self.policy)
-        parts = self._training.split(mini_batch.lengths_B, mini_batch.rows_per_unit, self.ranks.count)
+        lengths_B = experience.lengths_B[experience.rows_of(units_U)]
+        parts = self._training.split(lengths_B, experience.rows_per_unit, self.ranks.count)
         mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
-        for number, (units_U, counts) in enumerate(mine, start=1):
-            rows = mini_batch.select(units_U)
+        for number, (part_U, counts) in enumerate(mine, start=1):
+            rows = experience.select(units_U[part_U])
             micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
             with self.parallel.accumulating(last=number == len(mine)):
                 with self._autocast():

@@ -90,7 +90,9 @@ REFUSED = {
     ),
     "units chosen by an index of the device": (
         Fault(
-            "learner.learner:Learner._backward", "mini_batch.select(units_U)", "mini_batch.select(units_U.to(device))"
+            "learner.learner:Learner._backward",
+            "experience.select(units_U[part_U])",
+            "experience.select(units_U[part_U].to(device))",
         ),
         GRPO,
         DEVICES,
