@@ -74,9 +74,10 @@ def hold_linear(model: nn.Module, dtype: torch.dtype | None, head_float32: bool)
         return
     kept = _heads(model, head_float32)
     embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module not in kept and id(module.weight) not in embedded:
-            _hold(module.parameters(recurse=False), dtype)
+    _hold(
+        (m for m in model.modules() if isinstance(m, nn.Linear) and m not in kept and id(m.weight) not in embedded),
+        dtype,
+    )
 
 
 def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) -> None:
@@ -86,15 +87,20 @@ def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) ->
     """
     if dtype is None:
         return
-    kept = {id(parameter) for head in _heads(model, head_float32) for parameter in head.parameters()}
-    for part in blocks(model) if head_float32 and _generates(model) else [model]:
-        _hold((parameter for parameter in part.parameters() if id(parameter) not in kept), dtype)
+    kept = _heads(model, head_float32)
+    parts = blocks(model) if head_float32 and _generates(model) else [model]
+    _hold((module for part in parts for module in part.modules() if module not in kept), dtype)
 
 
-def _hold(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    for parameter in parameters:
-        if parameter.is_floating_point():  # quantised ones are integers
-            parameter.data = parameter.data.to(dtype)
+def _hold(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Replace the modules' own parameters; those that several share stay shared."""
+    held: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():  # quantised ones are integers
+                if parameter not in held:
+                    held[parameter] = nn.Parameter(parameter.data.to(dtype), requires_grad=False)
+                module._parameters[name] = held[parameter]
 
 
 def _generates(model: nn.Module) -> bool:

@@ -62,7 +62,7 @@ REFUSED = {
     "completions compared on the host": (
         Fault("generation.agreement:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]'),
         GRPO,
-        DEVICES,
+        INDEX,
     ),
     "the reward model is not moved": (
         Fault("models.loading:reward_model_for", "check_reward_model(model).to(device)", "check_reward_model(model)"),

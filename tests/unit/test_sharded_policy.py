@@ -25,11 +25,13 @@ PROMPTS = [Prompt(i, i, tuple(range(40, 45 + i))) for i in range(3)]
 
 
 @pytest.fixture
-def parallel():
+def parallel(make_args):
     """FSDP2 on a group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"))
-    dist.destroy_process_group()
+    try:
+        yield FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"), make_args())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_workers_get_the_models_own_class(parallel, make_policy, make_args):
