@@ -84,6 +84,7 @@ class Watch:
             if self.failure is not None or self._told:
                 return
             self.failure = why
+        logger.error("ending: %s", why)  # at once: whoever started the ranks may kill this one, too
         self._failed.set()
         self._tell(why)
         if self._watching:
@@ -95,7 +96,6 @@ class Watch:
         timer.start()
 
     def _leave(self) -> None:
-        logger.error("ending: %s", self.failure)
         os._exit(1)
 
     def _tell(self, end: str) -> None:

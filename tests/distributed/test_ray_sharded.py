@@ -33,7 +33,7 @@ def test_an_actor_samples_what_the_whole_policy_samples(tmp_path, monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         connect(args)
-        parallel = FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"))
+        parallel = FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"), args)
         policy = parallel.frozen(new_policy())
         with closing(RayGenerator(args, policy, PARAMS, Trace(), parallel)) as generator:
             generator.publish(policy, 0)

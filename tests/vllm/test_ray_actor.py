@@ -36,7 +36,7 @@ def test_vllm_in_an_actor_knows_a_policy_that_fsdp_has_sharded(engine, make_args
     assert dist.get_world_size() == 1  # the engine in this process has made the group
     try:
         connect(args)
-        parallel = FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"))
+        parallel = FullyShardedDataParallel(Ranks(), ParallelConfig("fsdp"), torch.device("cpu"), args)
         policy = parallel.frozen(new_policy())
         with closing(RayGenerator(args, policy, PARAMS, Trace(), parallel)) as generator:
             generator.publish(policy, 0)
