@@ -413,6 +413,8 @@ class OnlineConfig(Checked):
         right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
         spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
         require(not spread or self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
+        right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
+        require(parallel.strategy != "zero3" or not self.offload_frozen, "offload_frozen", True, right)
         right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
         here = not spread and self.ray.reward_workers == 0
         require(here or self.reward_model_bits is None, "reward_model_bits", self.reward_model_bits, right)

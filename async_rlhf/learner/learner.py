@@ -33,7 +33,7 @@ from async_rlhf.models.forward import (
     response_values,
 )
 from async_rlhf.models.frozen import at_hand, frozen
-from async_rlhf.models.kernels import compile_blocks
+from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
@@ -131,8 +131,8 @@ class Learner:
         if self.value is not None:
             rate = config.learning_rate if self.needs.value_learning_rate is None else self.needs.value_learning_rate
             groups += decayed_groups(trainable(self.value), rate, config.weight_decay)
-        ends = (self.policy.get_input_embeddings(), self.policy.get_output_embeddings())
-        return make_optimizer(config, groups, [parameter for end in ends for parameter in end.parameters()])
+        models = filter(None, (self.policy, self.value))
+        return make_optimizer(config, groups, [block for model in models for block in blocks(model)])
 
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add log-probabilities and values from before the update, then let the algorithm assign credit.

@@ -52,13 +52,16 @@ def require_optimizer(config: OnlineConfig, parallel: Parallel, own: torch.optim
     require(name == "adamw" or parallel.takes_optimizers, "optimizer", name, right)
 
 
-def make_optimizer(config: OnlineConfig, groups: Groups, embeddings: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(config: OnlineConfig, groups: Groups, inside: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """The optimiser of that name.
 
     Args:
         config: its name, learning rate and coefficients.
         groups: parameters with their learning rate and weight decay.
-        embeddings: those of input and output, which Muon is not for.
+        inside: the blocks of the models. Muon is for their matrices, and not for embeddings and heads.
+
+    Raises:
+        ConfigError: Muon, and no matrix of a block is trained.
     """
     betas = (config.adam_beta1, config.adam_beta2)
     adam: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
@@ -68,32 +71,33 @@ def make_optimizer(config: OnlineConfig, groups: Groups, embeddings: Sequence[nn
     if config.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=rate, weight_decay=config.weight_decay)
     if config.optimizer == "muon":
-        return _muon(groups, rate, adam, {id(parameter) for parameter in embeddings})
+        return _muon(groups, rate, adam, {id(parameter) for block in inside for parameter in block.parameters()})
     from bitsandbytes import optim
 
     kind = optim.PagedAdamW8bit if config.optimizer.startswith("paged") else optim.AdamW8bit
     return kind(groups, lr=rate, **adam)
 
 
-def _muon(groups: Groups, rate: float, adam: dict[str, Any], embeddings: set[int]) -> torch.optim.Optimizer:
-    """Muon for the matrices within the body, AdamW for everything else (Jordan et al., "Muon", 2024).
+def _muon(groups: Groups, rate: float, adam: dict[str, Any], inside: set[int]) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, AdamW for everything else (Jordan et al., "Muon", 2024).
 
     Its steps have the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982), so that one
     learning rate suits both.
     """
 
-    def part(inside: bool) -> Groups:
+    def part(of_muon: bool) -> Groups:
         chosen = [
-            group | {"params": [p for p in group["params"] if inside == (p.dim() == 2 and id(p) not in embeddings)]}
+            group | {"params": [p for p in group["params"] if of_muon == (p.dim() == 2 and id(p) in inside)]}
             for group in groups
         ]
         return [group for group in chosen if group["params"]]
 
-    matrices, others = part(inside=True), part(inside=False)
+    matrices, others = part(of_muon=True), part(of_muon=False)
+    require(bool(matrices), "optimizer", "muon", 'must be "adamw" where no matrix of the model\'s blocks is trained')
     decay = adam["weight_decay"]
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    ]
     if others:
         found.append(torch.optim.AdamW(others, lr=rate, **adam))
     return Together(found)

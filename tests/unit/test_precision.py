@@ -13,7 +13,7 @@ from tiny import LLAMA_SIZES, count_letters
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.learner.optimizers import Together
 from async_rlhf.models import frozen
 from async_rlhf.models.forward import response_logprobs, reward_scores
@@ -143,17 +143,23 @@ def test_an_optimiser_of_another_name_trains_and_resumes_bit_for_bit(make_policy
     assert usual[-1]["loss/policy_avg"] != whole[-1]["loss/policy_avg"]
 
 
-def test_muon_is_for_the_matrices_of_the_body(make_policy, tokenizer, prompts, make_args):
-    trainer, _ = train(make_policy, tokenizer, prompts, make_args(optimizer="muon", total_episodes=8))
-    optimizer = trainer.run.learner.optimizer
-    assert isinstance(optimizer, Together)
-    names = {id(p): name for name, p in trainer.run.learner.policy.named_parameters()}
-    muon, adam = ({names[id(p)] for group in part.param_groups for p in group["params"]} for part in optimizer.parts)
-    assert muon == {
-        name for name in names.values() if name.endswith(".weight") and (".dense" in name or "query" in name)
-    }
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_muon_is_for_the_matrices_of_the_blocks(make_policy, tokenizer, prompts, make_args, shared_trunk):
+    """Of the policy and of the value model; not for embeddings, heads and vectors."""
+    args = make_args(algorithm="ppo", optimizer="muon", total_episodes=8, shared_trunk=shared_trunk)
+    trainer, _ = train(make_policy, tokenizer, prompts, args)
+    learner = trainer.run.learner
+    assert isinstance(learner.optimizer, Together)
+    names = {id(p): name for name, p in learner.model.named_parameters()}
+    muon, adam = (
+        {names[id(p)] for group in part.param_groups for p in group["params"]} for part in learner.optimizer.parts
+    )
+    matrices = ("query_key_value.weight", "attention.dense.weight", "h_to_4h.weight", "4h_to_h.weight")
+    assert muon == {name for name in names.values() if name.endswith(matrices)}
+    assert len({name.split(".")[0] for name in muon}) == (1 if shared_trunk else 2)
     assert muon | adam == set(names.values())
-    assert {part.param_groups[0]["lr"] for part in optimizer.parts} == {optimizer.param_groups[0]["lr"]}
+    rates = {group["lr"] for part in learner.optimizer.parts for group in part.param_groups}
+    assert rates == {group["lr"] for group in learner.optimizer.param_groups}
 
 
 def test_several_optimisers_as_one_take_the_steps_that_each_would_take():
@@ -205,6 +211,8 @@ def test_an_optimiser_that_cannot_be_is_refused_before_any_model_is_loaded(token
     own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ConfigError, match=r"optimizer: got 'muon'; must be left out with an optimiser in optimizers"):
         build(make_args(optimizer="muon"), optimizers=(own, None))
+    with pytest.raises(ConfigError, match=r'offload_frozen: got True; must be false with parallel.strategy "zero3"'):
+        make_args(offload_frozen=True, parallel=ParallelConfig(strategy="zero3", ranks=2))
     with pytest.raises(ConfigError, match=r'adam_beta1: got 0.5; must be left out with optimizer "adafactor"'):
         make_args(optimizer="adafactor", adam_beta1=0.5)
 

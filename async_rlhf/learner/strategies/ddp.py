@@ -19,7 +19,7 @@ class DataParallel(Parallel):
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # a whole pass holds no gradient twice
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # held once, if a step has one pass
         return super().prepare(self._ddp, parts, make)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
