@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from async_rlhf.config.base import (
     key,
     require,
 )
+from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import TEMPERATURE, GenerationConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.ray import RayConfig
@@ -286,160 +287,7 @@ class OnlineConfig(Checked):
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
-        self._check_sizes()
-        require(
-            self.generation.placement != "inline" or self.staleness == 0,
-            "staleness",
-            self.staleness,
-            'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
-            'use placement "process"',
-        )
-        for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
-            given = getattr(self, name) != type(self).__dataclass_fields__[name].default
-            require(self.push_to_hub or not given, name, getattr(self, name), "must be left out without push_to_hub")
-        right = "must be false with resume: a run that is resumed cannot also be deleted"
-        require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", True, right)
-        require(
-            self.replay_from is None or self.staleness_mode == "bounded",
-            "replay_from",
-            self.replay_from,
-            'must be null with staleness_mode "exact", which needs no record to be repeated',
-        )
-        require(
-            self.generation.shares <= self.batch_size,
-            "generation.urls" if self.generation.urls else "generation.workers",
-            self.generation.shares,
-            f"must be at most the batch of {self.batch_size} prompts",
-        )
-        self._check_generation()
-        self._check_precision_and_penalty()
-        self._check_parallel()
-        self._check_launch()
-        self._check_deterministic()
-
-    def _check_sizes(self) -> None:
-        """Refuse sizes that do not divide, or that are said twice and differ."""
-        completions, per_unit = self.completions_per_batch, self.samples_per_prompt * self.num_mini_batches
-        factors = (
-            f"per_device_train_batch_size {self.units_by_pass} x gradient_accumulation_steps "
-            f"{self.gradient_accumulation_steps} x num_mini_batches {self.num_mini_batches} x {self.parallel.ranks} "
-            "ranks"
-        )
-        if completions is not None:
-            nearest = max(1, round(completions / per_unit)) * per_unit
-            right = (
-                f"must be a multiple of samples_per_prompt {self.samples_per_prompt} x num_mini_batches "
-                f"{self.num_mini_batches}, such as {nearest}"
-            )
-            require(completions % per_unit == 0, "completions_per_batch", completions, right)
-            agree = self.gradient_accumulation_steps == 1 or self._prompts_by_passes == self.batch_size
-            right = (
-                f"must be {self._prompts_by_passes * self.samples_per_prompt}, as {factors} x samples_per_prompt "
-                f"{self.samples_per_prompt} say, or gradient_accumulation_steps be left out"
-            )
-            require(agree, "completions_per_batch", completions, right)
-        if self.num_train_epochs is not None:
-            for name, default in (("batches", None), ("total_episodes", TOTAL_EPISODES)):
-                right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
-                require(getattr(self, name) == default, "num_train_epochs", self.num_train_epochs, right)
-            return
-        if self.batches is not None:
-            prompts = self.batches * self.batch_size
-            right = (
-                f"must be {self.total_episodes / self.batch_size:g}, as total_episodes {self.total_episodes} of "
-                f"{self.batch_size} prompts a batch says, or one of the two be left out"
-            )
-            require(self.total_episodes in (TOTAL_EPISODES, prompts), "batches", self.batches, right)
-            return
-        said = factors if completions is None else f"completions_per_batch {completions}"
-        require(
-            self.total_episodes % self.batch_size == 0,
-            "total_episodes",
-            self.total_episodes,
-            f"must be a multiple of the batch of {self.batch_size} prompts ({said}), such as "
-            f"{max(1, round(self.total_episodes / self.batch_size)) * self.batch_size}; or say batches instead",
-        )
-
-    def _check_generation(self) -> None:
-        """Check what an engine needs to load only adapters, and to change weights in flight."""
-        able = self.generation.engine == "vllm" and self.placement != "server"
-        right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
-        require(self.lora.publish == "merged" or able, "lora.publish", self.lora.publish, right)
-        measured = self.generation.mismatch_samples > 0
-        right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
-        require(self.lora.publish == "merged" or measured, "generation.mismatch_samples", 0, right)
-        in_flight = self.generation.in_flight
-        right = 'must be "bounded" with generation.in_flight: which weights draw a token depends on timing'
-        require(not in_flight or self.staleness_mode == "bounded", "staleness_mode", self.staleness_mode, right)
-        right = "must be null with generation.in_flight: a record of versions by batch cannot repeat it"
-        require(not in_flight or self.replay_from is None, "replay_from", self.replay_from, right)
-        right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
-        require(not in_flight or self.staleness >= 1, "staleness", self.staleness, right)
-
-    def _check_precision_and_penalty(self) -> None:
-        """Refuse keys that would have no effect, and penalties that would reward."""
-        require(not (self.bf16 and self.fp16), "fp16", True, "must be false with bf16: there is one type to compute in")
-        right = "must be false without bf16 and fp16, where everything is float32"
-        require(self.bf16 or self.fp16 or not self.head_float32, "head_float32", self.head_float32, right)
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            right = 'must be left out with optimizer "adafactor", which has no such number'
-            require(self.optimizer != "adafactor" or value == default, name, value, right)
-        right = "must be false with reward_model_bits, whose scales stay on the GPU"
-        require(not self.offload_frozen or self.reward_model_bits is None, "offload_frozen", True, right)
-        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
-        adds = self.non_eos_penalty == "add"
-        require(not adds or self.penalty_reward_value <= 0, "penalty_reward_value", self.penalty_reward_value, right)
-
-    def _check_deterministic(self) -> None:
-        """Refuse what cannot be repeated, or cannot be told to be."""
-        if self.deterministic:
-            for name in ("max_tokens_per_pass", "annotate_max_tokens"):
-                right = "must be a number or null with deterministic: on resuming, other memory may be left"
-                require(getattr(self, name) != "auto", name, "auto", right)
-            right = "must be false with generation.in_flight: which weights draw a token depends on timing"
-            require(not self.generation.in_flight, "deterministic", True, right)
-            right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
-            require(self.placement != "server", "deterministic", True, right)
-            right = 'must be false with launch "ray" and engine "vllm": its nodes have environments of their own'
-            require(self.launch == "local" or self.generation.engine != "vllm", "deterministic", True, right)
-
-    def _check_parallel(self) -> None:
-        """Refuse what does not work with a learner on several ranks."""
-        parallel = self.parallel
-        alone = 'must be "process" or "server" with parallel.ranks above 1 and generation.engine "vllm"'
-        inline_vllm = self.placement == "inline" and self.generation.engine == "vllm"
-        require(parallel.ranks == 1 or not inline_vllm, "generation.placement", self.generation.placement, alone)
-        right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
-        spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
-        require(not spread or self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
-        right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
-        require(parallel.strategy != "zero3" or not self.offload_frozen, "offload_frozen", True, right)
-        right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
-        here = not spread and self.ray.reward_workers == 0
-        require(here or self.reward_model_bits is None, "reward_model_bits", self.reward_model_bits, right)
-        right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
-        own = parallel.ranks == 1 or self.device in (None, "cpu", "cuda")
-        require(own, "device", self.device, right)
-
-    def _check_launch(self) -> None:
-        """Nothing that would be ignored may be set."""
-        if self.launch == "local":
-            right = 'must be left out unless launch is "ray"'
-            for item in fields(RayConfig):
-                value = getattr(self.ray, item.name)
-                require(value == getattr(RayConfig(), item.name), f"ray.{item.name}", value, right)
-            return
-        right = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
-        fixed = self.annotate_max_tokens != "auto" or self.ray.reward_workers == 0
-        require(fixed, "annotate_max_tokens", self.annotate_max_tokens, right)
-        generation = self.generation
-        right = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
-        require(self.placement == "process", "generation.placement", generation.placement, right)
-        right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
-        require(generation.device is None, "generation.device", generation.device, right)
-        right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
-        require(self.lora.publish == "merged", "lora.publish", self.lora.publish, right)
+        check_together(self)
 
     @property
     def resuming(self) -> bool:
@@ -467,7 +315,8 @@ class OnlineConfig(Checked):
         return self.max_tokens_per_pass is not None or self.annotate_max_tokens is not None
 
     @property
-    def _prompts_by_passes(self) -> int:
+    def prompts_by_passes(self) -> int:
+        """Prompts of a batch, as passes, accumulation, mini-batches and ranks say."""
         per_rank = self.units_by_pass * self.gradient_accumulation_steps * self.num_mini_batches
         return per_rank * self.parallel.ranks
 
@@ -475,7 +324,7 @@ class OnlineConfig(Checked):
     def batch_size(self) -> int:
         """Prompts of one batch."""
         if self.completions_per_batch is None:
-            return self._prompts_by_passes
+            return self.prompts_by_passes
         return self.completions_per_batch // self.samples_per_prompt
 
     @property

@@ -1,0 +1,186 @@
+"""Keys of online training that contradict each other: each error names the key to change, and what would be right."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from async_rlhf.config.base import require
+from async_rlhf.config.ray import RayConfig
+
+if TYPE_CHECKING:
+    from async_rlhf.config.online import OnlineConfig
+
+
+def check_together(config: OnlineConfig) -> None:
+    """Refuse values that are each right alone.
+
+    Raises:
+        ConfigError: see the message.
+    """
+    _check_sizes(config)
+    require(
+        config.generation.placement != "inline" or config.staleness == 0,
+        "staleness",
+        config.staleness,
+        'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
+        'use placement "process"',
+    )
+    for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
+        given = getattr(config, name) != _default(config, name)
+        require(config.push_to_hub or not given, name, getattr(config, name), "must be left out without push_to_hub")
+    right = "must be false with resume: a run that is resumed cannot also be deleted"
+    require(not (config.overwrite_output_dir and config.resume), "overwrite_output_dir", True, right)
+    require(
+        config.replay_from is None or config.staleness_mode == "bounded",
+        "replay_from",
+        config.replay_from,
+        'must be null with staleness_mode "exact", which needs no record to be repeated',
+    )
+    require(
+        config.generation.shares <= config.batch_size,
+        "generation.urls" if config.generation.urls else "generation.workers",
+        config.generation.shares,
+        f"must be at most the batch of {config.batch_size} prompts",
+    )
+    _check_generation(config)
+    _check_precision_and_penalty(config)
+    _check_parallel(config)
+    _check_launch(config)
+    _check_deterministic(config)
+
+
+def _default(config: OnlineConfig, name: str) -> Any:
+    return type(config).__dataclass_fields__[name].default
+
+
+def _check_sizes(config: OnlineConfig) -> None:
+    """Refuse sizes that do not divide, or that are said twice and differ."""
+    completions, per_unit = config.completions_per_batch, config.samples_per_prompt * config.num_mini_batches
+    factors = (
+        f"per_device_train_batch_size {config.units_by_pass} x gradient_accumulation_steps "
+        f"{config.gradient_accumulation_steps} x num_mini_batches {config.num_mini_batches} x {config.parallel.ranks} "
+        "ranks"
+    )
+    if completions is not None:
+        nearest = max(1, round(completions / per_unit)) * per_unit
+        right = (
+            f"must be a multiple of samples_per_prompt {config.samples_per_prompt} x num_mini_batches "
+            f"{config.num_mini_batches}, such as {nearest}"
+        )
+        require(completions % per_unit == 0, "completions_per_batch", completions, right)
+        agree = config.gradient_accumulation_steps == 1 or config.prompts_by_passes == config.batch_size
+        right = (
+            f"must be {config.prompts_by_passes * config.samples_per_prompt}, as {factors} x samples_per_prompt "
+            f"{config.samples_per_prompt} say, or gradient_accumulation_steps be left out"
+        )
+        require(agree, "completions_per_batch", completions, right)
+    if config.num_train_epochs is not None:
+        for name, default in (("batches", None), ("total_episodes", _default(config, "total_episodes"))):
+            right = f"must be null with {name} {getattr(config, name)}: both say how long the run is"
+            require(getattr(config, name) == default, "num_train_epochs", config.num_train_epochs, right)
+        return
+    if config.batches is not None:
+        prompts = config.batches * config.batch_size
+        right = (
+            f"must be {config.total_episodes / config.batch_size:g}, as total_episodes {config.total_episodes} of "
+            f"{config.batch_size} prompts a batch says, or one of the two be left out"
+        )
+        require(
+            config.total_episodes in (_default(config, "total_episodes"), prompts), "batches", config.batches, right
+        )
+        return
+    said = factors if completions is None else f"completions_per_batch {completions}"
+    require(
+        config.total_episodes % config.batch_size == 0,
+        "total_episodes",
+        config.total_episodes,
+        f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as "
+        f"{max(1, round(config.total_episodes / config.batch_size)) * config.batch_size}; or say batches instead",
+    )
+
+
+def _check_generation(config: OnlineConfig) -> None:
+    """Check what an engine needs to load only adapters, and to change weights in flight."""
+    able = config.generation.engine == "vllm" and config.placement != "server"
+    right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
+    require(config.lora.publish == "merged" or able, "lora.publish", config.lora.publish, right)
+    measured = config.generation.mismatch_samples > 0
+    right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
+    require(config.lora.publish == "merged" or measured, "generation.mismatch_samples", 0, right)
+    in_flight = config.generation.in_flight
+    right = 'must be "bounded" with generation.in_flight: which weights draw a token depends on timing'
+    require(not in_flight or config.staleness_mode == "bounded", "staleness_mode", config.staleness_mode, right)
+    right = "must be null with generation.in_flight: a record of versions by batch cannot repeat it"
+    require(not in_flight or config.replay_from is None, "replay_from", config.replay_from, right)
+    right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
+    require(not in_flight or config.staleness >= 1, "staleness", config.staleness, right)
+
+
+def _check_precision_and_penalty(config: OnlineConfig) -> None:
+    """Refuse keys that would have no effect, and penalties that would reward."""
+    require(not (config.bf16 and config.fp16), "fp16", True, "must be false with bf16: there is one type to compute in")
+    right = "must be false without bf16 and fp16, where everything is float32"
+    require(config.bf16 or config.fp16 or not config.head_float32, "head_float32", config.head_float32, right)
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        value, default = getattr(config, name), _default(config, name)
+        right = 'must be left out with optimizer "adafactor", which has no such number'
+        require(config.optimizer != "adafactor" or value == default, name, value, right)
+    right = "must be false with reward_model_bits, whose scales stay on the GPU"
+    require(not config.offload_frozen or config.reward_model_bits is None, "offload_frozen", True, right)
+    right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
+    adds = config.non_eos_penalty == "add"
+    require(not adds or config.penalty_reward_value <= 0, "penalty_reward_value", config.penalty_reward_value, right)
+
+
+def _check_deterministic(config: OnlineConfig) -> None:
+    """Refuse what cannot be repeated, or cannot be told to be."""
+    if config.deterministic:
+        for name in ("max_tokens_per_pass", "annotate_max_tokens"):
+            right = "must be a number or null with deterministic: on resuming, other memory may be left"
+            require(getattr(config, name) != "auto", name, "auto", right)
+        right = "must be false with generation.in_flight: which weights draw a token depends on timing"
+        require(not config.generation.in_flight, "deterministic", True, right)
+        right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
+        require(config.placement != "server", "deterministic", True, right)
+        right = 'must be false with launch "ray" and engine "vllm": its nodes have environments of their own'
+        require(config.launch == "local" or config.generation.engine != "vllm", "deterministic", True, right)
+
+
+def _check_parallel(config: OnlineConfig) -> None:
+    """Refuse what does not work with a learner on several ranks."""
+    parallel = config.parallel
+    alone = 'must be "process" or "server" with parallel.ranks above 1 and generation.engine "vllm"'
+    inline_vllm = config.placement == "inline" and config.generation.engine == "vllm"
+    require(parallel.ranks == 1 or not inline_vllm, "generation.placement", config.generation.placement, alone)
+    right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+    spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
+    require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
+    right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
+    require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, right)
+    right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
+    here = not spread and config.ray.reward_workers == 0
+    require(here or config.reward_model_bits is None, "reward_model_bits", config.reward_model_bits, right)
+    right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
+    own = parallel.ranks == 1 or config.device in (None, "cpu", "cuda")
+    require(own, "device", config.device, right)
+
+
+def _check_launch(config: OnlineConfig) -> None:
+    """Nothing that would be ignored may be set."""
+    if config.launch == "local":
+        right = 'must be left out unless launch is "ray"'
+        for item in fields(RayConfig):
+            value = getattr(config.ray, item.name)
+            require(value == getattr(RayConfig(), item.name), f"ray.{item.name}", value, right)
+        return
+    right = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
+    fixed = config.annotate_max_tokens != "auto" or config.ray.reward_workers == 0
+    require(fixed, "annotate_max_tokens", config.annotate_max_tokens, right)
+    generation = config.generation
+    right = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
+    require(config.placement == "process", "generation.placement", generation.placement, right)
+    right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
+    require(generation.device is None, "generation.device", generation.device, right)
+    right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
+    require(config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
