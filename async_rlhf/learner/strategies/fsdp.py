@@ -80,8 +80,8 @@ class FullyShardedDataParallel(Parallel):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         for module in (module for part in self._parts for module in part.modules()):
             if isinstance(module, FSDPModule):
-                module.set_requires_all_reduce(last, recurse=False)
                 module.set_requires_gradient_sync(last or self.config.reduce == "every_pass", recurse=False)
+                module.set_requires_all_reduce(last, recurse=False)  # after the former, which sets this too
         return nullcontext()
 
     def architecture_of(self, model: nn.Module) -> type[Any]:

@@ -1,0 +1,78 @@
+"""What FSDP2 sends and when: read from the collectives of one rank of four, whose partners do not exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from async_rlhf import ParallelConfig
+from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
+from async_rlhf.models.forward import head_in_float32
+from async_rlhf.ranks.collectives import Ranks
+
+RANKS, PASSES = 4, 3
+
+
+@pytest.fixture
+def four_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield Ranks(rank=0, count=RANKS)
+    finally:
+        dist.destroy_process_group()
+
+
+def step(ranks, policy, args, **options) -> tuple[FullyShardedDataParallel, list[dict[str, int]], list[torch.dtype]]:
+    """Collectives of each pass of an optimiser step, and the types of what is gathered."""
+    parallel = FullyShardedDataParallel(
+        ranks, ParallelConfig("fsdp", ranks=RANKS, **options), torch.device("cpu"), args
+    )
+    parallel.prepare(policy, [policy], lambda: torch.optim.SGD(policy.parameters(), lr=0.1))
+    gathered: list[torch.dtype] = []
+    for module in policy.modules():
+        module.register_forward_pre_hook(lambda m, _: gathered.extend(p.dtype for p in m.parameters(recurse=False)))
+    found = []
+    for number in range(1, PASSES + 1):
+        with CommDebugMode() as said, parallel.accumulating(last=number == PASSES):
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                logits_BTV = parallel.forward(torch.ones(1, 6, dtype=torch.long)).logits
+            parallel.backward(logits_BTV.float().sum())
+        found.append({str(name).rpartition(".")[2]: count for name, count in said.get_comm_counts().items()})
+    return parallel, found, gathered
+
+
+def counts(found: list[dict[str, int]], kind: str) -> list[int]:
+    return [sum(count for name, count in each.items() if kind in name.replace("_", "")) for each in found]
+
+
+def test_gradients_are_summed_after_each_pass_or_once(four_ranks, make_policy, make_args):
+    groups = len(make_policy().gpt_neox.layers) + 1
+    for reduce, expected in {"every_pass": [groups] * PASSES, "once": [0, 0, groups]}.items():
+        _, found, _ = step(four_ranks, make_policy(), make_args(), reduce=reduce)
+        assert counts(found, "reducescatter") == expected
+        assert counts(found, "allreduce") == [0] * PASSES
+
+
+def test_copies_are_shared_by_so_many_ranks_and_meet_once_a_step(four_ranks, make_policy, make_args):
+    groups = len(make_policy().gpt_neox.layers) + 1
+    for size in (2, 4):
+        policy = make_policy()
+        rows = policy.gpt_neox.embed_in.weight.shape[0]
+        _, found, _ = step(four_ranks, policy, make_args(), shard_size=size)
+        assert policy.gpt_neox.embed_in.weight.to_local().shape[0] == -(-rows // size)
+        assert counts(found, "reducescatter") == [groups] * PASSES
+        assert counts(found, "allreduce") == ([0, 0, groups] if size == 2 else [0] * PASSES)
+
+
+@pytest.mark.parametrize("head_float32", [False, True])
+def test_weights_are_cast_before_they_are_gathered(four_ranks, make_policy, make_args, head_float32):
+    args = make_args(bf16=True, head_float32=head_float32)
+    policy = make_policy()
+    if head_float32:
+        head_in_float32(policy)
+    _, _, gathered = step(four_ranks, policy, args)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}  # the shards
+    assert set(gathered) == ({torch.bfloat16, torch.float32} if head_float32 else {torch.bfloat16})
