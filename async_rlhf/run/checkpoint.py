@@ -169,6 +169,9 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) 
         logger.warning("resume_anyway: %s", difference)
 
 
+require_same = _require_same
+
+
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)

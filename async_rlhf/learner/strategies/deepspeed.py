@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.config import ConfigError, OnlineConfig, ParallelConfig
+from async_rlhf.config import ConfigError, ParallelConfig
+from async_rlhf.config.parallel import Trained
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Model, Parallel, require_finite
 
@@ -32,7 +33,7 @@ class ZeRO(Parallel):
 
     takes_optimizers = False
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         self.stage = int(config.strategy.removeprefix("zero"))

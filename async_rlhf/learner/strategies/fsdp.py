@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.config import OnlineConfig, ParallelConfig
+from async_rlhf.config import ParallelConfig
+from async_rlhf.config.parallel import Trained
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
 from async_rlhf.ranks.collectives import Ranks
@@ -36,7 +37,7 @@ class FullyShardedDataParallel(Parallel):
 
     spreads_weights, casts_gathered, takes_optimizers = True, True, False
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         size = config.shard_size or ranks.count
