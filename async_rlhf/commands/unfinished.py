@@ -97,10 +97,10 @@ class Unfinished:
     def __init__(self, stage: Stage, ranks: Ranks) -> None:
         self.stage, self.leads = stage, ranks.leads
         self.folder = unfinished_folder(stage)
-        found = ranks.from_lead("checkpoint", self._found)
-        self.state = None if found is None else self._read(found)
         self._rows = ""
         self._history: JsonLines | None = None
+        found = ranks.from_lead("checkpoint", self._found)
+        self.state = None if found is None else self._read(found)
 
     def _found(self) -> Path | None:
         config, own = self.stage.config, Checkpoints(self.folder)
