@@ -37,7 +37,11 @@ def write_inputs(folder: Path) -> None:
             for i in range(45)
         ],
         "pairs": [
-            {"prompt": f"p{i}", "chosen": f" good{'d' * (i % 6)}", "rejected": f" bad{'x' * (i % 4)}"}
+            {
+                "prompt": f"p{i}",
+                "chosen": f" {'ab'[i % 3 > 0]}{'d' * (i % 6)}",
+                "rejected": f" {'ab'[i % 3 < 1]}{'d' * (i % 4)}",
+            }
             for i in range(45)
         ],
         "rated": [{"text": f"a{'b' * (i % 8)}{i}", "score": (i % 5) * 2.0} for i in range(45)],
