@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -320,9 +320,14 @@ def _sample(
     with progress_bar(f"generate: {name}", len(prompts), ranks.leads) as progress:
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
-            groups = sampled_in_shares(engine, chunk, ranks, lambda done, start=start: progress(start + done))
+            groups = sampled_in_shares(engine, chunk, ranks, _behind(progress, start))
             if ranks.leads:
                 _append(partial, chunk, [group[0] for group in groups], tokenizer, config.prompt_field)
+
+
+def _behind(progress: Callable[[int], None], start: int) -> Callable[[int], None]:
+    """The progress of what comes after so many prompts."""
+    return lambda done: progress(start + done)
 
 
 def _append(

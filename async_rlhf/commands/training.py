@@ -161,7 +161,7 @@ class StageTrainer:
         """Place the weights, shard them, and make the optimiser; all of it as a checkpoint says, if there is one."""
         config, model = self.config, self.model
         self.device = rank_device(config, self.ranks)
-        model.to(self.device).eval()  # type: ignore[arg-type]  # transformers annotates a wrapper
+        model.to(self.device).eval()
         require_alike(self.ranks, model=model)
         if begun is not None:
             begun.load_weights(model)

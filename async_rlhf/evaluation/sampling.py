@@ -67,13 +67,14 @@ def sample(
     config: HeldOutConfig | PairsConfig,
     samples_per_prompt: int,
     label: str,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
 ) -> Completions:
     """Completions of each prompt, with a progress bar. All models have one seed, and so the same random numbers. Every
     rank must call it, and gets all of them.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
     params = sampling_params(model, tokenizer, config, samples_per_prompt, longest)
+    ranks = ranks or Ranks()
     with progress_bar(label, len(prompts), ranks.leads) as progress:
         return sampled_in_shares(TransformersEngine(model, params), prompts, ranks, progress)
 
