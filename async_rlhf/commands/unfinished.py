@@ -155,9 +155,8 @@ class Unfinished:
         Raises:
             ConfigError: these are other examples than those of the checkpoint.
         """
-        self._rows = _digest(examples, lengths)
+        self._rows, anyway = _digest(examples, lengths), self.stage.config.resume_anyway
         if self.state is not None:
-            anyway = self.stage.config.resume_anyway
             require_same({"rows, as tokens": self.state.rows}, {"rows, as tokens": self._rows}, anyway)
         if self.leads:
             self.folder.mkdir(parents=True, exist_ok=True)

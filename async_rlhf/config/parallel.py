@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from async_rlhf.config.base import Checked, above, at_least, key, require
 
@@ -51,8 +51,9 @@ class SharedConfig(Checked):
     with torchrun, accelerate launch, or srun.
     """
 
-    strategy: ClassVar[Strategy] = "ddp"
-    timeout: ClassVar[float] = 1800.0
+    # No keys, as they have no type here: what starts ranks asks for them.
+    strategy = "ddp"
+    timeout = 1800.0
 
     ranks: int = key(launched_ranks, at_least(1), role="speed")
     """The number of processes that share the work; by default as many as were launched together with this one. A given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from async_rlhf.config.base import (
     DEVICE,
@@ -143,10 +143,11 @@ class StageConfig(Checked):
     overwrite: bool = key(False, role="place", main="output")
     """Do the stage again even if it is done already."""
 
-    fp16: ClassVar[bool] = False
-    head_float32: ClassVar[bool] = False
-    offload_frozen: ClassVar[bool] = False
-    max_grad_norm: ClassVar[float] = 1.0
+    # No keys, as they have no type here: what spreads a model over ranks asks for them.
+    fp16 = False
+    head_float32 = False
+    offload_frozen = False
+    max_grad_norm = 1.0
 
     def check(self) -> None:
         check_one_held_out(self.eval, self.eval_fraction)

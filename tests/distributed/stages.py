@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 tests/distributed/stages.py '[["sft", "--train=texts
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tiny import byte_tokenizer, new_policy, new_reward_model
 
 from async_rlhf.cli import _run
 from async_rlhf.commands.training import StageTrainer
+from async_rlhf.commands.unfinished import Unfinished
 from async_rlhf.models.loading import write_model
 from async_rlhf.ranks.parallel import decayed_groups, trainable
 
@@ -56,8 +58,18 @@ def write_inputs(folder: Path) -> None:
     )
 
 
+def save_twice(unfinished: Unfinished, step: int, *rest: object) -> None:
+    """Leave what there is after the fourth step as if the stage had been killed then, under another name."""
+    SAVE(unfinished, step, *rest)
+    if step == 4:
+        shutil.copytree(unfinished.folder, unfinished.folder.with_name(f".again {unfinished.folder.name[1:]}"))
+
+
+SAVE = Unfinished.save
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    Unfinished.save = save_twice
     StageTrainer._adamw = smooth_adamw
     for words in json.loads(sys.argv[1]):
         code = _run(words[0], words[1:])

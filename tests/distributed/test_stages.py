@@ -37,6 +37,7 @@ TRAINED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "reward by tokens": (["reward", "--train=pairs.jsonl", "--model=policy", "--max_tokens_per_pass=60"], ("ddp",)),
     "ratings": (["reward", "--train=rated.jsonl", "--model=policy", "--reference=texts.jsonl"], ("ddp", "fsdp")),
 }
+RESUMED = [("sft", "ddp"), ("sft", "zero2"), ("sft of adapters", "fsdp"), ("reward", "fsdp"), ("reward", "zero3")]
 SAMPLING = ["--device=cpu", "--response_length=8", "--batch_size=6"]
 SHARED = {
     "said": ["generate", "--models.a=policy", "--models.b=other", "--data=texts.jsonl", *SAMPLING],
@@ -81,11 +82,17 @@ def alone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory) -> Path:
-    """Everything on two ranks."""
+    """Everything on two ranks, and some stages once more from their checkpoints."""
     folder = tmp_path_factory.mktemp("spread")
     stages.write_inputs(folder)
     (folder / "other").symlink_to(folder / "policy")
-    commands = [trained(name, 1, strategy) for name, (_, tried) in TRAINED.items() for strategy in tried]
+    commands = [
+        [*trained(name, 1, strategy), f"--save_steps={4 if (name, strategy) in RESUMED else 0}"]
+        for name, (_, tried) in TRAINED.items()
+        for strategy in tried
+    ]
+    for name, strategy in RESUMED:
+        commands.append([*trained(name, 1, strategy), f"--output_dir=again {name}-{strategy}", "--resume"])
     started(folder, [*commands, *map(shared, SHARED)], 400)
     return folder
 
@@ -122,6 +129,16 @@ def test_two_ranks_train_as_one(alone, spread, name, strategy):
         for key in {key for key, value in wanted.items() if isinstance(value, (int, float))}:
             assert found[key] == pytest.approx(wanted[key], rel=2e-3, abs=2e-4), key
     assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in one.iterdir())
+
+
+@pytest.mark.parametrize(("name", "strategy"), RESUMED)
+def test_a_resumed_stage_is_the_uninterrupted_one(spread, name, strategy):
+    whole, resumed = spread / f"{name}-{strategy}", spread / f"again {name}-{strategy}"
+    left, right = (load_file(folder / "model.safetensors") for folder in (resumed, whole))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], tensor) for key, tensor in right.items())
+    assert lines_of(resumed / "metrics.jsonl") == lines_of(whole / "metrics.jsonl")
+    assert "4 of them before" in (spread / "log").read_text(errors="replace")
 
 
 def test_what_is_sampled_and_judged_is_the_same(alone, spread):
