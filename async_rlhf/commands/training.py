@@ -1,8 +1,8 @@
 """The loop of the supervised stages: batches of similar length, one normaliser a step, on one rank or several.
 
 All ranks run the same loop. A step's rows are the same however many ranks there are; they are cut into passes, and the
-passes are dealt out. What is drawn for dropout depends on the step and the number of the pass alone. So a step can be
-repeated after a restart, and by any number of ranks, which differ by the order of sums only.
+passes are dealt out. What a model draws (noise on routers, say; dropout is off) depends on the step and the number of
+the pass alone. So a step can be repeated after a restart, and by any number of ranks, which differ by the order of sums.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class StageTrainer:
         items, tokens = map(sum, zip(*self.ranks.gather("rows of a step", counted), strict=True))
         self.model.train()
         for place, (number, part, counts) in enumerate(mine, start=1):
-            torch.manual_seed(_seed_of(self.config.seed, self.done, number))  # for dropout
+            torch.manual_seed(_seed_of(self.config.seed, self.done, number))  # for what the model may draw
             batch = {
                 name: tensor if name in _ON_CPU else tensor.to(self.device, non_blocking=True)
                 for name, tensor in self.collate(part).items()

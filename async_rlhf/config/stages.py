@@ -133,7 +133,7 @@ class StageConfig(Checked):
     resume_anyway: bool = key(False, role="place")
     """Resume even if a key or a file differs that makes the result a different one."""
     seed: int = key(0, *SEED, main="training")
-    """Seed of order, initialisation and dropout."""
+    """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
     """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
     parallel: ParallelConfig = key(ParallelConfig)
