@@ -459,7 +459,7 @@ def write_model(
     adapters = whole = None
     if has_adapters(model) and model.can_generate():
         adapters = collected_weights(model, True, parallel)
-    if has_adapters(model) or parallel.spreads_weights:
+    if has_adapters(model) or parallel.spreads_weights or is_quantised(model):
         whole = collected_weights(model, False, parallel)
     if not parallel.ranks.leads:
         return

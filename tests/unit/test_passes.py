@@ -158,7 +158,7 @@ def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind
         model.base_model(input_ids=torch.ones(4, 96, dtype=torch.long), use_cache=False)
     seen = sum(storage.nbytes() for storage in kept.values()) / (4 * 96)
     saved = replace(counted, update=Pass(1, 1)).saved()
-    assert 0.85 * saved <= seen <= 1.15 * saved
+    assert 0.75 * saved <= seen <= 1.15 * saved
 
 
 def test_as_many_tokens_are_taken_as_fit_and_one_at_least():
@@ -188,9 +188,11 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
     assert bytes_without_checkpointing(more, [policy], [], Parallel()) - alone > 0.5 * (passes[1] - passes[0]) > 0
 
 
-@pytest.mark.parametrize(("memory_gb", "expected"), [(0.05, True), (80.0, False)])
-def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, memory_gb, expected):
-    properties = SimpleNamespace(total_memory=memory_gb * 1e9)
+@pytest.mark.parametrize(("share", "expected"), [(0.99, True), (1.01, False)])
+def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
+    """With so much of the memory that all activations need."""
+    needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel())
+    properties = SimpleNamespace(total_memory=share * needed / 0.8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
