@@ -183,7 +183,7 @@ class OnlineConfig(Checked):
     head_float32: bool = False
     """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
     comes from the head."""
-    gradient_checkpointing: bool | Literal["auto"] = key("auto", role="speed")
+    gradient_checkpointing: Literal["auto", True, False] = key("auto", role="speed")
     """Compute activations again in the backward pass instead of keeping them: about a third more work for much less
     memory. "auto" does it where the largest pass would not fit into the GPU's memory otherwise, and says so in the
     log; never on a CPU."""

@@ -148,9 +148,9 @@ def test_a_resumed_run_is_the_same_run(base, prompts, make_args):
     ],
 )
 def test_what_cannot_be_is_refused(make_args, changes, message):
+    changes = dict(changes)
     with pytest.raises(ConfigError) as caught:
-        rank, more = changes.get("rank", 0), {k: v for k, v in changes.items() if k != "rank"}
-        make_args(lora=LoRAConfig(rank=rank, base_bits=4), **more)
+        make_args(lora=LoRAConfig(rank=changes.pop("rank", 0), base_bits=4), **changes)
     assert message in str(caught.value)
 
 
