@@ -2,7 +2,7 @@
 
 All ranks run the same loop. A step's rows are the same however many ranks there are; they are cut into passes, and the
 passes are dealt out. What a model draws (noise on routers, say; dropout is off) depends on the step and the number of
-the pass alone. So a step can be repeated after a restart, and by any number of ranks, which differ by the order of sums.
+the pass alone. So a step can be repeated after a restart, and by any number of ranks, which sum in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from async_rlhf.commands.unfinished import LOGS, Unfinished
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.strategies.choice import from_accelerate, spread_over
-from async_rlhf.models.budget import bytes_to_come, fitting_tokens
+from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens, memory_of
 from async_rlhf.models.loading import require_alike, write_model
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
@@ -282,10 +282,10 @@ class StageTrainer:
         if tokens is None:
             return None
         if tokens == "auto":
-            name, checkpointing = "max_tokens_per_pass", self.config.gradient_checkpointing
-            how = {"with_gradient": True, "checkpointing": checkpointing, "sixteen_bits": self.config.bf16}
+            memory = memory_of(self.model, self.config, self.parallel, self.config.gradient_checkpointing)
             to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))
-            fits = fitting_tokens(name, [self.model], self.device, to_come=to_come, **how)
+            name = "max_tokens_per_pass"
+            fits = fitting_tokens(name, PassMemory((memory,), with_gradient=True), self.device, to_come)
             tokens = min(self.ranks.gather(name, fits))
         width = self.model.config.get_text_config().hidden_size
         return Passes(None, tokens, is_packed(self.model), width)
