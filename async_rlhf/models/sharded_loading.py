@@ -1,0 +1,376 @@
+"""Models whose weights are read after they have been sharded: each rank reads its own share from the files.
+
+Such a model is built on the meta device: it has all modules, hooks and buffers, but its weights are only names and
+shapes. What else is asked of whole weights, their checksums and what a file lacks, comes from the files, a few
+megabytes at a time. Once the model is sharded, :func:`fill` makes room for this rank's share and reads it, tensor by
+tensor.
+
+Every rank reads for itself; rank 0 does not read for all. FSDP shards rows, and rows lie side by side in a file, so
+the ranks of a host together read it once, at the same time, and nothing goes over the network. Each host needs the
+files, as it needs the configuration and the tokenizer: on a file system that it shares, or in the hub's cache, which
+locks what it downloads, so that a host downloads it once. That all hosts have the same files is found by their
+checksums (:func:`share_digests`). The files are read, not mapped: pages of a mapped file count as a process's memory.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from async_rlhf.models.snapshots import digest, digests, named_weights, saved_buffers
+from async_rlhf.ranks.collectives import Ranks
+
+_DTYPE = torch.float32
+"""What weights are before anything rounds them, whatever the type in their file."""
+_CHUNK = 2**24
+"""Bytes of float32 that a checksum takes at a time."""
+_SOURCE = "_weights_to_read"
+"""The attribute of a model that says where its weights are."""
+
+
+class OnlyWholeError(Exception):
+    """A model has to be read whole; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+
+
+Origin: TypeAlias = Place | Tensor
+"""Where a weight comes from: from a file, or it is known already."""
+
+
+@contextmanager
+def _reading() -> Iterator[Callable[[Origin, tuple[slice, ...]], Tensor]]:
+    """A function that reads a part of a tensor, in float32. Within, files stay open."""
+
+    @cache
+    def opened(file: str) -> Any:
+        return safe_open(file, framework="pt", backend="pread")
+
+    def read(origin: Origin, part: tuple[slice, ...]) -> Tensor:
+        if isinstance(origin, Tensor):
+            return origin[part].to(_DTYPE)
+        file = opened(origin.file)
+        return (file.get_slice(origin.key)[part] if part else file.get_tensor(origin.key)).to(_DTYPE)
+
+    yield read
+
+
+@dataclass
+class Source:
+    """Where the weights of a model come from that has none yet."""
+
+    origins: dict[str, Origin]
+    """By the name of the parameter, in the model's order; a tied one has its first name."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of the weights in float32, as far as they are known."""
+
+    def digest(self, name: str) -> str:
+        """The checksum of a weight, as :func:`~async_rlhf.models.snapshots.digests` gives it for the whole tensor."""
+        if name not in self.digests:
+            origin = self.origins[name]
+            self.digests[name] = digest(_DTYPE, tuple(origin.shape), _rows(origin))
+        return self.digests[name]
+
+    def identity(self) -> Any:
+        """Equal on two ranks only if both read the same tensors from the same files of the same host."""
+        files = {origin.file for origin in self.origins.values() if isinstance(origin, Place)}
+        found = [Path(file).stat() for file in sorted(files)]
+        said = [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
+        return socket.gethostname(), said, list(self.origins)
+
+
+def _rows(origin: Origin) -> Iterator[Tensor]:
+    """A tensor's rows, so many at a time that they are not much larger than :data:`_CHUNK`."""
+    shape = tuple(origin.shape)
+    with _reading() as read:
+        if not shape:
+            yield read(origin, ())
+            return
+        step = max(1, _CHUNK // max(1, torch.Size(shape[1:]).numel() * _DTYPE.itemsize))
+        rest = tuple(slice(0, size) for size in shape[1:])
+        for start in range(0, shape[0], step):
+            yield read(origin, (slice(start, min(start + step, shape[0])), *rest))
+
+
+def source_of(model: nn.Module) -> Source | None:
+    """Where the weights of a model are that has not read them yet; None for any other."""
+    return getattr(model, _SOURCE, None)
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Whether a model has not read its weights yet."""
+    return source_of(model) is not None
+
+
+def unread_model(kind: Any, config: PretrainedConfig, files: Sequence[str]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model without weights, in evaluation mode.
+
+    Args:
+        kind: transformers' class that chooses the model's by the configuration, such as AutoModelForCausalLM.
+        config: of the model.
+        files: in the format of safetensors.
+
+    Returns:
+        The model, and what its files lack and have too much, as ``from_pretrained`` reports it.
+
+    Raises:
+        OnlyWholeError: it can only be read whole.
+        ValueError: a tensor has another shape in the file.
+    """
+    model = _without_weights(kind, config)
+    found, unexpected = _named_as_in_model(model, files)
+    origins: dict[str, Origin] = {}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    missing = set()
+    for parameter, same in names.items():
+        held = [name for name in same if name in found]
+        if len(held) > 1:
+            raise OnlyWholeError("its files hold tied weights more than once")
+        if held:
+            origins[same[0]] = _fitting(held[0], found[held[0]], parameter)
+        else:
+            missing.add(same[0])
+    missing |= _fill_buffers(model, found)
+    report = LoadStateDictInfo(set(missing), unexpected, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(report)
+    if not report.missing_keys and missing:
+        raise OnlyWholeError(f"its files may lack {min(missing)}, which transformers then makes")
+    setattr(model, _SOURCE, Source(origins))
+    return model, report.to_dict()
+
+
+def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+    chosen = kind._model_mapping.get(type(config), None)
+    if getattr(config, "quantization_config", None) is not None:
+        raise OnlyWholeError("it is quantised")
+    if kind.__name__ in (getattr(config, "auto_map", None) or {}):
+        raise OnlyWholeError("it brings code of its own")
+    if not isinstance(chosen, type) or chosen.is_custom_code():
+        raise OnlyWholeError("transformers has no model of its own for it")
+    if "text_config" in config.sub_configs or getattr(config, "transformers_weights", None) is not None:
+        raise OnlyWholeError("it is a part of another model")
+    try:
+        with torch.device("meta"):
+            model = chosen._from_config(config, dtype=_DTYPE)
+    except (RuntimeError, NotImplementedError) as error:
+        raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
+    if any(parameter.dtype != _DTYPE for parameter in model.parameters()):
+        raise OnlyWholeError("not all of its weights are float32")
+    return model.eval()
+
+
+def _named_as_in_model(model: PreTrainedModel, files: Sequence[str]) -> tuple[dict[str, Place], set[str]]:
+    """The tensors in the files by the names that transformers gives them when it loads them, and names of no use."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Place] = {}
+    unexpected = set()
+    for place in sorted(_places(files), key=lambda place: dot_natural_key(place.key)):
+        name, converted = rename_source_key(place.key, renamings, converters, prefix, known)
+        if name not in known and place.key in known:
+            name, converted = rename_source_key(place.key, [], [], prefix, known)
+        if converted is not None:
+            raise OnlyWholeError("transformers computes with other tensors than its files hold")
+        if name in known:
+            found[name] = place
+        else:
+            unexpected.add(name)
+    model._weight_conversions = [each for each in conversions if each.was_used()]  # save_pretrained reverts them
+    return found, unexpected
+
+
+def _places(files: Sequence[str]) -> Iterator[Place]:
+    for file in files:
+        with safe_open(file, framework="pt", backend="pread") as opened:
+            yield from (Place(file, key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys())  # noqa: SIM118
+
+
+def _fitting(name: str, place: Place, tensor: Tensor) -> Place:
+    if place.shape != tuple(tensor.shape):
+        right = f"must be of the shape {tuple(tensor.shape)}, as the model's configuration says"
+        raise ValueError(f"{name}: got a tensor of the shape {place.shape} in {place.file!r}; {right}")
+    return place
+
+
+def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Place]) -> set[str]:
+    """Give the buffers their values: those in the files, and what transformers computes, such as frequencies.
+
+    Returns:
+        Names that the files lack.
+    """
+    missing = set()
+    saved = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        owner, _, own = name.rpartition(".")
+        value = torch.empty_like(buffer, device="cpu")
+        if name in found:
+            place = _fitting(name, found[name], buffer)
+            with safe_open(place.file, framework="pt", backend="pread") as opened:
+                value.copy_(opened.get_tensor(place.key))
+            value._is_hf_initialized = True  # type: ignore[attr-defined]
+        elif name in saved:
+            missing.add(name)
+        setattr(model.get_submodule(owner), own, value)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()  # only what is not marked so, as in from_pretrained
+    return missing
+
+
+def parameter_digests(model: nn.Module, which: Callable[[Tensor], bool] = lambda _: True) -> dict[str, str]:
+    """Checksums of a model's parameters, in order; the model, or parts of it, may be unread.
+
+    Args:
+        model: its adapters are not merged.
+        which: chooses parameters.
+    """
+    parts = [(f"{path}." if path else "", source_of(module)) for path, module in model.named_modules()]
+    unread = [(prefix, source) for prefix, source in parts if source is not None]
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not which(parameter):
+            continue
+        if parameter.is_meta:
+            prefix, source = next((prefix, source) for prefix, source in unread if name.startswith(prefix))
+            found[name] = source.digest(_without_adapters(name.removeprefix(prefix)))
+        else:
+            found |= digests({name: parameter.data})
+    return found
+
+
+def weight_digests(model: nn.Module) -> dict[str, str]:
+    """Checksums of all that decides a model's output, in order; of an unread one's adapters by themselves."""
+    if not is_unread(model):
+        return digests(named_weights(model))
+    return {**parameter_digests(model), **digests(dict(saved_buffers(model)))}
+
+
+def _without_adapters(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def share_digests(ranks: Ranks, models: Mapping[str, nn.Module | None]) -> None:
+    """Compute the checksums of all unread weights. Ranks that read the same files of a host compute a share each.
+
+    Every rank must call it, with as many models.
+    """
+    sources = {key: source for key, model in models.items() if model is not None and (source := source_of(model))}
+    mine = {key: source.identity() for key, source in sources.items()}
+    everyone = ranks.gather("files of models", mine)
+    same = {key: [rank for rank, theirs in enumerate(everyone) if theirs.get(key) == mine[key]] for key in mine}
+    shares = {}
+    for key, source in sources.items():
+        names = list(source.origins)[same[key].index(ranks.rank) :: len(same[key])]
+        shares[key] = {name: source.digest(name) for name in names}
+    for rank, theirs in enumerate(ranks.gather("checksums of models", shares)):
+        for key, source in sources.items():
+            if rank in same[key]:
+                source.digests.update(theirs[key])
+
+
+def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
+    """A value model with the body of an unread policy and a head, named ``score``, of zeros; unread as well.
+
+    Args:
+        model: is completed; on the meta device.
+        policy: has not read its weights.
+
+    Raises:
+        KeyError: the policy lacks a weight.
+    """
+    source = source_of(policy)
+    assert source is not None
+    origins: dict[str, Origin] = {}
+    for name, parameter in model.named_parameters():
+        if name == "score.weight":
+            origins[name] = torch.zeros((), dtype=_DTYPE).expand(parameter.shape)
+        else:
+            body = name.removeprefix(f"{model.base_model_prefix}.")
+            origins[name] = source.origins[f"{policy.base_model_prefix}.{body}"]
+    _fill_buffers(model, {})
+    buffers = dict(policy.base_model.named_buffers())
+    for name, buffer in model.base_model.named_buffers():
+        buffer.copy_(buffers[name])
+    setattr(model, _SOURCE, Source(origins))
+    return model
+
+
+def take_weights(model: PreTrainedModel, saved: PreTrainedModel, within: str = "") -> None:
+    """Give a model the weights of another of its kind: at once, or, if it is unread, when it is sharded.
+
+    Args:
+        model: gets them.
+        saved: has all of them; or is unread, if ``model`` is.
+        within: the name of a part; only its weights then.
+    """
+    source, theirs = source_of(model), source_of(saved)
+    if source is None:
+        model.get_submodule(within).load_state_dict(saved.get_submodule(within).state_dict())
+        return
+    whole = dict(saved.named_parameters())
+    for name in source.origins:
+        if name.startswith(within):
+            source.origins[name] = whole[name].data if theirs is None else theirs.origins[name]
+            source.digests.pop(name, None)
+    own = dict(model.named_buffers())
+    for name, buffer in saved.named_buffers():
+        if name.startswith(within):
+            own[name].copy_(buffer)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, device: torch.device) -> None:
+    """Read this rank's share of an unread model, one tensor at a time; does nothing to any other.
+
+    Args:
+        model: is sharded.
+        device: where its shards belong.
+    """
+    source = source_of(model)
+    if source is None:
+        return
+    delattr(model, _SOURCE)
+    unread = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
+    # As to_empty does, which would also empty what has values.
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor)
+    with _reading() as read:
+        for name, parameter in model.named_parameters():
+            if name in unread:
+                _fill(parameter, source.origins[_without_adapters(name)], read)
+
+
+def _fill(parameter: nn.Parameter, origin: Origin, read: Callable[[Origin, tuple[slice, ...]], Tensor]) -> None:
+    mine, sizes, starts = parameter.data, tuple(parameter.shape), (0,) * parameter.dim()
+    if isinstance(parameter, DTensor):
+        mine = parameter.to_local()
+        sizes, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    if mine.numel() > 0:  # ranks at the end may have no rows
+        mine.copy_(read(origin, tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))))
