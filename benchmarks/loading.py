@@ -4,8 +4,8 @@
     python benchmarks/loading.py --ranks 4 --layers 24
     python benchmarks/loading.py --json                a line of JSON as the last
 
-Each rank builds a run with FSDP: policy, reference policy and reward model, of one size, read from files. *Whole* is how
-it is done with models of which transformers alone knows how to read them: all of a model, then this rank's share is kept.
+Each rank builds a run with FSDP: policy, reference policy and reward model, of one size, read from files. *Whole* is
+how it is done with models that only transformers can read: all of a model, of which this rank's share is then kept.
 Counted is what the process holds at its peak (VmHWM) beyond what it held before, with everything imported and a tiny
 run built. On a CPU the shards themselves are in the host's memory, too; on a GPU they are not.
 """
@@ -26,14 +26,14 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS)]
 
-import torch
-from machine import describe
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+import torch  # noqa: E402
+from machine import describe  # noqa: E402
+from tiny import PROMPTS, byte_tokenizer, count_letters, new_args  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel  # noqa: E402
 
-from async_rlhf.config import ParallelConfig
-from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.config import ParallelConfig  # noqa: E402
+from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel  # noqa: E402
+from async_rlhf.run.trainer import OnlineTrainer  # noqa: E402
 
 MODELS = {"policy": LlamaForCausalLM, "reward_model": LlamaForSequenceClassification}
 
