@@ -29,10 +29,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.origins import OnlyWholeError
 from async_rlhf.models.quantised import quantised, saved_tensors
 from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.sharded_loading import (
-    OnlyWholeError,
     is_unread,
     share_digests,
     unread_model,
@@ -257,7 +257,10 @@ def _load_unread(kind: Any, name: str, key: str, trust: bool, **options: Any) ->
     source = str(Path(source).expanduser())
 
     def file(path: str) -> str | None:
-        return cached_file(source, path, revision=revision, _raise_exceptions_for_missing_entries=False)
+        silent = ("gated_repo", "missing_entries", "connection_errors")  # what is wrong shows when it is read whole
+        return cached_file(
+            source, path, revision=revision, **{f"_raise_exceptions_for_{each}": False for each in silent}
+        )
 
     check_source(name, key)
     try:

@@ -9,72 +9,30 @@ Every rank reads for itself; rank 0 does not read for all. FSDP shards rows, and
 the ranks of a host together read it once, at the same time, and nothing goes over the network. Each host needs the
 files, as it needs the configuration and the tokenizer: on a file system that it shares, or in the hub's cache, which
 locks what it downloads, so that a host downloads it once. That all hosts have the same files is found by their
-checksums (:func:`share_digests`). The files are read, not mapped: pages of a mapped file count as a process's memory.
+checksums (:func:`share_digests`).
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from async_rlhf.models.origins import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
 from async_rlhf.models.snapshots import digest, digests, named_weights, saved_buffers
 from async_rlhf.ranks.collectives import Ranks
 
-_DTYPE = torch.float32
-"""What weights are before anything rounds them, whatever the type in their file."""
-_CHUNK = 2**24
-"""Bytes of float32 that a checksum takes at a time."""
 _SOURCE = "_weights_to_read"
 """The attribute of a model that says where its weights are."""
-
-
-class OnlyWholeError(Exception):
-    """A model has to be read whole; the message says why."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies."""
-
-    file: str
-    key: str
-    shape: tuple[int, ...]
-
-
-Origin: TypeAlias = Place | Tensor
-"""Where a weight comes from: from a file, or it is known already."""
-
-
-@contextmanager
-def _reading() -> Iterator[Callable[[Origin, tuple[slice, ...]], Tensor]]:
-    """A function that reads a part of a tensor, in float32. Within, files stay open."""
-
-    @cache
-    def opened(file: str) -> Any:
-        return safe_open(file, framework="pt", backend="pread")
-
-    def read(origin: Origin, part: tuple[slice, ...]) -> Tensor:
-        if isinstance(origin, Tensor):
-            return origin[part].to(_DTYPE)
-        file = opened(origin.file)
-        return (file.get_slice(origin.key)[part] if part else file.get_tensor(origin.key)).to(_DTYPE)
-
-    yield read
 
 
 @dataclass
@@ -90,28 +48,15 @@ class Source:
         """The checksum of a weight, as :func:`~async_rlhf.models.snapshots.digests` gives it for the whole tensor."""
         if name not in self.digests:
             origin = self.origins[name]
-            self.digests[name] = digest(_DTYPE, tuple(origin.shape), _rows(origin))
+            self.digests[name] = digest(DTYPE, tuple(origin.shape), rows(origin))
         return self.digests[name]
 
     def identity(self) -> Any:
         """Equal on two ranks only if both read the same tensors from the same files of the same host."""
-        files = {origin.file for origin in self.origins.values() if isinstance(origin, Place)}
+        files = {file for origin in self.origins.values() if not isinstance(origin, Tensor) for file in origin.files}
         found = [Path(file).stat() for file in sorted(files)]
         said = [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
         return socket.gethostname(), said, list(self.origins)
-
-
-def _rows(origin: Origin) -> Iterator[Tensor]:
-    """A tensor's rows, so many at a time that they are not much larger than :data:`_CHUNK`."""
-    shape = tuple(origin.shape)
-    with _reading() as read:
-        if not shape:
-            yield read(origin, ())
-            return
-        step = max(1, _CHUNK // max(1, torch.Size(shape[1:]).numel() * _DTYPE.itemsize))
-        rest = tuple(slice(0, size) for size in shape[1:])
-        for start in range(0, shape[0], step):
-            yield read(origin, (slice(start, min(start + step, shape[0])), *rest))
 
 
 def source_of(model: nn.Module) -> Source | None:
@@ -140,7 +85,7 @@ def unread_model(kind: Any, config: PretrainedConfig, files: Sequence[str]) -> t
         ValueError: a tensor has another shape in the file.
     """
     model = _without_weights(kind, config)
-    found, unexpected = _named_as_in_model(model, files)
+    found, unexpected = origins_of(model, files)
     origins: dict[str, Origin] = {}
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -175,50 +120,22 @@ def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         raise OnlyWholeError("it is a part of another model")
     try:
         with torch.device("meta"):
-            model = chosen._from_config(config, dtype=_DTYPE)
+            model = chosen._from_config(config, dtype=DTYPE)
     except (RuntimeError, NotImplementedError) as error:
         raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
-    if any(parameter.dtype != _DTYPE for parameter in model.parameters()):
+    if any(parameter.dtype != DTYPE for parameter in model.parameters()):
         raise OnlyWholeError("not all of its weights are float32")
     return model.eval()
 
 
-def _named_as_in_model(model: PreTrainedModel, files: Sequence[str]) -> tuple[dict[str, Place], set[str]]:
-    """The tensors in the files by the names that transformers gives them when it loads them, and names of no use."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    known, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Place] = {}
-    unexpected = set()
-    for place in sorted(_places(files), key=lambda place: dot_natural_key(place.key)):
-        name, converted = rename_source_key(place.key, renamings, converters, prefix, known)
-        if name not in known and place.key in known:
-            name, converted = rename_source_key(place.key, [], [], prefix, known)
-        if converted is not None:
-            raise OnlyWholeError("transformers computes with other tensors than its files hold")
-        if name in known:
-            found[name] = place
-        else:
-            unexpected.add(name)
-    model._weight_conversions = [each for each in conversions if each.was_used()]  # save_pretrained reverts them
-    return found, unexpected
-
-
-def _places(files: Sequence[str]) -> Iterator[Place]:
-    for file in files:
-        with safe_open(file, framework="pt", backend="pread") as opened:
-            yield from (Place(file, key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys())  # noqa: SIM118
-
-
-def _fitting(name: str, place: Place, tensor: Tensor) -> Place:
-    if place.shape != tuple(tensor.shape):
+def _fitting(name: str, origin: Origin, tensor: Tensor) -> Origin:
+    if tuple(origin.shape) != tuple(tensor.shape):
         right = f"must be of the shape {tuple(tensor.shape)}, as the model's configuration says"
-        raise ValueError(f"{name}: got a tensor of the shape {place.shape} in {place.file!r}; {right}")
-    return place
+        raise ValueError(f"{name}: got a tensor of the shape {tuple(origin.shape)}; {right}")
+    return origin
 
 
-def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Place]) -> set[str]:
+def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Origin]) -> set[str]:
     """Give the buffers their values: those in the files, and what transformers computes, such as frequencies.
 
     Returns:
@@ -230,9 +147,7 @@ def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Place]) -> set[str
         owner, _, own = name.rpartition(".")
         value = torch.empty_like(buffer, device="cpu")
         if name in found:
-            place = _fitting(name, found[name], buffer)
-            with safe_open(place.file, framework="pt", backend="pread") as opened:
-                value.copy_(opened.get_tensor(place.key))
+            value.copy_(torch.cat(list(rows(_fitting(name, found[name], buffer)))))
             value._is_hf_initialized = True  # type: ignore[attr-defined]
         elif name in saved:
             missing.add(name)
@@ -309,7 +224,7 @@ def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrai
     origins: dict[str, Origin] = {}
     for name, parameter in model.named_parameters():
         if name == "score.weight":
-            origins[name] = torch.zeros((), dtype=_DTYPE).expand(parameter.shape)
+            origins[name] = torch.zeros((), dtype=DTYPE).expand(parameter.shape)
         else:
             body = name.removeprefix(f"{model.base_model_prefix}.")
             origins[name] = source.origins[f"{policy.base_model_prefix}.{body}"]
@@ -359,13 +274,13 @@ def fill(model: nn.Module, device: torch.device) -> None:
     unread = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
     # As to_empty does, which would also empty what has values.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor)
-    with _reading() as read:
+    with reading() as read:
         for name, parameter in model.named_parameters():
             if name in unread:
                 _fill(parameter, source.origins[_without_adapters(name)], read)
 
 
-def _fill(parameter: nn.Parameter, origin: Origin, read: Callable[[Origin, tuple[slice, ...]], Tensor]) -> None:
+def _fill(parameter: nn.Parameter, origin: Origin, read: Read) -> None:
     mine, sizes, starts = parameter.data, tuple(parameter.shape), (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
         mine = parameter.to_local()

@@ -111,7 +111,8 @@ def train(
 ) -> None:
     """One run, as its arguments say.
 
-    Its models are made here; or they are ``policy`` and ``reward_model`` in a folder, where "{rank}" is the rank's number.
+    Its models are made here; or they are ``policy`` and ``reward_model`` in a folder; "{rank}" in its name is the
+    number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
     FullyShardedDataParallel.reads_shares = not whole

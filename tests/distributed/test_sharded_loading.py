@@ -1,4 +1,4 @@
-"""On real ranks: a model that each reads its share of trains as the whole one does, and takes no more memory than that."""
+"""On real ranks: a model that each reads its share of trains as the whole one does, and takes no more memory."""
 
 from __future__ import annotations
 
