@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA_SIZES, byte_tokenizer, new_policy, new_reward_model, tiny_config
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
@@ -61,14 +62,25 @@ def written(config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.f
 
 
 @pytest.fixture(params=range(RANKS))
-def one_of_three(request, make_args) -> Iterator[FullyShardedDataParallel]:
-    """FSDP2 on one rank of three, whose partners do not exist: nothing here needs them."""
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+def one_of_three(request, make_args) -> Iterator[Callable[[], FullyShardedDataParallel]]:
+    """FSDP2 on one rank of three, whose partners do not exist: nothing here needs them.
+
+    To be called after files have been written, because transformers writes some on rank 0 alone.
+    """
+
+    def start() -> FullyShardedDataParallel:
+        dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+        ranks = Ranks(request.param, RANKS)
+        return FullyShardedDataParallel(
+            ranks, ParallelConfig("fsdp", ranks=RANKS), torch.device("cpu"), make_args(bf16=True)
+        )
+
     try:
-        config = ParallelConfig("fsdp", ranks=RANKS)
-        yield FullyShardedDataParallel(Ranks(), config, torch.device("cpu"), make_args(bf16=True))
+        yield start
     finally:
         dist.destroy_process_group()
+        # torch remembers what became of equal tensors on an equal mesh, where this process was another rank.
+        _clear_sharding_prop_cache()
 
 
 def assert_shares(model: nn.Module, whole: nn.Module) -> None:
@@ -100,7 +112,7 @@ def test_a_rank_has_its_share_of_the_model_that_is_read_whole(one_of_three, kind
     assert model.training == whole.training
     assert [str(each) for each in model._weight_conversions] == [str(each) for each in whole._weight_conversions]
     assert frozen_checksum(model) == frozen_checksum(whole)
-    one_of_three.prepare(model, [model], lambda: torch.optim.SGD(model.parameters(), lr=0.1))
+    one_of_three().prepare(model, [model], lambda: torch.optim.SGD(model.parameters(), lr=0.1))
     assert not is_unread(model)
     assert_shares(model, whole)
 
@@ -116,9 +128,10 @@ def test_weights_have_the_type_that_they_are_held_in_whatever_their_files_have(
     assert frozen_checksum(model) == frozen_checksum(whole)
     for each in (whole, model):
         each.requires_grad_(False)
-    frozen(model, args, one_of_three)
-    one_of_three._shard = lambda *_: None
-    frozen(whole, args, one_of_three)
+    parallel = one_of_three()
+    frozen(model, args, parallel)
+    parallel._shard = lambda *_: None
+    frozen(whole, args, parallel)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert_shares(model, whole)
 
@@ -130,7 +143,7 @@ def test_new_adapters_are_the_same_on_weights_that_are_not_read_yet(one_of_three
         torch.manual_seed(5)
         add_adapters(each, LoRAConfig(rank=2), seed=3)
     assert any(is_adapter(name) for name, _ in model.named_parameters())
-    one_of_three.prepare(model, [model], lambda: torch.optim.SGD(model.parameters(), lr=0.1))
+    one_of_three().prepare(model, [model], lambda: torch.optim.SGD(model.parameters(), lr=0.1))
     assert_shares(model, whole)
 
 
@@ -139,7 +152,7 @@ def test_a_value_model_on_the_policys_body_is_unread_as_well(one_of_three, tmp_p
     right, value = (new_value_model(load_policy(folder, unread=unread)) for unread in (False, True))
     assert is_unread(value)
     assert frozen_checksum(value) == frozen_checksum(right)
-    one_of_three.prepare(value, [value], lambda: torch.optim.SGD(value.parameters(), lr=0.1))
+    one_of_three().prepare(value, [value], lambda: torch.optim.SGD(value.parameters(), lr=0.1))
     assert_shares(value, right)
 
 
@@ -147,12 +160,13 @@ def test_a_checkpoints_weights_replace_those_of_the_start(one_of_three, tmp_path
     start, later = tmp_path / "start", tmp_path / "later"
     new_reward_model(1).save_pretrained(start)
     new_reward_model(2).save_pretrained(later)
+    parallel = one_of_three()
     for within in ("", "score"):
         model, whole = (load_reward_model(str(start), unread=unread) for unread in (True, False))
         take_weights(model, load_reward_model(str(later), unread=True), within)
         take_weights(whole, load_reward_model(str(later)), within)
         assert frozen_checksum(model) == frozen_checksum(whole)
-        one_of_three.frozen(model)
+        parallel.frozen(model)
         assert_shares(model, whole)
 
 
