@@ -70,7 +70,8 @@ def _in_place_of_unread(model: nn.Module) -> Iterator[None]:
         for module, name, p in unread:
             posed = module._parameters[name]
             assert posed is not None
-            module._parameters[name] = p.requires_grad_(posed.requires_grad)  # peft freezes what is below adapters
+            p.requires_grad = posed.requires_grad  # peft freezes what is below adapters
+            module._parameters[name] = p
 
 
 def unwrap(model: Any) -> PreTrainedModel:

@@ -175,7 +175,8 @@ def _states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     if not model.can_generate():
         return model.base_model(**inputs).last_hidden_state[0]
     found: list[Tensor] = []
-    handle = model.base_model.register_forward_hook(lambda _m, _i, output: found.append(output.last_hidden_state[0]))
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, of_head: found.append(of_head[0][0]), prepend=True)
     try:
         model(**inputs)
     finally:

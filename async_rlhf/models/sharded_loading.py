@@ -114,7 +114,7 @@ def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         raise OnlyWholeError("it is quantised")
     if kind.__name__ in (getattr(config, "auto_map", None) or {}):
         raise OnlyWholeError("it brings code of its own")
-    if not isinstance(chosen, type) or chosen.is_custom_code():
+    if chosen is None or isinstance(chosen, (tuple, list)) or chosen.is_custom_code():
         raise OnlyWholeError("transformers has no model of its own for it")
     if "text_config" in config.sub_configs or getattr(config, "transformers_weights", None) is not None:
         raise OnlyWholeError("it is a part of another model")
@@ -153,7 +153,7 @@ def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Origin]) -> set[st
             missing.add(name)
         setattr(model.get_submodule(owner), own, value)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        parameter._is_hf_initialized = True
     model.initialize_weights()  # only what is not marked so, as in from_pretrained
     return missing
 

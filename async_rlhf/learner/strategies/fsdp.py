@@ -36,6 +36,7 @@ class FullyShardedDataParallel(Parallel):
     """
 
     spreads_weights, reads_shares, casts_gathered, takes_optimizers = True, True, True, False
+    device: torch.device
 
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
