@@ -289,3 +289,45 @@ def _fill(parameter: nn.Parameter, origin: Origin, read: Read) -> None:
         )
     if mine.numel() > 0:  # ranks at the end may have no rows
         mine.copy_(read(origin, tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))))
+
+
+@torch.no_grad()
+def fill_in_turn(
+    model: nn.Module, keep: Callable[[nn.Parameter], None], reads: bool
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make each weight of an unread model whole, one after the other, for others to spread; nothing for any other.
+
+    Args:
+        model: on the meta device.
+        keep: takes each whole weight, and leaves what this rank keeps.
+        reads: whether this rank reads them; where it does not, they have no values.
+
+    Returns:
+        The new parameters, by those in whose place they are.
+    """
+    source = source_of(model)
+    if source is None:
+        return {}
+    delattr(model, _SOURCE)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # several modules may share one
+    for path, module in model.named_modules():
+        for name, unread in module._parameters.items():
+            if unread is None or not unread.is_meta:
+                continue
+            if unread not in made:
+                whole = torch.empty(unread.shape, dtype=unread.dtype)
+                if reads:
+                    _copy(whole, source.origins[_without_adapters(f"{path}.{name}" if path else name)])
+                made[unread] = nn.Parameter(whole, requires_grad=unread.requires_grad)
+                keep(made[unread])
+            module._parameters[name] = made[unread]
+    return made
+
+
+def _copy(whole: Tensor, origin: Origin) -> None:
+    start = 0
+    whole = whole if whole.dim() else whole[None]
+    for part in rows(origin):
+        part = part if part.dim() else part[None]
+        whole[start : start + len(part)].copy_(part)
+        start += len(part)

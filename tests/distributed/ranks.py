@@ -22,12 +22,13 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.learner.learner import Learner
-from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models import head
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks import loss_scale
+from async_rlhf.run import wiring
 from async_rlhf.run.trainer import OnlineTrainer
 
+READS_SHARES = wiring._reads_shares
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
 
@@ -115,7 +116,7 @@ def train(
     number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    FullyShardedDataParallel.reads_shares = not whole
+    wiring._reads_shares = (lambda *_: False) if whole else READS_SHARES
     named = None if models is None else Path(models.format(rank=rank))
     loss_scale.FIRST = first_scale
     if head_rows is not None:

@@ -43,13 +43,13 @@ def write_models(folder: Path) -> Path:
     return folder
 
 
-def run_of(case: str, folder: Path, whole: bool, **changes: Any) -> dict[str, Any]:
+def run_of(case: str, folder: Path, whole: bool, strategy: str = "fsdp", **changes: Any) -> dict[str, Any]:
     name = f"{case}{' whole' if whole else ''}"
     models = str(write_models(folder / "models")) if not (folder / "models").exists() else str(folder / "models")
     return {
         "folder": str(folder),
         "name": name,
-        "strategy": "fsdp",
+        "strategy": strategy,
         "models": models,
         "whole": whole,
         **CASES[case],
