@@ -32,7 +32,6 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel  # noqa: E402
 
 from async_rlhf.config import ParallelConfig  # noqa: E402
-from async_rlhf.config.parallel import Strategy  # noqa: E402
 from async_rlhf.run import wiring  # noqa: E402
 from async_rlhf.run.trainer import OnlineTrainer  # noqa: E402
 
@@ -67,35 +66,33 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def build(models: Path, out: Path, strategy: Strategy) -> OnlineTrainer:
+def build(models: Path, out: Path) -> OnlineTrainer:
     episodes = 8 * int(os.environ["WORLD_SIZE"])  # a batch
-    args = new_args(out, parallel=ParallelConfig(strategy=strategy), total_episodes=episodes)
+    args = new_args(out, parallel=ParallelConfig(strategy="fsdp"), total_episodes=episodes)
     given = {"reward_funcs": count_letters, "processing_class": byte_tokenizer()}
     return OnlineTrainer(str(models / "policy"), args, PROMPTS, reward_model=str(models / "reward_model"), **given)
 
 
-def measure(folder: Path, whole: bool, strategy: Strategy) -> dict[str, Any]:
+def measure(folder: Path, whole: bool) -> dict[str, Any]:
     """On one rank."""
     if whole:
         wiring._reads_shares = lambda *_: False
     rank = int(os.environ["RANK"])
-    kept = build(folder / "tiny", folder / "run-tiny", strategy)  # what comes with the first is not counted
+    kept = build(folder / "tiny", folder / "run-tiny")  # what comes with the first is not counted
     forget_peak()
     before, started = peak(), time.monotonic()
-    trainer = build(folder / "large", folder / "run-large", strategy)
+    trainer = build(folder / "large", folder / "run-large")
     seconds, found = time.monotonic() - started, peak() - before
     fingerprints = [trainer.learner.fingerprint, kept.learner.fingerprint]
     return {"rank": rank, "whole": whole, "bytes": found, "seconds": seconds, "fingerprints": fingerprints}
 
 
-def launch(
-    folder: Path, ranks: int, whole: bool, strategy: Strategy = "fsdp", timeout: float = 600
-) -> list[dict[str, Any]]:
+def launch(folder: Path, ranks: int, whole: bool, timeout: float = 600) -> list[dict[str, Any]]:
     """Measure on so many ranks, in processes of their own; what each says."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    own = ["--measure", str(folder), "--strategy", strategy, *(["--whole"] if whole else [])]
+    own = ["--measure", str(folder), *(["--whole"] if whole else [])]
     words = [sys.executable, *torchrun, __file__, *own]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -111,19 +108,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--dtype", default="bfloat16", help="of the files")
-    parser.add_argument("--strategy", default="fsdp", choices=["fsdp", "zero3"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:
-        print("MEASURED " + json.dumps(measure(args.measure, args.whole, args.strategy)), flush=True)
+        print("MEASURED " + json.dumps(measure(args.measure, args.whole)), flush=True)
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_models(folder / "tiny", 2, 64, args.dtype)
         sizes = write_models(folder / "large", args.layers, args.hidden, args.dtype)
-        found = {how: launch(folder, args.ranks, how == "whole", args.strategy) for how in ("whole", "shares")}
+        found = {how: launch(folder, args.ranks, how == "whole") for how in ("whole", "shares")}
     assert len({tuple(each["fingerprints"]) for part in found.values() for each in part}) == 1
     print(f"{args.ranks} ranks, three models of {sizes['model'] / 1e9:.2f} GB in float32, files in {args.dtype}")
     for how, part in found.items():

@@ -9,7 +9,8 @@ Every rank reads for itself; rank 0 does not read for all. FSDP shards rows, and
 the ranks of a host together read it once, at the same time, and nothing goes over the network. Each host needs the
 files, as it needs the configuration and the tokenizer: on a file system that it shares, or in the hub's cache, which
 locks what it downloads, so that a host downloads it once. That all hosts have the same files is found by their
-checksums (:func:`share_digests`).
+checksums (:func:`share_digests`). DeepSpeed's ZeRO-3 spreads whole weights of rank 0 by itself: :func:`fill_in_turn`
+gives it one at a time.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from async_rlhf.models import origins, sharded_loading
 from async_rlhf.models.adapters import add_adapters, is_adapter
 from async_rlhf.models.frozen import frozen
 from async_rlhf.models.loading import frozen_checksum, load_policy, load_reward_model, new_value_model
-from async_rlhf.models.sharded_loading import is_unread, take_weights
+from async_rlhf.models.sharded_loading import fill_in_turn, is_unread, take_weights
 from async_rlhf.ranks.collectives import Ranks
 
 RANKS = 3
@@ -115,6 +115,28 @@ def test_a_rank_has_its_share_of_the_model_that_is_read_whole(one_of_three, kind
     one_of_three().prepare(model, [model], lambda: torch.optim.SGD(model.parameters(), lr=0.1))
     assert not is_unread(model)
     assert_shares(model, whole)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "llama with tied embeddings", "mixtral"])
+def test_for_others_to_spread_weights_are_made_whole_one_after_the_other(kind, reads, tmp_path):
+    folder = str(written(KINDS[kind], tmp_path))
+    model, right = load_policy(folder, unread=True), dict(load_policy(folder).named_parameters())
+    kept: list[torch.Tensor] = []
+
+    def keep(parameter: nn.Parameter) -> None:
+        assert sum(p.numel() for p in model.parameters() if not p.is_meta) == 0  # those before are spread
+        kept.append(parameter.data.clone())
+        parameter.data = torch.empty(0)
+
+    made = fill_in_turn(model, keep, reads)
+    assert not is_unread(model)
+    assert set(made.values()) == set(model.parameters())
+    assert len(kept) == len(right)
+    found = {name: kept[list(made.values()).index(p)] for name, p in model.named_parameters()}
+    assert list(found) == list(right)
+    assert all(found[name].shape == tensor.shape for name, tensor in right.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in right.items()) == reads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
