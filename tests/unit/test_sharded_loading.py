@@ -133,7 +133,8 @@ def test_for_others_to_spread_weights_are_made_whole_one_after_the_other(kind, r
     assert not is_unread(model)
     assert set(made.values()) == set(model.parameters())
     assert len(kept) == len(right)
-    found = {name: kept[list(made.values()).index(p)] for name, p in model.named_parameters()}
+    place = {id(parameter): number for number, parameter in enumerate(made.values())}
+    found = {name: kept[place[id(parameter)]] for name, parameter in model.named_parameters()}
     assert list(found) == list(right)
     assert all(found[name].shape == tensor.shape for name, tensor in right.items())
     assert all(torch.equal(found[name], tensor) for name, tensor in right.items()) == reads
