@@ -22,7 +22,7 @@ from async_rlhf.config.base import require
 from async_rlhf.learner.monitor import RatioMonitor
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
-from async_rlhf.models.budget import bytes_to_come, fitting_tokens
+from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     autocast_dtype,
@@ -93,7 +93,7 @@ class Learner:
         for model in (policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
-            if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
+            if config.gradient_checkpointing is True and isinstance(model, PreTrainedModel):
                 model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
         # From here on the weights may be sharded, so no code may rely on having all of them.
@@ -325,14 +325,10 @@ class Learner:
         models = [model for model in (self.policy, self.value) if isinstance(model, PreTrainedModel)]
         tokens = getattr(self.config, key)
         if tokens == "auto":
-            how = {
-                "with_gradient": with_gradient,
-                "checkpointing": self.config.gradient_checkpointing,
-                "sixteen_bits": in_sixteen_bits(self.config, self.policy),
-            }
+            memory = PassMemory.of(models, self.config, self.parallel, with_gradient)
             to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))
             device = self.parallel.device_of(self.policy)
-            tokens = min(self.ranks.gather(key, fitting_tokens(key, models, device, to_come=to_come, **how)))
+            tokens = min(self.ranks.gather(key, fitting_tokens(key, memory, device, to_come)))
         width = self.policy.config.get_text_config().hidden_size
         return Passes(units, tokens, all(map(is_packed, models)), width)
 

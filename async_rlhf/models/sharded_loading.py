@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from async_rlhf.models.origins import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
+from async_rlhf.models.quantised import stored
 from async_rlhf.models.snapshots import digest, digests, named_weights, saved_buffers
 from async_rlhf.ranks.collectives import Ranks
 
@@ -176,7 +177,7 @@ def parameter_digests(model: nn.Module, which: Callable[[Tensor], bool] = lambda
             prefix, source = next((prefix, source) for prefix, source in unread if name.startswith(prefix))
             found[name] = source.digest(_without_adapters(name.removeprefix(prefix)))
         else:
-            found |= digests({name: parameter.data})
+            found |= digests(stored(name, parameter))
     return found
 
 
