@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,6 +23,9 @@ from async_rlhf.models.packing import laid_out
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import pad_rows
 from async_rlhf.types import PolicyOutput
+
+Row: TypeAlias = Sequence[int] | np.ndarray
+"""Tokens of a prompt and its response."""
 
 
 @contextmanager
@@ -254,15 +259,15 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
 
 
-def score_rows(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> Tensor:
+def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length; see :func:`score_in_batches`."""
     passes = Passes(batch_size)
     return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, passes)
 
 
 def score_in_batches(
-    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]],
-    rows: Sequence[tuple[int, ...]],
+    score: Callable[[list[list[Row]]], Sequence[Tensor]],
+    rows: Sequence[Row],
     passes: Passes,
     ranks: int = 1,
 ) -> Tensor:
@@ -279,28 +284,41 @@ def score_in_batches(
     Returns:
         (len(rows),) float32 on the CPU.
     """
-    number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-    unique = list(number)
+    names = [xxhash.xxh3_128_digest(np.ascontiguousarray(row, np.int32)) for row in rows]
+    first: dict[bytes, Row] = {}
+    for name, row in zip(names, rows, strict=True):
+        first.setdefault(name, row)
+    number, unique = {name: i for i, name in enumerate(first)}, list(first.values())
     scores_B = torch.zeros(len(unique))
-    indices = passes.split(torch.tensor([len(row) for row in unique]), ranks=ranks)
+    indices = passes.split(torch.tensor([len(row) for row in unique], dtype=torch.long), ranks=ranks)
     found = score([[unique[i] for i in index.tolist()] for index in indices])
     for index, scores in zip(indices, found, strict=True):
         scores_B[index] = scores
-    return scores_B[torch.tensor([number[row] for row in rows])]
+    return scores_B[torch.tensor([number[name] for name in names], dtype=torch.long)]
+
+
+def score_batch(model: PreTrainedModel, rows: Sequence[Row], autocast: torch.dtype | None = None) -> Tensor:
+    """Scores (B,) of rows, float32 on the CPU; see :func:`score_padded`."""
+    return score_padded(model, **padded(rows), autocast=autocast)
+
+
+def padded(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Tokens of rows, padded to the longest of them, and their lengths, as :func:`score_padded` takes them."""
+    lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    return {"tokens_BT": pad_rows(rows, torch.long), "lengths_B": lengths_B}
 
 
 @torch.no_grad()
-def score_batch(
+def score_padded(
     model: PreTrainedModel,
-    rows: Sequence[tuple[int, ...]],
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed on ``device``, or else
-    where the weights are, and in ``autocast``, or else the weights' type.
+    """Scores (B,), float32 on the CPU; computed on ``device``, or else where the weights are, and in ``autocast``, or
+    else the weights' type.
     """
     device = model.device if device is None else device
-    tokens_BT = pad_rows(rows, torch.long).to(device)
-    lengths_B = torch.tensor([len(row) for row in rows])
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        return reward_scores(model, tokens_BT, lengths_B).float().cpu()
+        return reward_scores(model, tokens_BT.to(device), lengths_B).float().cpu()

@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, fill: float = 0) -> Tensor:
     """(B, T), each row padded on the right with ``fill``."""
-    padded_BT = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
+    shape = len(rows), max(map(len, rows), default=0)
+    # The system gives zeros for nothing: memory is touched once, as rows are written.
+    padded_BT = torch.zeros(shape, dtype=dtype) if fill == 0 else torch.full(shape, fill, dtype=dtype)
     view_BT = padded_BT.numpy()
     for i, row in enumerate(rows):
         view_BT[i, : len(row)] = row
