@@ -19,7 +19,7 @@ from rows import Counted
 from tiny import new_args
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.config import KLConfig, ParallelConfig
+from async_rlhf.config import ParallelConfig
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
@@ -53,7 +53,6 @@ def step(folder: str, planted: bool = False) -> None:
         num_mini_batches=2,
         total_episodes=96,
         annotate_batch_size=4,
-        kl=KLConfig(coef=0.1, where="loss"),
         parallel=ParallelConfig(strategy="ddp"),
     )
     ranks = start_ranks(args)
