@@ -125,10 +125,6 @@ def reply(prompts: Sequence[Prompt], length: int) -> Reply:
     return Reply(1, 0, {0: {}}, fingerprint(prompts), completions, 0.0, 1.0, 0.0)
 
 
-class ReachedError(Exception):
-    """The first micro-batch."""
-
-
 def logprobs(_model: Any, tokens_BT: Tensor, sampled_BT: Tensor, *_: Any, **__: Any) -> PolicyOutput:
     """Those of a model that takes no time."""
     return PolicyOutput(sampled_BT.float() * -1.5, torch.zeros(tokens_BT.shape))
@@ -178,8 +174,8 @@ class Counted:
         return counting
 
 
-def step(rows: int, length: int, rank: int, ranks: int) -> dict[str, float]:
-    """One batch up to the first micro-batch, on one rank."""
+def step(rows: int, length: int, rank: int, ranks: int) -> None:
+    """One batch up to the first micro-batch, on one rank; then the process prints what it has found, and ends."""
     config = GRPOConfig(
         per_device_train_batch_size=8,
         annotate_batch_size=16,
@@ -195,7 +191,16 @@ def step(rows: int, length: int, rank: int, ranks: int) -> dict[str, float]:
         parallel=ParallelConfig(strategy="ddp", ranks=ranks),
         device="cpu",
     )
-    small = GPTNeoXConfig(VOCABULARY, 8, 1, 1, 8, max_position_embeddings=length, num_labels=1, pad_token_id=0)
+    small = GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=length,
+        num_labels=1,
+        pad_token_id=0,
+    )
     policy, reward = GPTNeoXForCausalLM(small), GPTNeoXForSequenceClassification(small)
     group = dist.new_group(backend="gloo") if ranks > 1 else None
     parallel = make_parallel(config, Ranks(rank, ranks, rank, ranks, group))
@@ -213,7 +218,15 @@ def step(rows: int, length: int, rank: int, ranks: int) -> dict[str, float]:
     rollouts.publish(policy, 0)
 
     def reached(*_: Any) -> None:
-        raise ReachedError
+        seconds, most = time.perf_counter() - began, most_held()
+        parallel.ranks.meet("end")  # all have what they wait for
+        found = {"seconds": seconds, "replies": replies - empty, "above": most - replies, "whole": most - empty}
+        if rank == 0:
+            again = time.perf_counter()
+            _ = [tensor.clone() for tensor in experience.tensors().values()]
+            found["ratio"] = seconds / (time.perf_counter() - again)
+        print(json.dumps(found if rank == 0 else {"received": counted.bytes}), flush=True)
+        os._exit(0)  # the rest of the step, and rows that are on their way for it, do not matter
 
     forget_most()
     parallel.forward = reached  # type: ignore[method-assign]
@@ -222,17 +235,7 @@ def step(rows: int, length: int, rank: int, ranks: int) -> dict[str, float]:
     with Counted() as counted:
         (batch,) = rollouts
         experience, _ = learner.annotate(scorer(batch))
-        try:
-            learner.update(experience, 1)
-        except ReachedError:
-            seconds, most = time.perf_counter() - began, most_held()
-    found = {"seconds": seconds, "replies": replies - empty, "above": most - replies, "whole": most - empty}
-    parallel.ranks.meet("end")
-    if rank:
-        return {"received": counted.bytes}
-    began = time.perf_counter()
-    _ = [tensor.clone() for tensor in experience.tensors().values()]
-    return {**found, "ratio": seconds / (time.perf_counter() - began)}
+        learner.update(experience, 1)
 
 
 def run(options: argparse.Namespace, ranks: int) -> dict[str, float]:
@@ -261,9 +264,7 @@ def be_rank(options: argparse.Namespace) -> None:
         address, patience = f"tcp://127.0.0.1:{port}", timedelta(minutes=10)
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience)
     with patch.object(learners, "response_logprobs", logprobs), patch.object(forward, "reward_scores", scores):
-        found = step(options.rows, options.tokens, rank, ranks)
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # the others' rows of this step are still on their way
+        step(options.rows, options.tokens, rank, ranks)
 
 
 def main() -> None:
