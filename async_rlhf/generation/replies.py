@@ -94,7 +94,10 @@ def _wrong_tokens(
     if not (logprobs.min() > -np.inf and logprobs.max() <= _ROUNDING):  # False for NaN
         possible = (logprobs <= _ROUNDING) & np.isfinite(logprobs)
         return f"a log-probability is {logprobs[~possible][0]}; it must be finite, and at most 0"
-    (ends,) = np.nonzero(np.isin(tokens, stops))
+    stopped = np.zeros(len(tokens), dtype=bool)
+    for stop in stops:  # there are few
+        stopped |= tokens == stop
+    (ends,) = np.nonzero(stopped)
     if len(ends) and ends[0] < len(tokens) - 1:
         place = int(ends[0])
         return f"token {place} is the stop token {tokens[place]}, and {len(tokens) - place - 1} follow it"

@@ -423,7 +423,7 @@ def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
     if experience.reference_logprobs_BT is None:
         return metrics
-    kl_B = (k1(behaviour_BT, experience.reference_logprobs_BT) * mask_BT).sum(dim=1)
+    kl_B = k1(behaviour_BT, experience.reference_logprobs_BT).mul_(mask_BT).sum(dim=1)
     metrics["objective/kl"] = kl_B.mean().item()
     if config.kl_penalty is None:
         return metrics
