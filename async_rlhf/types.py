@@ -215,7 +215,8 @@ class Experience:
         """The given units, in the given order, trimmed to the longest of their rows."""
         import torch
 
-        return replace(self, **self.part(torch.as_tensor(units, dtype=torch.long)))
+        part: dict[str, Any] = {**self.part(torch.as_tensor(units, dtype=torch.long))}
+        return replace(self, **part)
 
     def part(self, units_U: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The tensors of :meth:`select`, by name: those of the given names, or else all."""

@@ -228,7 +228,7 @@ class Learner:
             deal: this rank's passes.
             compute: takes tokens on the device and their mask on the CPU.
         """
-        device, fields = self.parallel.device_of(self.policy), dict[str, Tensor]()
+        device, fields = self.parallel.device_of(self.policy), dict[str, Any]()
         found: list[tuple[int, dict[str, Tensor]]] = []
 
         def keep(number: int, values: dict[str, Tensor]) -> None:

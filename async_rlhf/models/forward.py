@@ -284,7 +284,7 @@ def score_in_batches(
     Returns:
         (len(rows),) float32 on the CPU.
     """
-    names = [xxhash.xxh3_128_digest(np.ascontiguousarray(row, np.int32)) for row in rows]
+    names = [xxhash.xxh3_128_digest(np.ascontiguousarray(row, np.int32).data) for row in rows]
     first: dict[bytes, Row] = {}
     for name, row in zip(names, rows, strict=True):
         first.setdefault(name, row)
@@ -299,7 +299,7 @@ def score_in_batches(
 
 def score_batch(model: PreTrainedModel, rows: Sequence[Row], autocast: torch.dtype | None = None) -> Tensor:
     """Scores (B,) of rows, float32 on the CPU; see :func:`score_padded`."""
-    return score_padded(model, **padded(rows), autocast=autocast)
+    return score_padded(model, **padded(rows), autocast=autocast, device=None)
 
 
 def padded(rows: Sequence[Row]) -> dict[str, Tensor]:

@@ -118,11 +118,15 @@ class Ranks:
 
     def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
         """Send a tensor that lies on the CPU, while this rank goes on; what is returned waits until it has gone."""
-        return dist.isend(tensor, rank, group=self._group).wait
+        work = dist.isend(tensor, rank, group=self._group)
+        assert work is not None  # it is for ranks outside the group
+        return work.wait
 
     def start_receiving(self, tensor: Tensor, rank: int) -> Callable[[], object]:
         """Receive a tensor as large as was sent, while this rank goes on; what is returned waits until it is there."""
-        return dist.irecv(tensor, rank, group=self._group).wait
+        work = dist.irecv(tensor, rank, group=self._group)
+        assert work is not None
+        return work.wait
 
     def _send(self, value: object, rank: int) -> None:
         message = packed(value)

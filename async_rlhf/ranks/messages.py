@@ -29,7 +29,7 @@ def packed(value: Any) -> Tensor:
     head = pickle.dumps((file.getvalue(), [len(each) for each in raw]))
     starts = _starts(len(head), [len(each) for each in raw])
     message = torch.zeros(starts[-1], dtype=torch.uint8)
-    view = memoryview(message.numpy())
+    view = message.numpy().data
     view[:8] = len(head).to_bytes(8, "little")
     view[8 : 8 + len(head)] = head
     for start, each in zip(starts, raw, strict=False):
@@ -39,7 +39,7 @@ def packed(value: Any) -> Tensor:
 
 def unpacked(message: Tensor) -> Any:
     """What :func:`packed` was given; its arrays and tensors are views of the message."""
-    view = memoryview(message.numpy())
+    view = message.numpy().data
     size = int.from_bytes(view[:8], "little")
     head, lengths = pickle.loads(view[8 : 8 + size])
     starts = _starts(size, lengths)
