@@ -9,6 +9,7 @@ annotated by the reference and by the policy before the update, credited, and de
 log-probabilities are a constant, a row's score is its last token's number modulo 7; and no completion is sampled again.
 
     seconds   from the replies to the first micro-batch on rank 0, when its rows are on their device
+    busy      seconds of a core's that rank 0 has computed in that time; other work on the machine matters less to it
     replies   bytes of the replies in the memory of rank 0
     above     the most that rank 0 holds besides, in 1e9 bytes
     whole     both together; what Python, PyTorch and the model take before there is any reply is not counted
@@ -58,7 +59,7 @@ from async_rlhf.scoring import Scorer
 from async_rlhf.types import PolicyOutput, Prompt, Sample
 
 SAMPLES, PROMPT, VOCABULARY = 8, 200, 32_000
-COLUMNS = ("seconds", "ratio", "replies", "above", "whole", "received")
+COLUMNS = ("seconds", "busy", "ratio", "replies", "above", "whole", "received")
 
 
 class Prompts:
@@ -218,9 +219,10 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
     rollouts.publish(policy, 0)
 
     def reached(*_: Any) -> None:
-        seconds, most = time.perf_counter() - began, most_held()
+        seconds, busy, most = time.perf_counter() - began, time.process_time() - computed, most_held()
         parallel.ranks.meet("end")  # all have what they wait for
-        found = {"seconds": seconds, "replies": replies - empty, "above": most - replies, "whole": most - empty}
+        memory = {"replies": replies - empty, "above": most - replies, "whole": most - empty}
+        found = {"seconds": seconds, "busy": busy, **memory}
         if rank == 0:
             again = time.perf_counter()
             _ = [tensor.clone() for tensor in experience.tensors().values()]
@@ -231,7 +233,7 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
     forget_most()
     parallel.forward = reached  # type: ignore[method-assign]
     parallel.ranks.meet("start")
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     with Counted() as counted:
         (batch,) = rollouts
         experience, _ = learner.annotate(scorer(batch))
@@ -254,7 +256,7 @@ def run(options: argparse.Namespace, ranks: int) -> dict[str, float]:
         if child.returncode:
             raise RuntimeError(f"a rank ended with code {child.returncode}")
         found |= json.loads(told.splitlines()[-1])
-    return {name: found[name] / (1 if name in ("seconds", "ratio") else 1e9) for name in COLUMNS if name in found}
+    return {name: found[name] / (1 if name in COLUMNS[:3] else 1e9) for name in COLUMNS if name in found}
 
 
 def be_rank(options: argparse.Namespace) -> None:
