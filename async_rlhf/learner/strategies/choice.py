@@ -72,6 +72,8 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
     bits, right = config.reward_model_bits, "must be null with weights spread over ranks (parallel.strategy)"
     require(not spread or bits is None, "reward_model_bits", bits, right)
+    bits = config.lora.base_bits
+    require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
     require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, right)
     if ranks.leads:
