@@ -46,14 +46,14 @@ class Sample:
     """
 
     tokens: np.ndarray
-    """int64."""
+    """int32."""
     sampled: np.ndarray
     """bool: whether the policy drew the token; False for the prompt and for observations."""
     logprobs: np.ndarray
     """float32: behaviour log-probability under the temperature-scaled distribution that the token was drawn from; 0 for
     tokens that were not drawn."""
     versions: np.ndarray
-    """int64: version of the weights that drew the token; -1 for tokens that were not drawn."""
+    """int32: version of the weights that drew the token; -1 for tokens that were not drawn."""
     finish_reason: FinishReason
     rewards: np.ndarray | None = None
     """float32: reward from an environment at each token; None if there is none at all."""
@@ -70,10 +70,10 @@ class Sample:
         """A sample made of a prompt and one answer; all arguments but ``prompt`` describe the answer."""
         before, after = len(prompt), len(tokens)
         return cls(
-            tokens=np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(tokens, dtype=np.int64)]),
+            tokens=np.concatenate([np.asarray(prompt, dtype=np.int32), np.asarray(tokens, dtype=np.int32)]),
             sampled=np.repeat([False, True], [before, after]),
             logprobs=np.concatenate([np.zeros(before, np.float32), np.asarray(logprobs, dtype=np.float32)]),
-            versions=np.concatenate([np.full(before, -1), np.asarray(versions, dtype=np.int64)]),
+            versions=np.concatenate([np.full(before, -1, np.int32), np.asarray(versions, dtype=np.int32)]),
             finish_reason=finish_reason,
         )
 
@@ -89,7 +89,7 @@ class Sample:
 
     @property
     def drawn(self) -> np.ndarray:
-        """The tokens that the policy drew, int64."""
+        """The tokens that the policy drew, int32."""
         return self.tokens[self.sampled]
 
     @property
@@ -101,7 +101,13 @@ class Sample:
 
 def drawn_versions(samples: Iterable[Sample]) -> set[int]:
     """All versions of the weights that drew tokens of the samples."""
-    return {version for sample in samples for version in np.unique(sample.versions[sample.sampled]).tolist()}
+    found: set[int] = set()
+    for sample in samples:
+        versions = sample.versions[sample.sampled]
+        # Almost always it is one version, and nothing need be sorted.
+        one = len(versions) > 0 and versions[0] == versions.min() == versions.max()
+        found.update(versions[:1].tolist() if one else np.unique(versions).tolist())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,7 @@ class Batch:
     index: int
     version: int
     groups: tuple[Group, ...]
+    """On rank 0; the learner's other ranks have none, and get the rows that they compute."""
     generation_seconds: float
     """From the start of the first worker to the end of the last."""
     shares: tuple[int, ...] = ()
@@ -138,7 +145,8 @@ class ScoredBatch:
 
     batch: Batch
     scores_PK: Tensor
-    """float32, on the CPU, penalties included. NaN where ``reward_errors`` left a sample without a score."""
+    """float32, on the CPU, penalties included. NaN where ``reward_errors`` left a sample without a score. On rank 0, as
+    the groups are."""
     metrics: dict[str, float]
 
 
@@ -207,23 +215,36 @@ class Experience:
         """The given units, in the given order, trimmed to the longest of their rows."""
         import torch
 
-        units_U = torch.as_tensor(units, dtype=torch.long)
-        rows_B = self.rows_of(units_U)
-        longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
+        part: dict[str, Any] = {**self.part(torch.as_tensor(units, dtype=torch.long))}
+        return replace(self, **part)
+
+    def part(self, units_U: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The tensors of :meth:`select`, by name: those of the given names, or else all."""
+        rows_B, longest = self.rows_of(units_U), self.sizes(units_U)["T"]
 
         def part(name: str, tensor: Tensor) -> Tensor:
-            if name.endswith("_U"):
-                return tensor[units_U]
-            return tensor[rows_B, :longest] if name.endswith("_BT") else tensor[rows_B]
+            if name.endswith("_BT"):
+                return tensor[:, :longest].index_select(0, rows_B)
+            return tensor.index_select(0, units_U if name.endswith("_U") else rows_B)
 
-        return self.map(part)
+        return {n: part(n, x) for n, x in self.tensors().items() if names is None or n in names}
 
-    def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
-        """A copy with every tensor replaced by ``function(name, tensor)``."""
+    def sizes(self, units_U: Tensor) -> dict[str, int]:
+        """The size of each dimension of :meth:`select`, by its letter."""
+        rows_B = self.rows_of(units_U)
+        longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
+        return {"U": len(units_U), "B": len(rows_B), "T": longest}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by name."""
         from torch import Tensor
 
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        mapped: dict[str, Any] = {n: function(n, x) for n, x in values.items() if isinstance(x, Tensor)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
+        """A copy with every tensor replaced by ``function(name, tensor)``."""
+        mapped: dict[str, Any] = {name: function(name, tensor) for name, tensor in self.tensors().items()}
         return replace(self, **mapped)
 
 

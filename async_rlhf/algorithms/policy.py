@@ -40,7 +40,7 @@ def kl_penalties(experience: Experience, kl: KLConfig) -> Tensor:
     behaviour policy.
     """
     if kl.coef == 0 or kl.where == "loss":
-        return experience.behaviour_logprobs_BT.new_zeros(experience.behaviour_logprobs_BT.shape)
+        return experience.behaviour_logprobs_BT.new_zeros(1, 1).expand_as(experience.behaviour_logprobs_BT)
     old_BT = experience.old_logprobs_BT
     logprobs_BT = experience.behaviour_logprobs_BT if old_BT is None else old_BT
     return kl.coef * _kl(logprobs_BT, experience, kl)
@@ -94,8 +94,10 @@ def rewards_of_groups(experience: Experience, config: GroupConfig) -> Tensor:
 
 def teaching(advantages_BT: Tensor, sampled_BT: Tensor, kl: KLConfig) -> Tensor:
     """Whether the loss of each sample has a gradient, by an advantage or by a KL penalty in the loss: (B,)."""
-    in_loss = kl.coef > 0 and kl.where == "loss"
-    return ((advantages_BT != 0) | in_loss).logical_and(sampled_BT > 0).any(dim=1)
+    teaching_BT = sampled_BT > 0
+    if kl.coef == 0 or kl.where == "reward":
+        teaching_BT &= advantages_BT != 0
+    return teaching_BT.any(dim=1)
 
 
 def credited(experience: Experience, advantages_PK: Tensor, config: GroupConfig) -> Experience:

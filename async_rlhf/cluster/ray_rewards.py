@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.models.forward import autocast_dtype, score_batch
+from async_rlhf.models.forward import Row, autocast_dtype, score_batch
 from async_rlhf.scoring.calls import RemoteError
 from async_rlhf.scoring.functions import (
     RewardError,
@@ -64,7 +64,7 @@ class RewardActor(Signs):
         self._functions: dict[str, RewardFunction] | None = None
 
     @ray.method(concurrency_group="work")
-    def score(self, batches: list[list[tuple[int, ...]]], autocast: torch.dtype | None) -> list[Tensor]:
+    def score(self, batches: list[list[Row]], autocast: torch.dtype | None) -> list[Tensor]:
         """Scores of each batch of rows by the reward model."""
         if self._model is None:
             torch.set_num_threads(self._place.threads)
@@ -214,7 +214,7 @@ class RayScorer(Scorer):
     def scoring_ranks(self) -> int:
         return len(self._pool)
 
-    def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
+    def score_batches(self, batches: list[list[Row]]) -> list[Tensor]:
         """Scores of each batch of rows by the reward model."""
         count = len(self._pool)
         shares = [batches[number::count] for number in range(count)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -160,13 +159,11 @@ def _index_type(count: int) -> type[np.signedinteger[Any]]:
 
 
 class SharedPrompts:
-    """Rank 0's prompts, on every rank of the learner. Every rank must make each call.
-
-    Their columns stay on rank 0: they may be large, and only rewards need them.
+    """Prompts that rank 0 has. Every rank of the learner must make each call; the others get none.
 
     Args:
         stream: on rank 0; None on the others.
-        ranks: the ranks that get the prompts.
+        ranks: of the learner.
     """
 
     def __init__(self, stream: Prompts | None, ranks: Ranks) -> None:
@@ -174,21 +171,17 @@ class SharedPrompts:
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
         """See :meth:`PromptStream.batch`."""
-        return self._share(f"prompts of batch {index}", lambda stream: stream.batch(index, size))
+        return self._draw(f"prompts of batch {index}", lambda stream: stream.batch(index, size))
 
     def all(self) -> Sequence[Prompt]:
         """The prompts of one epoch, of a stream with a length."""
-        return self._share(
-            "all prompts", lambda stream: [stream.prompt(draw) for draw in range(stream.epoch_size or 0)]
-        )
+        return self._draw("all prompts", lambda stream: [stream.prompt(draw) for draw in range(stream.epoch_size or 0)])
 
     def prompts(self, draws: Sequence[int]) -> Sequence[Prompt]:
         """The prompts of the given draws."""
-        return self._share("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
+        return self._draw("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
 
-    def _share(self, place: str, draw: Callable[[Prompts], Sequence[Prompt]]) -> Sequence[Prompt]:
-        mine = () if self.stream is None else draw(self.stream)
-        if self.ranks.count == 1:
-            return mine
-        told = self.ranks.from_lead(place, lambda: [replace(prompt, columns={}) for prompt in mine])
-        return mine if self.ranks.leads else told
+    def _draw(self, place: str, draw: Callable[[Prompts], Sequence[Prompt]]) -> Sequence[Prompt]:
+        prompts = () if self.stream is None else draw(self.stream)
+        self.ranks.meet(place)
+        return prompts

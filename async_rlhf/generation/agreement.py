@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,7 +150,7 @@ class Agreement:
             batch: its number, which selects the completions to compare; over time every position is selected.
             policy: computes, with the weights of the snapshots.
             snapshots: gives the tensors of a version; empty for the policy's current weights.
-            groups: of the batch, from all workers.
+            groups: of the batch, from all workers; on rank 0.
 
         Returns:
             Mean and maximum of the absolute difference of log-probabilities, in nats per token, KL(engine, learner) per
@@ -162,8 +163,10 @@ class Agreement:
         samples = self.config.mismatch_samples
         if samples == 0 or not self.parallel.takes_part:
             return {}
-        flat = [Row(group.prompt, k, sample) for group in groups for k, sample in enumerate(group.samples)]
-        chosen = [flat[i] for i in rows_of_batch(batch, len(flat), samples)]
+        chosen = _chosen(batch, groups, samples) if self.parallel.ranks.leads else []
+        if self.parallel.spreads_weights:  # then all ranks compute
+            count = self.parallel.ranks.count
+            chosen = self.parallel.ranks.scatter("completions to compare", lambda: [chosen] * count)
         versions = sorted(drawn_versions(row.sample for row in chosen))
         found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast, self.parallel) for v in versions]
         if not self.parallel.ranks.leads:
@@ -229,6 +232,13 @@ class Agreement:
         self.probe_noise.restore(state["probe_noise"])
         self._redrawn, self._misdrawn = state["drawn"]
         self.evidence.restore(state["evidence"])
+
+
+def _chosen(batch: int, groups: Sequence[Group], samples: int) -> list[Row]:
+    """The completions of a batch to compare; without the columns of their prompts."""
+    flat = [Row(group.prompt, k, sample) for group in groups for k, sample in enumerate(group.samples)]
+    rows = [flat[i] for i in rows_of_batch(batch, len(flat), samples)]
+    return [row._replace(prompt=replace(row.prompt, columns={})) for row in rows]
 
 
 def rows_of_batch(batch: int, rows: int, samples: int) -> list[int]:

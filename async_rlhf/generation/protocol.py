@@ -95,7 +95,7 @@ class Generator(Protocol):
         """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
 
     def collect(self, index: int) -> Batch:
-        """The completions of batch ``index``, on every rank. Blocks until they are there; raises any failure."""
+        """Batch ``index``, with its completions on rank 0. Blocks until they are there; raises any failure."""
 
     def close(self) -> None:
         """End every process and free what is held. Safe to call twice."""

@@ -16,7 +16,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
-from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.snapshots import Snapshots, differing
@@ -114,8 +114,8 @@ class RemoteGenerator:
             GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
         """
         replies = self._await(index)
-        place = f"completions of batch {index}"
-        completions, seconds, shares = self.parallel.ranks.from_lead(place, lambda: _answer(replies))
+        seconds, shares = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: _course(replies))
+        completions = [group for reply in replies for group in reply.completions]
         groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         return Batch(index, min(shares), groups, seconds, shares, self._measure(index, replies, groups))
 
@@ -290,13 +290,13 @@ class RestartingGenerator(RemoteGenerator):
             worker.send(request)
 
 
-def _answer(replies: Sequence[Reply]) -> tuple[Completions, float, tuple[int, ...]]:
-    """Completions, the seconds that they took, and the oldest version in each worker's share."""
-    completions = [group for reply in replies for group in reply.completions]
+def _course(replies: Sequence[Reply]) -> tuple[float, tuple[int, ...]]:
+    """The seconds that completions took, and the oldest version in each worker's share."""
     seconds = max(reply.ended for reply in replies) - min(reply.started for reply in replies)
-    return completions, seconds, tuple(_oldest(reply) for reply in replies)
+    return seconds, tuple(_oldest(reply) for reply in replies)
 
 
 def _oldest(reply: Reply) -> int:
     """Version of the first tokens. In flight, newer weights may have come between the start and the first token."""
-    return min((int(s.versions[s.sampled][0]) for group in reply.completions for s in group), default=reply.version)
+    first = (int(s.versions[s.sampled.argmax()]) for group in reply.completions for s in group)
+    return min(first, default=reply.version)

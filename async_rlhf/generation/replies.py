@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import FinishReason, Prompt, Sample
 
 _ROUNDING = 1e-3
 """How far a log-probability may be above 0."""
@@ -48,7 +48,14 @@ def check_completions(
             )
         asked = np.array(prompt.tokens, dtype=np.int64)
         for number, sample in enumerate(samples):
-            wrong = _wrong_form(sample, asked) or _wrong_tokens(sample, params.response_length, stops, vocabulary)
+            wrong = _wrong_form(sample, asked) or _wrong_tokens(
+                sample.tokens[len(asked) :],
+                sample.logprobs[len(asked) :],
+                sample.finish_reason,
+                longest=params.response_length,
+                stops=stops,
+                vocabulary=vocabulary,
+            )
             if wrong:
                 raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
 
@@ -69,25 +76,33 @@ def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
     return ""
 
 
-def _wrong_tokens(sample: Sample, longest: int, stops: Sequence[int], vocabulary: int) -> str:
+def _wrong_tokens(
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    finish_reason: FinishReason,
+    *,
+    longest: int,
+    stops: Sequence[int],
+    vocabulary: int,
+) -> str:
     """What is wrong with the drawn tokens; "" if nothing is."""
-    tokens, logprobs = sample.drawn, sample.logprobs[sample.sampled]
     if not 1 <= len(tokens) <= longest:
         return f"the number of tokens is {len(tokens)}; it must be from 1 to response_length, {longest}"
-    outside = (tokens < 0) | (tokens >= vocabulary)
-    if outside.any():
+    if not (tokens.min() >= 0 and tokens.max() < vocabulary):
+        outside = (tokens < 0) | (tokens >= vocabulary)
         return f"a token is {tokens[outside][0]}; it must be from 0 to {vocabulary - 1}"
-    possible = logprobs <= _ROUNDING  # False for NaN
-    if not (possible & np.isfinite(logprobs)).all():
-        bad = logprobs[~(possible & np.isfinite(logprobs))][0]
-        return f"a log-probability is {bad}; it must be finite, and at most 0"
-    (ends,) = np.nonzero(np.isin(tokens, stops))
+    if not (logprobs.min() > -np.inf and logprobs.max() <= _ROUNDING):  # False for NaN
+        possible = (logprobs <= _ROUNDING) & np.isfinite(logprobs)
+        return f"a log-probability is {logprobs[~possible][0]}; it must be finite, and at most 0"
+    stopped = np.zeros(len(tokens), dtype=bool)
+    for stop in stops:  # there are few
+        stopped |= tokens == stop
+    (ends,) = np.nonzero(stopped)
     if len(ends) and ends[0] < len(tokens) - 1:
         place = int(ends[0])
         return f"token {place} is the stop token {tokens[place]}, and {len(tokens) - place - 1} follow it"
-    if (sample.finish_reason == "stop") != (len(ends) > 0):
-        found = f"finish_reason is {sample.finish_reason!r} and the last token {tokens[-1]}"
-        return f"{found}; stop tokens are {stops}"
-    if sample.finish_reason == "length" and len(tokens) < longest:
+    if (finish_reason == "stop") != (len(ends) > 0):
+        return f"finish_reason is {finish_reason!r} and the last token {tokens[-1]}; stop tokens are {stops}"
+    if finish_reason == "length" and len(tokens) < longest:
         return f"finish_reason is 'length' after {len(tokens)} tokens; response_length is {longest}"
     return ""

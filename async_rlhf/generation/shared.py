@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
@@ -12,6 +13,9 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Prompt
+
+Plain = list[tuple[int, int, np.ndarray]]
+"""Draw, row and tokens of some prompts, without their columns: these may be large, and only rewards need them."""
 
 
 class SharedEngine:
@@ -48,14 +52,35 @@ class SharedEngine:
         self.engine.version = version
 
     def generate(self, prompts: Sequence[Prompt]) -> Completions:
-        """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it with the same prompts."""
+        """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it.
+
+        Args:
+            prompts: on rank 0; the others get what they sample for.
+
+        Returns:
+            All completions on rank 0, none on the others.
+        """
         ranks = self.parallel.ranks
-        ranks.meet("sampling")
-        if self.parallel.spreads_weights:
+        if ranks.count == 1:
             return self.engine.generate(prompts)
-        share = prompts[ranks.rank * len(prompts) // ranks.count : (ranks.rank + 1) * len(prompts) // ranks.count]
-        found = ranks.gather("completions", self.engine.generate(share))
-        return [completions for part in found for completions in part]
+        mine = _prompts(ranks.scatter("sampling", lambda: self._shares(prompts)))
+        if self.parallel.spreads_weights:
+            found = self.engine.generate(mine)
+            return found if ranks.leads else []
+        parts = ranks.collect("completions", self.engine.generate(mine))
+        return [completions for part in parts for completions in part]
+
+    def _shares(self, prompts: Sequence[Prompt]) -> list[Plain]:
+        """What each rank samples for."""
+        plain = [(prompt.draw, prompt.row, np.array(prompt.tokens, np.int32)) for prompt in prompts]
+        count = self.parallel.ranks.count
+        if self.parallel.spreads_weights:
+            return [plain] * count
+        return [plain[rank * len(plain) // count : (rank + 1) * len(plain) // count] for rank in range(count)]
+
+
+def _prompts(plain: Plain) -> list[Prompt]:
+    return [Prompt(draw, row, tuple(tokens.tolist())) for draw, row, tokens in plain]
 
 
 def shared_engine(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from async_rlhf.learner.monitor import RatioMonitor
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
 from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens
+from async_rlhf.models.dealing import Deal
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     autocast_dtype,
@@ -37,12 +38,24 @@ from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import dealt, sampled_rows
+from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.sharded_loading import is_unread, parameter_digests, weight_digests
 from async_rlhf.models.snapshots import of_digests
 from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.types import Experience, ScoredBatch
+
+_Compute: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tensor]]
+"""From tokens and their mask to fields of an experience."""
+
+
+class _Step(NamedTuple):
+    """What all ranks must know of a mini-batch."""
+
+    weight: float
+    """Of the whole of it: what the sum of its losses is divided by."""
+    rows_per_unit: int
+    kl_coef: float
 
 
 class Learner:
@@ -116,8 +129,9 @@ class Learner:
         self.own_optimizer, self.own_schedule = (each is not None for each in optimizers)
         """Whether the user has made them: then checkpoints hold what else they are."""
         self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
-        self._batch_config = config
-        """The configuration with the KL coefficient of the current batch."""
+        """Of the next batch, on rank 0, which adapts it."""
+        self._batch_coef = self.kl_coef
+        """That of the current batch, on rank 0."""
         self.model.train()
 
     def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
@@ -144,29 +158,55 @@ class Learner:
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add log-probabilities and values from before the update, then let the algorithm assign credit.
 
-        Every rank must call it with the same batch, and gets the whole result. A prompt is left out if any of its
-        completions has no reward.
+        Every rank must call it. Rank 0 alone has the batch; the others get the rows that they compute. A prompt is left
+        out if any of its completions has no reward.
 
         Returns:
-            The rows to train on, and metrics over all samples of the batch, trained on or not.
+            On rank 0 the rows to train on, and metrics over all samples of the batch, trained on or not. On the others
+            an experience without rows.
         """
-        rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
-        groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
-        rows = sampled_rows([sample for group in groups for sample in group.samples])
-        weights_U = torch.ones(len(rows["tokens_BT"]))
-        experience = Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
-        return self._annotate(experience) if len(experience) else (experience, {})
+        experience, parts, deal = _rewarded(scored), list[Tensor](), None
+        for model_at_hand, compute in self._annotations():
+            with model_at_hand:
+                if deal is None:  # only now: "auto" counts the memory that is left beside the model
+                    parts = self._annotating.split(experience.lengths_B, ranks=self.ranks.count)
+                    deal = self._deal("annotating", experience, parts, ("tokens_BT", "sampled_BT"))
+                experience = self._add(experience, parts, deal, compute)
+        return self._credited(experience) if len(experience) else (experience, {})
 
-    def _annotate(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
-        """The same, from rows without annotations."""
+    def _annotations(self) -> list[tuple[AbstractContextManager[object], _Compute]]:
+        """What the algorithm needs that passes without gradient give, each with what puts its model at hand."""
+        kinds: list[tuple[AbstractContextManager[object], _Compute]] = []
         if self.needs.reference:
-            with self._reference_at_hand:
-                experience = self._add(experience, self._by_reference)
+            kinds.append((self._reference_at_hand, self._by_reference))
         if self.needs.old_logprobs or self.needs.values:
-            experience = self._add(experience, self._before_update)
+            kinds.append((nullcontext(), self._before_update))
         if self.needs.end_values:
-            experience = self._add(experience, self._at_the_end)
-        config = self._batch_config = self._adapted_config()
+            kinds.append((nullcontext(), self._at_the_end))
+        return kinds
+
+    def _deal(
+        self,
+        place: str,
+        experience: Experience,
+        parts: Sequence[Tensor],
+        names: Collection[str] | None = None,
+        told: _Step | None = None,
+    ) -> Deal:
+        """This rank's passes over some units of rank 0's experience, with the fields of these names, or with all."""
+        return Deal(
+            self.ranks,
+            place,
+            len(parts),
+            lambda number: experience.sizes(parts[number]),
+            lambda number: experience.part(parts[number], names),
+            told,
+        )
+
+    def _credited(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        """The rows to train on, from annotated ones, and metrics."""
+        self._batch_coef = self.kl_coef
+        config = self._adapted_config(self._batch_coef)
         metrics = _objective_metrics(experience, config)
         if config.samples_per_prompt > 1:
             scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
@@ -179,35 +219,43 @@ class Learner:
             )
         return credited, metrics
 
-    def _adapted_config(self) -> OnlineConfig:
-        """The configuration with the current KL coefficient."""
+    def _adapted_config(self, kl_coef: float) -> OnlineConfig:
+        """The configuration with a KL coefficient, if that changes from batch to batch."""
         penalty = self.config.kl_penalty
         if penalty is None or penalty.target is None:
             return self.config
-        return self.config.with_kl_penalty(replace(penalty, coef=self.kl_coef))
+        return self.config.with_kl_penalty(replace(penalty, coef=kl_coef))
 
-    def _add(self, rows: Experience, compute: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Experience:
-        """The rows with more fields, computed without gradient by all ranks, in batches of similar length.
+    def _add(self, rows: Experience, parts: Sequence[Tensor], deal: Deal, compute: _Compute) -> Experience:
+        """The rows with more fields, computed without gradient by all ranks.
 
-        ``compute`` takes tokens on the device and their mask on the CPU.
+        Args:
+            rows: on rank 0.
+            parts: those of each pass, on rank 0.
+            deal: this rank's passes.
+            compute: takes tokens on the device and their mask on the CPU.
         """
-        self.ranks.meet("annotating")
-        device, found = self.parallel.device_of(self.policy), []
-        batches = self._annotating.split(rows.lengths_B, ranks=self.ranks.count)
-        with torch.no_grad():
-            for index, counts in dealt(batches, self.ranks.rank, self.ranks.count):
-                part = rows.select(index)
-                values = compute(part.tokens_BT.to(device), part.sampled_BT)
-                if counts:
-                    found.append((index, {name: tensor.cpu() for name, tensor in values.items()}))
-        fields: dict[str, Any] = {}
-        for index, values in (item for items in self.ranks.gather("annotations", found) for item in items):
+        device, fields = self.parallel.device_of(self.policy), dict[str, Any]()
+        found: list[tuple[int, dict[str, Tensor]]] = []
+
+        def keep(number: int, values: dict[str, Tensor]) -> None:
             for name, tensor in values.items():
-                if name.endswith("_BT"):
-                    whole_BT = fields.setdefault(name, torch.zeros_like(rows.sampled_BT))
-                    whole_BT[index, : tensor.shape[1]] = tensor
-                else:
-                    fields.setdefault(name, torch.zeros(len(rows)))[index] = tensor
+                whole = fields.get(name)
+                if whole is None:
+                    whole = torch.zeros(rows.sampled_BT.shape if name.endswith("_BT") else len(rows))
+                    fields[name] = whole
+                part = whole[:, : tensor.shape[1]] if name.endswith("_BT") else whole
+                part.index_copy_(0, parts[number], tensor)
+
+        with torch.no_grad():
+            for number, part, counts in deal:
+                values = compute(part["tokens_BT"].to(device), part["sampled_BT"])
+                if counts:
+                    here = {name: tensor.cpu() for name, tensor in values.items()}
+                    keep(number, here) if self.ranks.leads else found.append((number, here))
+        for items in self.ranks.collect("annotations", found):
+            for number, values in items:
+                keep(number, values)
         return replace(rows, **fields)
 
     def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -241,29 +289,33 @@ class Learner:
             return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
-        """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps. Returns means over all of them.
+        """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps.
 
-        Every rank must call it, with the same experience.
+        Every rank must call it, with what :meth:`annotate` has returned there.
+
+        Returns:
+            On rank 0, means over all steps.
         """
         self.ranks.meet(f"training on batch {batch}")
         loss_sums: dict[str, Tensor] = {}
         seen = RatioMonitor()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U in self._mini_batches(experience.units, batch):
-            units_U = units_U[experience.weights_U[units_U] > 0]
-            weight = experience.weight_of(units_U)
-            if weight > 0:  # else the optimiser's momentum would move the weights for a mini-batch of ties
-                self._backward(experience, units_U, weight, loss_sums, seen)
+            deal = self._step(experience, units_U)
+            if len(deal):  # else the optimiser's momentum would move the weights for a mini-batch of ties
+                self._backward(deal, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
                 found = self.parallel.step(limit)
-                total_weight += weight
+                total_weight += deal.told.weight
                 if found is None:
                     skipped += 1
                 else:
                     norms = [total + norm for total, norm in zip(norms, found, strict=False)]
                     steps += 1
             self.scheduler.step()
-        everyone = self.ranks.gather("losses", (_read(loss_sums), seen.on_cpu()))
+        everyone = list(self.ranks.collect("losses", (_read(loss_sums), seen.on_cpu())))
+        if not self.ranks.leads:
+            return {}
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
         metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
@@ -282,28 +334,38 @@ class Learner:
             order_U = np.random.Generator(np.random.Philox(key=key)).permutation(units)
             yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
 
-    def _backward(
-        self, experience: Experience, units_U: Tensor, weight: float, loss_sums: dict[str, Tensor], seen: RatioMonitor
-    ) -> None:
-        """Accumulate the gradient of (sum of losses) / weight over micro-batches of similar length, and the metrics.
+    def _step(self, experience: Experience, units_U: Tensor) -> Deal:
+        """This rank's micro-batches of a mini-batch of rank 0's, of similar length; none if there is nothing to learn.
 
-        ``units_U`` are a mini-batch, ``weight`` is that of the whole of it; each rank computes some of its
-        micro-batches. Nothing here reads a number from the device, so that it need not be waited for.
+        Each comes with all fields of an experience, and with a :class:`_Step`.
         """
-        config, device = self._batch_config, self.parallel.device_of(self.policy)
-        lengths_B = experience.lengths_B[experience.rows_of(units_U)]
-        parts = self._training.split(lengths_B, experience.rows_per_unit, self.ranks.count)
-        mine = list(dealt(parts, self.ranks.rank, self.ranks.count))
-        for number, (part_U, counts) in enumerate(mine, start=1):
-            rows = experience.select(units_U[part_U])
+        passes = self._training
+        units_U = units_U[experience.weights_U[units_U] > 0]
+        weight, parts = experience.weight_of(units_U), list[Tensor]()
+        if weight > 0:
+            lengths_B = experience.lengths_B[experience.rows_of(units_U)]
+            split = passes.split(lengths_B, experience.rows_per_unit, self.ranks.count)
+            parts = [units_U[part_U] for part_U in split]
+        told = _Step(weight, experience.rows_per_unit, self._batch_coef)
+        return self._deal("mini-batch", experience, parts, told=told)
+
+    def _backward(self, deal: Deal, loss_sums: dict[str, Tensor], seen: RatioMonitor) -> None:
+        """Accumulate the gradient of (sum of losses) / weight over this rank's micro-batches, and the metrics.
+
+        Nothing here reads a number from the device, so that it need not be waited for.
+        """
+        device, step = self.parallel.device_of(self.policy), deal.told
+        config = self._adapted_config(step.kl_coef)
+        for turn, (_, part, counts) in enumerate(deal, start=1):
+            rows = Experience(**part, rows_per_unit=step.rows_per_unit)
             micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
-            with self.parallel.accumulating(last=number == len(mine)):
+            with self.parallel.accumulating(last=turn == len(deal)):
                 with self._autocast():
                     output = self.parallel.forward(
                         micro_batch.tokens_BT, rows.sampled_BT, config.generation.temperature
                     )
                 loss = self.algorithm.loss(output, micro_batch, config)
-                self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
+                self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
             if counts:
                 for name, value in loss.metrics.items():
                     found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
@@ -343,6 +405,15 @@ class Learner:
         return of_digests(fixed)
 
 
+def _rewarded(scored: ScoredBatch) -> Experience:
+    """The rows of prompts whose completions all have a reward; none on other ranks than 0."""
+    rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
+    groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
+    rows = sampled_rows([sample for group in groups for sample in group.samples])
+    weights_U = torch.ones(len(rows["tokens_BT"]))
+    return Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
+
+
 def _read(sums: dict[str, Tensor]) -> dict[str, float]:
     """The numbers, all read from the device at once."""
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
@@ -355,7 +426,7 @@ def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
     if experience.reference_logprobs_BT is None:
         return metrics
-    kl_B = (k1(behaviour_BT, experience.reference_logprobs_BT) * mask_BT).sum(dim=1)
+    kl_B = k1(behaviour_BT, experience.reference_logprobs_BT).mul_(mask_BT).sum(dim=1)
     metrics["objective/kl"] = kl_B.mean().item()
     if config.kl_penalty is None:
         return metrics

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,6 +26,9 @@ from async_rlhf.models.rows import pad_rows
 from async_rlhf.models.shares import in_shares
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import PolicyOutput
+
+Row: TypeAlias = Sequence[int] | np.ndarray
+"""Tokens of a prompt and its response."""
 
 
 @contextmanager
@@ -257,23 +262,21 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
 
 
-def score_rows(
-    model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int, parallel: Parallel = ALONE
-) -> Tensor:
+def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, parallel: Parallel = ALONE) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length that the ranks share; see :func:`score_in_batches`.
     Every rank of ``parallel`` must call it, and gets all of them.
     """
     score = partial(score_batch, model, device=parallel.device_of(model))
 
-    def shared(batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
+    def shared(batches: list[list[Row]]) -> list[Tensor]:
         return in_shares("scores", batches, score, parallel.ranks, parallel.spreads_weights)
 
     return score_in_batches(shared, rows, Passes(batch_size))
 
 
 def score_in_batches(
-    score: Callable[[list[list[tuple[int, ...]]]], Sequence[Tensor]],
-    rows: Sequence[tuple[int, ...]],
+    score: Callable[[list[list[Row]]], Sequence[Tensor]],
+    rows: Sequence[Row],
     passes: Passes,
     ranks: int = 1,
 ) -> Tensor:
@@ -290,28 +293,46 @@ def score_in_batches(
     Returns:
         (len(rows),) float32 on the CPU.
     """
-    number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-    unique = list(number)
+    names = [xxhash.xxh3_128_digest(np.ascontiguousarray(row, np.int32).data) for row in rows]
+    first: dict[bytes, Row] = {}
+    for name, row in zip(names, rows, strict=True):
+        first.setdefault(name, row)
+    number, unique = {name: i for i, name in enumerate(first)}, list(first.values())
     scores_B = torch.zeros(len(unique))
-    indices = passes.split(torch.tensor([len(row) for row in unique]), ranks=ranks)
+    indices = passes.split(torch.tensor([len(row) for row in unique], dtype=torch.long), ranks=ranks)
     found = score([[unique[i] for i in index.tolist()] for index in indices])
     for index, scores in zip(indices, found, strict=True):
         scores_B[index] = scores
-    return scores_B[torch.tensor([number[row] for row in rows])]
+    return scores_B[torch.tensor([number[name] for name in names], dtype=torch.long)]
 
 
-@torch.no_grad()
 def score_batch(
     model: PreTrainedModel,
-    rows: Sequence[tuple[int, ...]],
+    rows: Sequence[Row],
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Scores (B,) of rows that are padded to the longest of them, float32 on the CPU; computed on ``device``, or else
-    where the weights are, and in ``autocast``, or else the weights' type.
+    """Scores (B,) of rows, float32 on the CPU; see :func:`score_padded`."""
+    return score_padded(model, **padded(rows), autocast=autocast, device=device)
+
+
+def padded(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Tokens of rows, padded to the longest of them, and their lengths, as :func:`score_padded` takes them."""
+    lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    return {"tokens_BT": pad_rows(rows, torch.long), "lengths_B": lengths_B}
+
+
+@torch.no_grad()
+def score_padded(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Scores (B,), float32 on the CPU; computed on ``device``, or else where the weights are, and in ``autocast``, or
+    else the weights' type.
     """
     device = model.device if device is None else device
-    tokens_BT = pad_rows(rows, torch.long).to(device)
-    lengths_B = torch.tensor([len(row) for row in rows])
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        return reward_scores(model, tokens_BT, lengths_B).float().cpu()
+        return reward_scores(model, tokens_BT.to(device), lengths_B).float().cpu()

@@ -16,20 +16,22 @@ T = TypeVar("T")
 
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, fill: float = 0) -> Tensor:
     """(B, T), each row padded on the right with ``fill``."""
-    padded_BT = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
+    padded_BT = torch.empty((len(rows), max(map(len, rows), default=0)), dtype=dtype)
     view_BT = padded_BT.numpy()
     for i, row in enumerate(rows):
         view_BT[i, : len(row)] = row
+        view_BT[i, len(row) :] = fill
     return padded_BT
 
 
 def sampled_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """The fields of an Experience that come from sampling."""
     tokens_BT = pad_rows([sample.tokens for sample in samples], torch.long)
-    rewards_BT = torch.zeros(tokens_BT.shape)
-    for i, sample in enumerate(samples):
-        if sample.rewards is not None:
-            rewards_BT[i, : len(sample)] = torch.from_numpy(sample.rewards)
+    rewarded = [(i, sample.rewards) for i, sample in enumerate(samples) if sample.rewards is not None]
+    # Most often there are none, and then they take no memory.
+    rewards_BT = torch.zeros(tokens_BT.shape) if rewarded else torch.zeros(1, 1).expand(tokens_BT.shape)
+    for i, rewards in rewarded:
+        rewards_BT[i, : len(rewards)] = torch.from_numpy(rewards)
     return {
         "tokens_BT": tokens_BT,
         "lengths_B": torch.tensor([len(sample) for sample in samples], dtype=torch.long),

@@ -1,17 +1,21 @@
 """The ranks of a learner: processes that run the same program, each on its own device.
 
-All ranks execute the same collectives: rank 0 broadcasts what only it knows, and all gather the results of their
-shares. Every call names its place in the program; if ranks reach different places, an error is raised at once, so
-nothing hangs.
+All ranks execute the same collectives: rank 0 broadcasts what only it knows, hands each rank its share of what is
+large, and collects the results. Every call names its place in the program; if ranks reach different places, an error is
+raised at once, so nothing hangs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from async_rlhf.ranks.messages import packed, unpacked
 
 T = TypeVar("T")
 _LETTERS = 64
@@ -71,7 +75,7 @@ class Ranks:
                 )
 
     def from_lead(self, place: str, compute: Callable[[], T]) -> T:
-        """Broadcast what rank 0 computes. The others compute nothing."""
+        """Broadcast what rank 0 computes, which is small: it is pickled. The others compute nothing."""
         if self.count == 1:
             return compute()
         box: list[Any] = [compute() if self.leads else None]
@@ -80,10 +84,58 @@ class Ranks:
         return box[0]
 
     def gather(self, place: str, value: T) -> list[T]:
-        """Every rank's value, in the order of ranks, on every rank."""
+        """Every rank's value, which is small, in the order of ranks, on every rank."""
         if self.count == 1:
             return [value]
         self.meet(place)
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def scatter(self, place: str, compute: Callable[[], Sequence[T]]) -> T:
+        """The value for this rank of those that rank 0 computes, one for each rank. Arrays are not pickled."""
+        values = compute() if self.leads else ()
+        if self.count > 1:
+            self.meet(place)
+        if not self.leads:
+            return self._receive(0)
+        for rank in range(1, self.count):
+            self._send(values[rank], rank)
+        return values[0]
+
+    def collect(self, place: str, value: T) -> Iterator[T]:
+        """Every rank's value, in the order of ranks, on rank 0; none on the others. Arrays are not pickled.
+
+        They arrive as they are asked for, so rank 0 must ask for all of them before the next collective.
+        """
+        if self.count == 1:
+            return iter((value,))
+        self.meet(place)
+        if self.leads:
+            return chain((value,), map(self._receive, range(1, self.count)))
+        self._send(value, 0)
+        return iter(())
+
+    def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        """Send a tensor that lies on the CPU, while this rank goes on; what is returned waits until it has gone."""
+        work = dist.isend(tensor, rank, group=self._group)
+        assert work is not None  # it is for ranks outside the group
+        return work.wait
+
+    def start_receiving(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        """Receive a tensor as large as was sent, while this rank goes on; what is returned waits until it is there."""
+        work = dist.irecv(tensor, rank, group=self._group)
+        assert work is not None
+        return work.wait
+
+    def _send(self, value: object, rank: int) -> None:
+        message = packed(value)
+        dist.send(torch.tensor([len(message)]), rank, group=self._group)
+        dist.send(message, rank, group=self._group)
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.long)
+        dist.recv(size, rank, group=self._group)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(message, rank, group=self._group)
+        return unpacked(message)

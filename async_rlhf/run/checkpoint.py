@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 """Version of the resume format. Raise it with every change that an older or newer version could not read."""
 _SAMPLE_TYPES = {
-    "tokens": "int64",
+    "tokens": "int32",
     "sampled": "bool",
     "logprobs": "float32",
-    "versions": "int64",
+    "versions": "int32",
     "rewards": "float32",
 }
 
@@ -110,11 +110,16 @@ class ResumeState:
         )
 
     def read_ahead(self, folder: Path, stream: SharedPrompts) -> None:
-        """Read the batches sampled ahead; the stream gives their prompts. Every rank must call it."""
+        """Read the batches sampled ahead; the stream gives their prompts. Every rank must call it, and rank 0 alone
+        gets completions.
+        """
         lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         draws = [group["draw"] for row in rows for group in row["groups"]]
-        prompts = dict(zip(draws, stream.prompts(draws), strict=True))
+        found = stream.prompts(draws)
+        if not found:
+            rows = [{**row, "groups": []} for row in rows]
+        prompts = dict(zip(draws, found, strict=bool(found)))
         self.ahead = [_rollout_batch(row, prompts) for row in rows]
 
     def forget_weights(self) -> None:

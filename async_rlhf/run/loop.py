@@ -136,8 +136,8 @@ class TrainingLoop:
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. Returns whether the run must stop."""
-        run, groups, state = self.run, scored.batch.groups, self.run.callbacks.state
-        control = run.callbacks.step_end(len(groups), sum(len(group.samples) for group in groups))
+        run, state, prompts = self.run, self.run.callbacks.state, self.run.config.batch_size
+        control = run.callbacks.step_end(prompts, prompts * run.config.samples_per_prompt)
         run.require_folder()
         if run.ranks.leads:
             self._log(scored, metrics, control.should_log)
@@ -184,11 +184,14 @@ class TrainingLoop:
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()
-        versions = np.concatenate([sample.versions[sample.sampled] for sample in batch.samples])
+        if not self.run.ranks.leads:
+            return {}
+        drawn = [(int(s.versions.sum(where=s.sampled)), np.count_nonzero(s.sampled)) for s in batch.samples]
+        versions, tokens = map(sum, zip(*drawn, strict=True))
         return {
             "schedule/version": float(batch.version),
             "schedule/lag": float(batch.index - 1 - batch.version),
-            "schedule/lag_mean": batch.index - 1 - int(versions.sum()) / len(versions),
+            "schedule/lag_mean": batch.index - 1 - versions / tokens,
             **batch.metrics,
             "eps": len(batch.groups) / seconds,
             "time/batch": seconds,

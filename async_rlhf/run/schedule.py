@@ -54,6 +54,7 @@ class RolloutSchedule:
         recorded: versions of each batch's shares, to be repeated.
         start: batches that a resumed run has already trained on.
         ahead: batches after those that it had already sampled.
+        leads: whether this is rank 0, which alone has the completions, and checks them.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RolloutSchedule:
         recorded: Mapping[int, tuple[int, ...]] | None = None,
         start: int = 0,
         ahead: Sequence[Batch] = (),
+        leads: bool = True,
     ) -> None:
         self.generator = generator
         self.prompts = prompts
@@ -79,6 +81,7 @@ class RolloutSchedule:
         self.bounded = bounded
         self.recorded = recorded
         self.start = start
+        self.leads = leads
         self._ahead = {batch.index: batch for batch in ahead}
         self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
 
@@ -103,7 +106,8 @@ class RolloutSchedule:
         if index not in self._ahead:
             with self.trace.span("wait", batch=index):
                 batch = self.generator.collect(index)
-            self._check(batch)
+            if self.leads:
+                self._check(batch)
             self._ahead[index] = batch
 
     def publish(self, policy: nn.Module, version: int) -> None:

@@ -319,6 +319,7 @@ def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:
         recorded=run.recorded,
         start=resumed.batch if resumed else 0,
         ahead=resumed.ahead if resumed else (),
+        leads=run.ranks.leads,
     )
 
 

@@ -18,11 +18,17 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.budget import PassMemory, fitting_tokens
-from async_rlhf.models.forward import autocast_dtype, score_batch, score_in_batches
+from async_rlhf.models.dealing import Deal
+from async_rlhf.models.forward import (
+    Row,
+    autocast_dtype,
+    padded,
+    score_in_batches,
+    score_padded,
+)
 from async_rlhf.models.frozen import at_hand
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import dealt
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.scoring.functions import (
     RewardError,
@@ -92,14 +98,14 @@ class Scorer:
             raise ConfigError(f"reward_funcs: state_dict() must return what JSON can hold: {error}") from error
 
     def __call__(self, batch: Batch) -> ScoredBatch:
-        """Score every sample. Every rank must call it for the reward model; rank 0 does the rest and broadcasts it.
+        """Score every sample. Every rank must call it for the reward model; rank 0 does the rest, and gets the scores.
 
         Raises:
             RewardError: without ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
         by_model_R = None if self.reward_model is None else self._model_scores(batch.samples)
-        place = f"scores of batch {batch.index}"
-        scores_PK, metrics = self.ranks.from_lead(place, lambda: self._score(batch, by_model_R))
+        scores_PK, metrics = self._score(batch, by_model_R) if self.ranks.leads else (torch.zeros(0, 0), {})
+        self.ranks.meet(f"scores of batch {batch.index}")
         return ScoredBatch(batch, scores_PK, metrics)
 
     def _score(self, batch: Batch, by_model_R: Tensor | None) -> tuple[Tensor, dict[str, float]]:
@@ -174,8 +180,8 @@ class Scorer:
             functions[name].load_state_dict(state[name])
 
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
-        """float64, as the model gave them."""
-        rows = [tuple(sample.tokens.tolist()) for sample in samples]
+        """float64, as the model gave them; on rank 0."""
+        rows = [sample.tokens for sample in samples]
         return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
 
     @cached_property
@@ -195,18 +201,22 @@ class Scorer:
         """How many share the reward model's batches."""
         return self.ranks.count
 
-    def score_batches(self, batches: list[list[tuple[int, ...]]]) -> list[Tensor]:
-        """Scores of each batch of rows by the reward model; every rank computes some of them."""
+    def score_batches(self, batches: list[list[Row]]) -> list[Tensor]:
+        """Scores of each batch of rows, which rank 0 has, by the reward model; every rank computes some of them."""
         assert self.reward_model is not None
-        self.ranks.meet("computing rewards")
         found, dtype = {}, autocast_dtype(self.config)
+
+        def sizes(number: int) -> dict[str, int]:
+            return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
+
+        deal = Deal(self.ranks, "computing rewards", len(batches), sizes, lambda number: padded(batches[number]))
         with self._model_at_hand:
-            for number, counts in dealt(range(len(batches)), self.ranks.rank, self.ranks.count):
-                scores_B = score_batch(self.reward_model, batches[number], dtype, self._device)
+            for number, rows, counts in deal:
+                scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device)
                 if counts:
                     found[number] = scores_B
-        parts = self.ranks.gather("rewards", found)
-        everyone = {number: scores for part in parts for number, scores in part.items()}
+        parts = self.ranks.collect("rewards", found)
+        everyone = {number: scores_B for part in parts for number, scores_B in part.items()}
         return [everyone[number] for number in range(len(batches))]
 
     def _call_functions(
@@ -301,4 +311,4 @@ def _given(sample: Sample) -> float:
 
 def _lengths(samples: Sequence[Sample]) -> list[int]:
     """How many tokens of each sample the policy drew."""
-    return [int(sample.sampled.sum()) for sample in samples]
+    return [int(np.count_nonzero(sample.sampled)) for sample in samples]

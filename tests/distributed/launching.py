@@ -25,15 +25,18 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def launch(runs: list[dict[str, Any]], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+def launch(runs: list[dict[str, Any]], ranks: int, log: Path, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
     """Start the script on so many ranks, in a session of its own."""
-    return start_ranks(runs, [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else [], log)
+    options = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else []
+    return start_ranks(runs, options, log, script)
 
 
-def start_ranks(runs: list[dict[str, Any]], options: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start_ranks(
+    runs: list[dict[str, Any]], options: list[str], log: Path, script: Path = SCRIPT
+) -> subprocess.Popen[bytes]:
     """Start the script, by torchrun if there are options for it."""
     torchrun = ["-m", "torch.distributed.run", *options] if options else []
-    words = [sys.executable, *torchrun, str(SCRIPT)]
+    words = [sys.executable, *torchrun, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as file:
         return subprocess.Popen(

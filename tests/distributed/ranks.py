@@ -138,6 +138,17 @@ def train(
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,
     )
+    if rank > 0:
+        alone = trainer.learner.annotate
+
+        def without_batch(scored):
+            assert scored.batch.groups == ()
+            assert scored.scores_PK.numel() == 0
+            experience, metrics = alone(scored)
+            assert (len(experience), metrics) == (0, {})
+            return experience, metrics
+
+        trainer.learner.annotate = without_batch
     if fail is not None:
         annotate, batches = trainer.learner.annotate, count(1)
 

@@ -23,7 +23,7 @@ REFUSED = {
         DEVICES,
     ),
     "tokens of the reward model left on the host": (
-        Fault("models.forward:score_batch", "pad_rows(rows, torch.long).to(device)", "pad_rows(rows, torch.long)"),
+        Fault("models.forward:score_padded", "tokens_BT.to(device)", "tokens_BT"),
         GRPO,
         DEVICES,
     ),
@@ -90,15 +90,15 @@ REFUSED = {
     ),
     "units chosen by an index of the device": (
         Fault(
-            "learner.learner:Learner._backward",
-            "experience.select(units_U[part_U])",
-            "experience.select(units_U[part_U].to(device))",
+            "learner.learner:Learner._deal",
+            "experience.part(parts[number], names)",
+            'experience.part(parts[number].to("cuda:0"), names)',
         ),
         GRPO,
         DEVICES,
     ),
     "scores of the device written to the host by index": (
-        Fault("models.forward:score_batch", ".float().cpu()", ".float()"),
+        Fault("models.forward:score_padded", ".float().cpu()", ".float()"),
         GRPO,
         DEVICES,
     ),
@@ -127,9 +127,9 @@ REFUSED = {
     ),
     "tokens on another GPU": (
         Fault(
-            "models.forward:score_batch",
-            "pad_rows(rows, torch.long).to(device)",
-            'pad_rows(rows, torch.long).to("cuda:1")',
+            "models.forward:score_padded",
+            "tokens_BT.to(device)",
+            'tokens_BT.to("cuda:1")',
         ),
         GRPO,
         DEVICES,

@@ -48,7 +48,7 @@ def test_an_answer_is_a_prompt_and_what_was_drawn_after_it():
     assert sample.logprobs.tolist() == [0, 0, -0.5, -1.0, -0.125]
     assert sample.versions.tolist() == [-1, -1, 4, 4, 5]
     kinds = [array.dtype.name for array in (sample.tokens, sample.sampled, sample.logprobs, sample.versions)]
-    assert kinds == ["int64", "bool", "float32", "int64"]
+    assert kinds == ["int32", "bool", "float32", "int32"]
     assert drawn(sample) == ((1, 2, 256), (-0.5, -1.0, -0.125), (4, 4, 5), "stop")
     assert answered([Prompt(0, 0, (7, 8))], [[drawn(sample)]]) == [(sample,)]
     assert len(sample) == 5
@@ -162,8 +162,8 @@ def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     assert read.ahead == [batch]
     for sample in read.ahead[0].samples:
         assert [getattr(sample, name).dtype.name for name in ("tokens", "sampled", "logprobs", "versions")] == [
-            "int64",
+            "int32",
             "bool",
             "float32",
-            "int64",
+            "int32",
         ]

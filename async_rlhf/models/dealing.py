@@ -1,0 +1,113 @@
+"""Passes over rows that rank 0 alone has: each rank gets the rows of the passes that it computes, a round ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from async_rlhf.models.rows import dealt
+from async_rlhf.ranks.collectives import Ranks
+
+_AHEAD = 2
+"""Rounds under way at a time: that which is computed, and the next."""
+
+
+class Pass(NamedTuple):
+    """What a rank computes at once."""
+
+    number: int
+    """Which of all passes it is."""
+    rows: dict[str, Tensor]
+    """Its rows, on the CPU."""
+    counts: bool
+    """False if another rank computes it as well, and counts: this one has no other work in the last round."""
+
+
+class Deal:
+    """The passes of one rank, in order; as many for each rank. It can be iterated over again, to the end each time.
+
+    Every rank must make it and use it at the same places; what others than rank 0 give it is ignored. With one rank
+    nothing is sent or copied.
+
+    Args:
+        ranks: who share the passes.
+        place: names the point in the program; see :class:`~async_rlhf.ranks.collectives.Ranks`.
+        passes: how many there are.
+        sizes: the size of each dimension of a pass, by its letter.
+        rows: the tensors of a pass; their names end in dimension letters, and are the same for each pass.
+        told: what all ranks have to know besides.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        place: str,
+        passes: int,
+        sizes: Callable[[int], Mapping[str, int]],
+        rows: Callable[[int], dict[str, Tensor]],
+        told: Any = None,
+    ) -> None:
+        self._ranks, self._rows = ranks, rows
+        self._sizes: list[Mapping[str, int]] = []
+        self._types: dict[str, torch.dtype] = {}
+        self.told = told
+
+        def plan() -> tuple[list[Mapping[str, int]], dict[str, torch.dtype], Any]:
+            types = {name: tensor.dtype for name, tensor in (rows(0) if passes else {}).items()}
+            return [sizes(number) for number in range(passes)], types, told
+
+        if ranks.count > 1:
+            self._sizes, types, self.told = ranks.from_lead(place, plan)
+            # The largest first, so that each begins where its type may.
+            self._types = dict(sorted(types.items(), key=lambda item: -item[1].itemsize))
+            passes = len(self._sizes)
+        self._hands = [list(dealt(range(passes), rank, ranks.count)) for rank in range(ranks.count)]
+
+    def __len__(self) -> int:
+        """Passes of each rank."""
+        return len(self._hands[0])
+
+    def __iter__(self) -> Iterator[Pass]:
+        under_way: deque[tuple[list[Callable[[], object]], Tensor | None]] = deque()
+        for turn, (number, counts) in enumerate(self._hands[self._ranks.rank]):
+            while len(under_way) < min(_AHEAD, len(self) - turn):
+                under_way.append(self._begin(turn + len(under_way)))
+            waits, message = under_way.popleft()
+            if message is None:
+                yield Pass(number, self._rows(number), counts)
+            for wait in waits:
+                wait()
+            if message is not None:
+                yield Pass(number, self._unpacked(message, number), counts)
+
+    def _begin(self, turn: int) -> tuple[list[Callable[[], object]], Tensor | None]:
+        """Start to send or to receive the rows of a round: what waits for them, and where they arrive."""
+        if not self._ranks.leads:
+            number, _ = self._hands[self._ranks.rank][turn]
+            message = torch.empty(sum(self._bytes(number)), dtype=torch.uint8)
+            return [self._ranks.start_receiving(message, 0)], message
+        others = range(1, self._ranks.count)
+        return [self._ranks.start_sending(self._packed(self._hands[rank][turn][0]), rank) for rank in others], None
+
+    def _packed(self, number: int) -> Tensor:
+        rows = self._rows(number)
+        return torch.cat([rows[name].reshape(-1).view(torch.uint8) for name in self._types])
+
+    def _unpacked(self, message: Tensor, number: int) -> dict[str, Tensor]:
+        parts = message.split(self._bytes(number))
+        return {
+            name: part.view(dtype).view(self._shape(name, number))
+            for (name, dtype), part in zip(self._types.items(), parts, strict=True)
+        }
+
+    def _bytes(self, number: int) -> list[int]:
+        """Of each tensor of a pass."""
+        return [prod(self._shape(name, number)) * dtype.itemsize for name, dtype in self._types.items()]
+
+    def _shape(self, name: str, number: int) -> list[int]:
+        return [self._sizes[number][letter] for letter in name.rpartition("_")[2]]

@@ -1,0 +1,81 @@
+"""What each rank is sent for one batch. A rank of several; each writes down the bytes, and rank 0 those of all rows.
+
+torchrun --nproc-per-node 3 tests/distributed/shares.py '[{"folder": "/tmp/shares"}]'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import numpy as np
+import torch
+from ranks import new_policy
+from rows import Counted
+from tiny import new_args
+
+from async_rlhf.algorithms.table import find
+from async_rlhf.config import ParallelConfig
+from async_rlhf.learner.launch import start_ranks
+from async_rlhf.learner.learner import Learner
+from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
+
+PROMPTS, SAMPLES, LONGEST = 24, 4, 240
+
+
+def scored_batch() -> ScoredBatch:
+    """Completions of many lengths, with scores that differ."""
+    random = np.random.default_rng(0)
+    groups = []
+    for number in range(PROMPTS):
+        prompt = Prompt(number, number, tuple(random.integers(1, 250, 8).tolist()))
+        answers = []
+        for _ in range(SAMPLES):
+            length = int(random.integers(20, LONGEST - 8))
+            tokens, logprobs = random.integers(1, 250, length), -random.random(length)
+            answers.append(Sample.answer(prompt.tokens, tokens, logprobs, [0] * length, "length"))
+        groups.append(Group(prompt, tuple(answers)))
+    scores_PK = torch.from_numpy(random.random((PROMPTS, SAMPLES))).float()
+    return ScoredBatch(Batch(1, 0, tuple(groups), 0.0), scores_PK, {})
+
+
+def step(folder: str, planted: bool = False) -> None:
+    """Annotate and train on one batch; with a planted fault, rank 0 also tells the others all of it."""
+    args = new_args(
+        Path(folder),
+        algorithm="grpo",
+        samples_per_prompt=SAMPLES,
+        num_mini_batches=2,
+        total_episodes=96,
+        annotate_batch_size=4,
+        parallel=ParallelConfig(strategy="ddp"),
+    )
+    ranks = start_ranks(args)
+    policy = new_policy(max_position_embeddings=LONGEST)
+    learner = Learner(policy, None, find("grpo"), args, parallel=make_parallel(args, ranks))
+    scored = scored_batch() if ranks.leads else ScoredBatch(Batch(1, 0, (), 0.0), torch.zeros(0, 0), {})
+    with Counted() as counted:
+        if planted:
+            ranks.from_lead("a fault", lambda: scored)
+        experience, _ = learner.annotate(scored)
+        metrics = learner.update(experience, 1)
+    found = {"bytes": counted.bytes, "rows": len(experience), "metrics": len(metrics)}
+    if ranks.leads:
+        tensors = experience.tensors()
+        tokens = sum(tensor.element_size() for name, tensor in tensors.items() if name.endswith("_BT"))
+        seen = sum(tensors[name].element_size() for name in ("tokens_BT", "sampled_BT"))
+        # Twice to annotate, by the reference and by the policy, and once to train.
+        found["all"] = int(experience.lengths_B.sum()) * (2 * seen + tokens)
+    path = Path(folder) / f"{'planted' if planted else 'right'}-{ranks.rank}.json"
+    path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for run in json.loads(sys.argv[1]):
+        step(**run)
