@@ -8,12 +8,15 @@ nothing hangs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+FOR_EVER = timedelta(days=365)
+"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/watch.py)."""
 _LETTERS = 64
 """How many letters of a place's name the ranks compare."""
 
@@ -87,3 +90,12 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def apart(self) -> dist.ProcessGroup | None:
+        """A group of its own, between CPUs, for collectives of another thread, which would mix with these; None for one
+        rank. Every rank must call it.
+        """
+        if self.count == 1:
+            return None
+        self.meet("a group for another thread")
+        return dist.new_group(timeout=FOR_EVER, backend="gloo")
