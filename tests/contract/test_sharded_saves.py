@@ -164,7 +164,7 @@ def test_the_checkpoint_before_stays_until_the_next_is_whole(make_policy, tokeni
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(make_policy, tokenizer, prompts, make_args):
     """A limit on the size of files stands for the full disk. The run ends after the next batch, or with it."""
     options = {"checkpoint_format": "sharded", "save_steps": 2}
-    whole = run(make_policy, tokenizer, prompts, make_args("whole", **options))
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", **options), reward=count_letters)
 
     class Fill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -183,7 +183,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(make_policy, 
     folder = Path(args.output_dir)
     assert sorted(path.name for path in folder.glob("*checkpoint*")) == ["checkpoint-2"]
     assert logs_of(args)[0][-1]["batch"] in (4, 5, 6)  # it may have written much before it fails
-    assert_same(run(make_policy, tokenizer, prompts, make_args("full", resume=True, **options)), whole)
+    again = make_args("full", resume=True, **options)
+    assert_same(run(make_policy, tokenizer, prompts, again, reward=count_letters), whole)
 
 
 def test_an_error_elsewhere_lets_the_checkpoint_be_finished(make_policy, tokenizer, prompts, make_args, monkeypatch):
