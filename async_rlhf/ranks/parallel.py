@@ -129,13 +129,20 @@ class Parallel:
         return found
 
     def own_moments(self) -> dict[str, Tensor]:
-        """The same, but this rank's share of each, and where it lies."""
-        return {
-            # bitsandbytes counts its steps by a Python integer.
-            f"{i}.{name}": torch.tensor(tensor) if isinstance(tensor, int) else tensor
-            for i, parameter in enumerate(self.trained)
-            for name, tensor in self.optimizer.state.get(parameter, {}).items()
-        }
+        """The same, but this rank's share of each, and where it lies.
+
+        Raises:
+            TypeError: an optimiser of the user's keeps something else than tensors and integers.
+        """
+        found = {}
+        for i, parameter in enumerate(self.trained):
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, (int, Tensor)):
+                    kind = f"{type(self.optimizer).__name__} whose {name!r} is a {type(value).__name__}"
+                    raise TypeError(f"optimizers: got {kind}; must hold tensors and integers, as checkpoints do")
+                # bitsandbytes counts its steps by a Python integer.
+                found[f"{i}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
+        return found
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Restore what :meth:`moments` or :meth:`own_moments` returned; the groups' learning rates stay as they are."""

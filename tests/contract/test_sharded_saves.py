@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from transformers import TrainerCallback
 from async_rlhf import ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
+from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.run import background, shards, wiring
 from async_rlhf.run.folder import Checkpoints
@@ -86,6 +89,25 @@ def test_an_own_optimizer_goes_into_shards(make_policy, tokenizer, prompts, make
     whole = trained("whole")
     trained("stopped", callbacks=[StopAfter(3)])
     assert_same(trained("stopped", resume=True), whole)
+
+
+class Noted(torch.optim.SGD):
+    """Keeps a text for each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["note"] = "moved"
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_an_optimizer_whose_state_is_no_tensor_is_refused_by_name(make_policy, tokenizer, prompts, make_args, kind):
+    policy = make_policy()
+    args = make_args(checkpoint_format=kind, save_steps=1)
+    options = {"optimizers": (Noted(policy.parameters(), lr=0.05, momentum=0.9), None)}
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer, **options)
+    with pytest.raises(TypeError, match="optimizers: got Noted whose 'note' is a str; must hold tensors and integers"):
+        trainer.train()
 
 
 class Held(TrainerCallback):
@@ -321,6 +343,12 @@ def test_zero_neither_writes_shards_nor_reads_them(checkpoint, make_policy, toke
             ConfigError, match=rf'checkpoint_format: got \'sharded\'; must be "whole" with .*{strategy}'
         ):
             make_args(checkpoint_format="sharded", parallel=ParallelConfig(strategy, ranks=2), total_episodes=96)
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for ranks, refused in ((1, False), (2, True)):
+        args = make_args(checkpoint_format="sharded", parallel=ParallelConfig(ranks=ranks), total_episodes=96)
+        with pytest.raises(ConfigError, match='must be "whole" with ZeRO') if refused else nullcontext():
+            make_parallel(args, Ranks(0, ranks))
 
     class Zero(Parallel):
         takes_shards = False
