@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.loading import VALUE_HEAD, plain_copy, write_copy
-from async_rlhf.models.snapshots import collected_weights
+from async_rlhf.models.snapshots import collected_weights, saved_buffers
 from async_rlhf.ranks.parallel import Parallel
 
 Write = Callable[[Path], None]
+WriteWith = Callable[[Path, Mapping[str, Tensor]], None]
 
 
 class ModelCopies:
@@ -37,16 +38,26 @@ class ModelCopies:
         self._plain = plain_copy(model, tokenizer, parallel) if leads and isinstance(model, PreTrainedModel) else None
         self._tokenizer = copy.deepcopy(tokenizer) if leads else None
 
-    def take(self, at_hand: Mapping[str, Tensor]) -> Write:
+    @property
+    def in_shards(self) -> bool:
+        """Whether the shards that the ranks write hold all parameters, so that none has to be gathered for this."""
+        return self._parallel.spreads_weights and all(parameter.requires_grad for parameter in self._model.parameters())
+
+    def take(self, at_hand: Mapping[str, Tensor]) -> WriteWith:
         """Copy the weights as they are now into the memory of rank 0's host. Every rank must call it.
 
         Args:
             at_hand: copies that are there already, under the model's names of parameters.
 
         Returns:
-            A function that writes them into a folder, on rank 0; it may be called in any thread.
+            A function that writes them into a folder, on rank 0; it may be called in any thread. It also gets the
+            parameters, if they are :attr:`in_shards`.
         """
         model, parallel = self._model, self._parallel
+        if self.in_shards:
+            return partial(
+                self._write, {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}, None
+            )
         changed = has_adapters(model) or parallel.spreads_weights  # the files then hold other tensors than this rank
         adapters = None
         if has_adapters(model) and isinstance(model, PreTrainedModel) and model.can_generate():
@@ -54,7 +65,14 @@ class ModelCopies:
         whole = collected_weights(model, False, parallel, copied=True, at_hand={} if changed else at_hand)
         return partial(self._write, whole, adapters)
 
-    def _write(self, whole: dict[str, Tensor], adapters: dict[str, Tensor] | None, folder: Path) -> None:
+    def _write(
+        self,
+        whole: dict[str, Tensor],
+        adapters: dict[str, Tensor] | None,
+        folder: Path,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        whole = {**whole, **parameters}
         if self._plain is None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(whole, folder / VALUE_HEAD)

@@ -57,7 +57,7 @@ def iterate_weights(
         with parallel.gathered(parameters):
             yield name, parallel.whole(compute())
     if not adapters_only:
-        yield from _saved_buffers(model)
+        yield from saved_buffers(model)
 
 
 def collected_weights(
@@ -85,7 +85,8 @@ def collected_weights(
     return found
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are saved with a model."""
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
@@ -346,7 +347,7 @@ def layout(
     # Merging an adapter keeps the shape of the weight below it, which comes first.
     sizes: list[tuple[str, Tensor, torch.Size]] = []
     sizes += [(name, own[0], parallel.shape_of(own[0])) for name, own, _ in _parameters(model, adapters_only)]
-    sizes += [(name, buffer, buffer.shape) for name, buffer in _saved_buffers(model) if not adapters_only]
+    sizes += [(name, buffer, buffer.shape) for name, buffer in saved_buffers(model) if not adapters_only]
     for name, tensor, shape in sizes:
         kept = _kept_dtype(name, tensor, buffers, dtype)
         specs.append(TensorSpec(name, tuple(shape), kept, offset))

@@ -12,9 +12,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models.copies import ModelCopies, Write
-from async_rlhf.run.manifest import appearing, seal
-from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, write_shards
+from async_rlhf.models.copies import ModelCopies, Write, WriteWith
+from async_rlhf.run.manifest import appearing, require_written, seal
+from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards
 from async_rlhf.run.wiring import Run
 from async_rlhf.system.signals import RankError
 
@@ -66,14 +66,13 @@ class ShardedSaves:
             folder = ranks.from_lead("folder of a checkpoint", lambda: mine)
             assert folder is not None
             state = self._stager.stage(own_state(self._run.learner))
-            models = [partial(_below, place, self._copy(place, state)) for place in self._models]
-            beside = [partial(part, folder) for part in (*models, *later)] if ranks.leads else []
+            models = {place: self._copy(place, state) for place in self._models}
             self._path, self._batch = path, batch
-            work = partial(self._write, state, folder, stack.pop_all(), beside, then)
+            work = partial(self._write, state, models, folder, stack.pop_all(), later if ranks.leads else (), then)
         self._thread = threading.Thread(target=work, name=f"saving {path.name}", daemon=True)
         self._thread.start()
 
-    def _copy(self, place: str, state: Mapping[str, Tensor]) -> Write:
+    def _copy(self, place: str, state: Mapping[str, Tensor]) -> WriteWith:
         prefix, copies = self._models[place]
         name = f"{WEIGHT}{prefix}"
         return copies.take({key.removeprefix(name): tensor for key, tensor in state.items() if key.startswith(name)})
@@ -81,26 +80,37 @@ class ShardedSaves:
     def _write(
         self,
         state: Mapping[str, Tensor],
+        models: Mapping[str, WriteWith],
         folder: Path,
         stack: ExitStack,
-        beside: Sequence[Callable[[], None]],
+        later: Sequence[Write],
         then: Callable[[], None],
     ) -> None:
         """The thread."""
+        shards, leads = folder / "resume" / SHARDS, self._run.ranks.leads
+
+        def write_models(in_shards: bool) -> None:
+            for place, write in models.items():
+                prefix, copies = self._models[place]
+                if leads and copies.in_shards == in_shards:
+                    write(folder / place, whole_weights(shards, prefix) if in_shards else {})
+
+        def write_rest() -> None:
+            write_models(in_shards=False)
+            for part in later:
+                part(folder)
 
         def commit(digests: Mapping[str, str]) -> None:
+            require_written(shards, digests)
+            write_models(in_shards=True)
             self._run.require_folder()
             seal(folder, {str(Path("resume", SHARDS, name)): digest for name, digest in digests.items()})
             stack.close()
 
-        def write_rest() -> None:
-            for part in beside:
-                part()
-
         try:
             with stack:  # if anything fails, nothing is left of the folder
-                write_shards(state, folder / "resume" / SHARDS, self._group, write_rest, commit)
-            if self._run.ranks.leads:
+                write_shards(state, shards, self._group, write_rest, commit)
+            if leads:
                 then()
         except BaseException as error:  # of any kind: it is raised where the run next asks
             self._failure = error
@@ -155,7 +165,3 @@ def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:
     yield "", "policy.", learner.policy
     if learner.value is not None:
         yield "value_model", "value.", learner.value
-
-
-def _below(place: str, write: Write, folder: Path) -> None:
-    write(folder / place)

@@ -60,18 +60,27 @@ def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
     Args:
         folder: its path.
         known: checksums of files that others have written, by the paths within the folder.
+    """
+    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    files = {name: (known or {}).get(name) or digest_of(path) for name, path in names.items()}
+    (folder / _MANIFEST).write_text(json.dumps(files, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def require_written(folder: Path, known: Mapping[str, str]) -> None:
+    """Require that this rank sees the files that others have written.
+
+    Args:
+        folder: where.
+        known: their checksums, by the paths within the folder.
 
     Raises:
-        OSError: one of those files is not here, or not as large as it was written.
+        OSError: one of them is not here, or not as large as it was written.
     """
-    known = known or {}
-    names = {str(path.relative_to(folder)): path for path in _files(folder)}
     for name, digest in known.items():
-        if name not in names or not digest.startswith(f"{names[name].stat().st_size} bytes"):
+        path = folder / name
+        if not path.is_file() or not digest.startswith(f"{path.stat().st_size} bytes"):
             right = "must be on a file system that all ranks see"
-            raise OSError(f"output_dir: {str(folder / name)!r}, which another rank has written, is not there; {right}")
-    files = {name: known.get(name) or digest_of(path) for name, path in names.items()}
-    (folder / _MANIFEST).write_text(json.dumps(files, indent=1, sort_keys=True), encoding="utf-8")
+            raise OSError(f"output_dir: {str(path)!r}, which another rank has written, is not there; {right}")
 
 
 def verify(folder: Path) -> None:

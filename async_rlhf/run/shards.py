@@ -186,3 +186,21 @@ def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
         cause = _first(error) if isinstance(error, CheckpointException) else error
         raise CheckpointError(f"{str(folder)!r} cannot be read: {cause}") from error
     return moments
+
+
+def whole_weights(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The weights whose names in the learner's model begin so, whole, from the files of all ranks.
+
+    Args:
+        folder: with the files.
+        prefix: is left out of the names.
+    """
+    known: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    first = f"{WEIGHT}{prefix}"
+    found = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in known.items()
+        if name.startswith(first)
+    }
+    dcp.load(dict(found), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return {name.removeprefix(first): tensor for name, tensor in found.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.run import background, shards, wiring
 from async_rlhf.run.folder import Checkpoints
-from async_rlhf.run.manifest import CheckpointError, verify
+from async_rlhf.run.manifest import CheckpointError, require_written, verify
 from async_rlhf.run.shards import make_stager
 from async_rlhf.run.trainer import OnlineTrainer
 
@@ -376,11 +375,8 @@ def test_copies_are_made_into_the_same_memory_each_time():
 
 
 def test_files_that_another_rank_has_written_must_be_seen_here(tmp_path):
-    from async_rlhf.run.manifest import seal
-
     (tmp_path / "here").write_text("abc")
-    seal(tmp_path, {"here": "3 bytes, xxh3 0"})
+    require_written(tmp_path, {"here": "3 bytes, xxh3 0"})
     for name, digest in (("there", "3 bytes, xxh3 0"), ("here", "4 bytes, xxh3 0")):
         with pytest.raises(OSError, match=f"{name}', which another rank has written, is not there; must be on a file"):
-            seal(tmp_path, {name: digest})
-    shutil.rmtree(tmp_path)
+            require_written(tmp_path, {name: digest})
