@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -60,12 +61,11 @@ class ShardedSaves:
         assert self._thread is None, "a save is under way"
         ranks = self._run.ranks
         with ExitStack() as stack:
-            mine = stack.enter_context(appearing(path)) if ranks.leads else None
-            for part in now if mine else ():
-                part(mine)
-            folder = ranks.from_lead("folder of a checkpoint", lambda: mine)
-            assert folder is not None
-            state = self._stager.stage(own_state(self._run.learner))
+            made = [stack.enter_context(appearing(path))] if ranks.leads else []
+            for part in now if made else ():
+                part(made[0])
+            folder = ranks.from_lead("folder of a checkpoint", lambda: made[0])
+            state: Any = self._stager.stage(own_state(self._run.learner))
             models = {place: self._copy(place, state) for place in self._models}
             self._path, self._batch = path, batch
             work = partial(self._write, state, models, folder, stack.pop_all(), later if ranks.leads else (), then)

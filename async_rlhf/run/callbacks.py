@@ -6,7 +6,8 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +335,10 @@ class Callbacks:
 
     def saved(self, batch: int) -> None:
         """The checkpoint after a batch is whole; callbacks are shown the state with that batch as ``global_step``."""
-        state = self.state if batch == self.state.global_step else replace(self.state, global_step=batch)
+        state = self.state
+        if batch != state.global_step:
+            state = copy(state)
+            state.global_step = batch
         self.control = self._handler.on_save(self.arguments, state, self.control)
 
     def end(self) -> None:

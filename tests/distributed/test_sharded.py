@@ -116,7 +116,7 @@ def test_a_rank_whose_disk_is_full_ends_all_with_its_error(tmp_path):
             assert process.poll() is None, log.read_text(errors="replace")[-4000:]
             time.sleep(0.1)
         members = family(process)
-        assert process.wait(30) != 0
+        assert process.wait(90) != 0
         assert left_of(members) == []
     finally:
         kill_all(process)
