@@ -40,8 +40,8 @@ from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConf
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.frozen import frozen
+from async_rlhf.models.memory import LearnerMemory
 from async_rlhf.models.snapshots import SnapshotRing
-from async_rlhf.planning.memory import LearnerMemory
 from async_rlhf.planning.roofline import Roofline, batch_of
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch

@@ -282,12 +282,9 @@ def compare(args: argparse.Namespace, pythons: dict[str, Path], case: str, algor
 
     def once(way: str, rows: int) -> dict[str, float]:
         options = ["--case", case, "--algorithm", algorithm, "--way", way, "--rows", str(rows)]
-        return measure(
-            pythons["trl" if way == "trl" else "ours"],
-            args.out,
-            [*options, "--threads", str(args.threads)],
-            args.threads,
-        )
+        threads = (args.trl_threads or args.threads) if way == "trl" else args.threads
+        python = pythons["trl" if way == "trl" else "ours"]
+        return measure(python, args.out, [*options, "--threads", str(threads)], threads)
 
     tried = {rows: once("trl", rows)["speed"] for rows in args.trl_rows}
     rows = max(tried, key=lambda rows: tried[rows])
@@ -333,6 +330,11 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each run in all")
+    parser.add_argument(
+        "--trl-threads",
+        type=int,
+        help="threads of TRL, if not all: with half of them, what a second device for the generator is worth",
+    )
     parser.add_argument(
         "--trl-rows", type=int, nargs="+", default=[8, 32, 128], help="rows a pass that TRL is tried with"
     )

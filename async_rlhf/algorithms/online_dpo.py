@@ -27,6 +27,10 @@ class OnlineDPOConfig(OnlineConfig):
         super().check()
         self.keeps("samples_per_prompt", at_least(2))
 
+    @property
+    def rows_per_unit(self) -> int:
+        return 2
+
 
 def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experience:
     """The best and the worst scored sample of each prompt as a pair; of equal scores the first.

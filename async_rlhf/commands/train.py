@@ -19,12 +19,14 @@ from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
+from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
+from async_rlhf.reports.asynchrony import better_threads, read_rows
 from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.reports.summary import training_summary
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -106,12 +108,15 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     if ranks.leads:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     started = time.monotonic()
+    threads = threads_side_by_side(config.train, trainer.learner.policy.device, ranks.count)
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
     if ranks.leads:
         stage.publish_files({}, results)
         folder = Path(config.train.output_dir)
         logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
+        if threads is not None and (hint := better_threads(read_rows(folder / METRICS), *threads)):
+            logger.info("%s", hint)
     return results
 
 

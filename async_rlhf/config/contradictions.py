@@ -161,6 +161,8 @@ def _check_parallel(config: OnlineConfig) -> None:
     )
     zero = parallel.ranks > 1 and parallel.strategy.startswith("zero")
     require(not zero or config.checkpoint_format == "whole", "checkpoint_format", config.checkpoint_format, right)
+    right = "must be null with weights spread over ranks (parallel.strategy)"
+    require(not spread or config.lora.base_bits is None, "lora.base_bits", config.lora.base_bits, right)
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
     require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, right)
     right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"

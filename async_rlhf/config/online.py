@@ -84,6 +84,13 @@ class LoRAConfig(AdapterConfig):
     publish: Literal["merged", "adapter"] = "merged"
     """ "merged" publishes weights with the adapters merged in; "adapter" publishes only the adapters, a small part of
     the bytes, which the engine applies at every step (vLLM in a process or inline)."""
+    base_bits: Literal[4] | None = None
+    """Hold the linear layers below the adapters, but not the head, in 4 bits: QLoRA (nf4, by bitsandbytes), for a model
+    given by name. Generators and checkpoints get the same rounded weights. null for all bits."""
+
+    def check(self) -> None:
+        super().check()
+        self.keeps("base_bits", Rule(lambda _: self.rank > 0, "must be null with rank 0, which trains every weight"))
 
 
 @dataclass(frozen=True)
@@ -176,8 +183,10 @@ class OnlineConfig(Checked):
     head_float32: bool = False
     """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
     comes from the head."""
-    gradient_checkpointing: bool = False
-    """Trade compute for memory in the models being trained."""
+    gradient_checkpointing: Literal["auto", True, False] = key("auto", role="speed")
+    """Compute activations again in the backward pass instead of keeping them: about a third more work for much less
+    memory. "auto" does it where the largest pass would not fit into the GPU's memory otherwise, and says so in the
+    log; never on a CPU."""
     attn_implementation: str | None = None
     """transformers' name of the attention of the learner's models, such as "sdpa", "eager", "flash_attention_2" or the
     name of a kernel on the hub; null for each model's own choice."""
@@ -313,6 +322,28 @@ class OnlineConfig(Checked):
     def most_annotated(self) -> int | None:
         """Most rows of a pass without gradient; None for any number."""
         return self.annotate_batch_size or (ANNOTATED_ROWS if self.annotate_max_tokens is None else None)
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows that share a pass in any case: 2 for objectives on pairs."""
+        return 1
+
+    @property
+    def rows_of_pass(self) -> int:
+        """Rows of the largest forward and backward pass, if all are as long as they can be."""
+        return self._rows(self.most_units, self.max_tokens_per_pass, self.rows_per_unit)
+
+    @property
+    def rows_annotated(self) -> int:
+        """The same of a pass without gradient."""
+        return self._rows(self.most_annotated, self.annotate_max_tokens, 1)
+
+    def _rows(self, units: int | None, tokens: TokensPerPass, rows_per_unit: int) -> int:
+        """Of as many units as there may be, or as its tokens allow; "auto" takes what fits, so one unit must."""
+        found = [] if units is None else [units * rows_per_unit]
+        if tokens is not None:
+            found.append(max(rows_per_unit, tokens // self.max_length if isinstance(tokens, int) else 0))
+        return min(found)
 
     @property
     def by_tokens(self) -> bool:

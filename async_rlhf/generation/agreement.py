@@ -25,6 +25,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.models.adapters import adapters_off, has_adapters, is_adapter, names_below_adapters
 from async_rlhf.models.forward import over_response_logits
+from async_rlhf.models.quantised import as_plain_layers, like_numbers
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.truncation import truncated
 from async_rlhf.ranks.parallel import ALONE, Parallel
@@ -284,6 +285,8 @@ def compare(
             stack.enter_context(_holding(policy, snapshot, parallel))
         elif snapshot:
             model = _WithWeights(policy, snapshot)
+            if _is_merged(policy, snapshot):
+                stack.enter_context(as_plain_layers(policy))
         if _is_merged(policy, snapshot):  # adapters that are merged into the snapshot must not count twice
             stack.enter_context(adapters_off(policy))
         stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
@@ -334,7 +337,7 @@ class _WithWeights:
         own = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
         names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}
         self._weights = {
-            names.get(name, name): tensor.to(policy.device, own[names.get(name, name)].dtype)
+            names.get(name, name): tensor.to(policy.device, like_numbers(own[names.get(name, name)]).dtype)
             for name, tensor in snapshot.items()
             if tensor is not None
         }

@@ -12,6 +12,7 @@ from async_rlhf.config import OnlineConfig, VLLMConfig
 from async_rlhf.generation.protocol import Completions
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.loading import brings_code
+from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Prompt
 
@@ -49,7 +50,7 @@ class ModelSpec:
         generation = config.generation
         return cls(
             parallel.architecture_of(policy),
-            policy.config,
+            unquantised(policy) if is_quantised(policy) else policy.config,
             getattr(torch, generation.dtype),
             device,
             num_threads,

@@ -38,18 +38,36 @@ def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> 
     workers. A learner on a GPU, or without workers beside it, keeps torch's own choice.
     """
     before = torch.get_num_threads()
-    cores = available_cores()
-    here = config.placement == "process" and config.launch == "local"
-    workers = config.generation.workers if here else 0
-    alone = workers + ranks == 1 or device.type != "cpu"
-    per_worker = config.generation.num_threads or (None if alone else max(1, cores // (workers + ranks)))
-    learner = config.num_threads or (None if alone else max(1, (cores - workers * (per_worker or 0)) // ranks))
+    per_worker, learner = _threads(config, device, ranks)
     if learner is not None:
         torch.set_num_threads(learner)
     try:
         yield per_worker
     finally:
         torch.set_num_threads(before)
+
+
+def _workers(config: OnlineConfig) -> int:
+    """Generator processes on this host."""
+    return config.generation.workers if config.placement == "process" and config.launch == "local" else 0
+
+
+def _threads(config: OnlineConfig, device: torch.device, ranks: int) -> tuple[int | None, int | None]:
+    """Of each generator process, and of each rank of the learner; None for torch's choice."""
+    cores, workers = available_cores(), _workers(config)
+    alone = workers + ranks == 1 or device.type != "cpu"
+    per_worker = config.generation.num_threads or (None if alone else max(1, cores // (workers + ranks)))
+    learner = config.num_threads or (None if alone else max(1, (cores - workers * (per_worker or 0)) // ranks))
+    return per_worker, learner
+
+
+def threads_side_by_side(config: OnlineConfig, device: torch.device, ranks: int) -> tuple[int, int, int] | None:
+    """Threads of each generator, generators, and threads of the learner, if one CPU computes both at the same time."""
+    per_worker, learner = _threads(config, device, ranks)
+    workers = _workers(config)
+    if config.staleness == 0 or workers == 0 or ranks > 1 or per_worker is None or learner is None:
+        return None
+    return per_worker, workers, learner
 
 
 def check_engine(config: GenerationConfig) -> None:

@@ -22,7 +22,7 @@ from async_rlhf.config.base import require
 from async_rlhf.learner.monitor import RatioMonitor
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
-from async_rlhf.models.budget import bytes_to_come, fitting_tokens
+from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     autocast_dtype,
@@ -37,6 +37,7 @@ from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
+from async_rlhf.models.quantised import fixed_tensors
 from async_rlhf.models.rows import dealt, sampled_rows
 from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.ranks.loss_scale import LossScale
@@ -90,7 +91,7 @@ class Learner:
         for model in (policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
-            if config.gradient_checkpointing and isinstance(model, PreTrainedModel):
+            if config.gradient_checkpointing is True and isinstance(model, PreTrainedModel):
                 model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
         # From here on the weights may be sharded, so no code may rely on having all of them.
@@ -318,14 +319,10 @@ class Learner:
         models = [model for model in (self.policy, self.value) if isinstance(model, PreTrainedModel)]
         tokens = getattr(self.config, key)
         if tokens == "auto":
-            how = {
-                "with_gradient": with_gradient,
-                "checkpointing": self.config.gradient_checkpointing,
-                "sixteen_bits": in_sixteen_bits(self.config, self.policy),
-            }
+            memory = PassMemory.of(models, self.config, self.parallel, with_gradient)
             to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))
             device = self.parallel.device_of(self.policy)
-            tokens = min(self.ranks.gather(key, fitting_tokens(key, models, device, to_come=to_come, **how)))
+            tokens = min(self.ranks.gather(key, fitting_tokens(key, memory, device, to_come)))
         width = self.policy.config.get_text_config().hidden_size
         return Passes(units, tokens, all(map(is_packed, models)), width)
 
@@ -334,7 +331,7 @@ class Learner:
         return torch.autocast(self.parallel.device_of(self.policy).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
-        fixed = {name: p.data for name, p in self.model.named_parameters() if not p.requires_grad}
+        fixed = fixed_tensors(self.model)
         if reference is not None:
             fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(reference).items()}
         return checksum(fixed)

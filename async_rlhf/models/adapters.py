@@ -3,7 +3,6 @@ checkpoints."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.config import AdapterConfig, ConfigError
+from async_rlhf.models.quantised import numbers, unquantised
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -109,18 +109,14 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter
             adapters = [p for key, p in layer.named_parameters() if is_adapter(f".{key}")]
             yield f"{owner}.{rest}", [parameter, *adapters], partial(_merged, layer, parameter)
         elif rest and owner in layers:
-            yield f"{owner}.{rest}", [parameter], partial(_data, parameter)
+            yield f"{owner}.{rest}", [parameter], partial(numbers, parameter)
         elif not any(name.startswith(f"{layer}.lora_") for layer in layers):
-            yield name, [parameter], partial(_data, parameter)
+            yield name, [parameter], partial(numbers, parameter)
 
 
 def _merged(layer: Any, weight: nn.Parameter) -> Tensor:
     deltas = (layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters)
-    return sum(deltas, weight.data)
-
-
-def _data(parameter: nn.Parameter) -> Tensor:
-    return parameter.data
+    return sum(deltas, numbers(weight))
 
 
 def is_adapter(name: str) -> bool:
@@ -132,7 +128,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and value of every parameter below the adapters, under its name without them."""
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
-            yield name.replace(".base_layer.", "."), parameter.data
+            yield name.replace(".base_layer.", "."), numbers(parameter)
 
 
 def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
@@ -142,7 +138,7 @@ def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in base_parameters(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(model.config)
+    config = unquantised(model)
     config.architectures = [type(model).__name__]  # the configuration of a model made from one lacks the model's class
     config.save_pretrained(folder)
 

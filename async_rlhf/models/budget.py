@@ -1,16 +1,22 @@
-"""How many tokens a pass may have, where the configuration leaves that to the machine."""
+"""How much memory a pass takes, by models/memory.py: how many tokens fit into one, and whether all that it computes can
+be kept for the backward pass.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.models.head import CHUNK_BYTES, KEPT_BYTES
+from async_rlhf.config import OnlineConfig
+from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
+from async_rlhf.models.memory import LearnerMemory, Pass, Shape
+from async_rlhf.ranks.parallel import Parallel, trainable
 
 logger = logging.getLogger(__name__)
 
@@ -18,81 +24,153 @@ CPU_TOKENS = 2048
 """On a CPU more tokens gain nothing: matrices are large enough, and what a pass computes leaves the cache."""
 _USED = 0.8
 """Of the memory that is left: the rest is for fragments, and for what is not counted."""
+_MOST = 1 << 24
+"""Tokens of a pass: more are of no use."""
 
 
-_HEAD = KEPT_BYTES + 4 * CHUNK_BYTES
-"""Bytes of logits and of what is computed from them, however many tokens there are; see models/head.py."""
+@dataclass(frozen=True)
+class PassMemory:
+    """What passes through models hold besides what lies there between them, one model after the other.
+
+    Args:
+        models: with sizes, precision and ranks; what all of them keep for the backward pass is counted.
+        with_gradient: whether a backward pass follows.
+    """
+
+    models: tuple[LearnerMemory, ...]
+    with_gradient: bool
+
+    @classmethod
+    def of(
+        cls, models: Iterable[PreTrainedModel], config: OnlineConfig, parallel: Parallel, with_gradient: bool
+    ) -> PassMemory:
+        """The models of a learner; ``gradient_checkpointing`` of the configuration must be decided."""
+        return cls(
+            tuple(memory_of(model, config, parallel, config.gradient_checkpointing is True) for model in models),
+            with_gradient,
+        )
+
+    def bytes(self, tokens: int) -> float:
+        """The most that a pass of so many tokens holds."""
+        one = Pass(tokens, tokens)
+        sized = [replace(memory, update=one, annotate=one) for memory in self.models]
+        return sum(max((m.updating() if self.with_gradient else m.annotating()).values()) for m in sized)
+
+    def tokens(self, room: float) -> int:
+        """The most tokens whose pass holds no more bytes; at least 1."""
+        fits, exceeds = 1, _MOST
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            fits, exceeds = (middle, exceeds) if self.bytes(middle) <= room else (fits, middle)
+        return fits
 
 
-class Memory(NamedTuple):
-    """What a pass over tokens has to hold."""
+def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool) -> LearnerMemory:
+    """A rank's memory for a model, without frozen ones, and with passes of no tokens."""
+    return LearnerMemory(
+        shape_of(model, parallel),
+        frozen=0.0,
+        ranks=parallel.shards if parallel.spreads_weights else parallel.ranks.count,
+        sharded=parallel.spreads_weights,
+        recompute=recompute,
+        bf16=in_sixteen_bits(config, model),
+        annotate=Pass(0, 0),
+        update=Pass(0, 0),
+    )
 
-    bytes_per_token: float
-    free_bytes: float
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens fit, at least 1."""
-        return max(1, int(_USED * self.free_bytes / self.bytes_per_token))
+def shape_of(model: PreTrainedModel, parallel: Parallel) -> Shape:
+    """The sizes of a decoder of transformers, sharded or not; of a mixture of experts, those that a token meets."""
+    config: Any = model.config.get_text_config()
+    heads = config.num_attention_heads
+    feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts:
+        feed_forward = experts * (getattr(config, "moe_intermediate_size", None) or feed_forward)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    gated = any("gate" in name for name, _ in model.named_parameters())
+    return Shape(
+        parameters=float(sum(parallel.shape_of(parameter).numel() for parameter in model.parameters())),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kv_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
+        feed_forward=feed_forward,
+        block="llama" if gated else "gpt_neox",
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+    )
 
 
-def fitting_tokens(
-    key: str, models: Iterable[PreTrainedModel], device: torch.device, *, to_come: float, **how: bool
-) -> int:
+def fitting_tokens(key: str, passes: PassMemory, device: torch.device, to_come: float) -> int:
     """The largest number of tokens that a pass can have on this device; it is told in the log.
 
     Args:
         key: in the configuration, for the log.
-        models: that a pass goes through, one after the other; all of them keep what the backward pass needs.
-        device: where they compute.
+        passes: what a pass takes.
+        device: where it is computed.
         to_come: bytes that others will need there: gradients and the optimiser's state, if they are not there yet.
-        how: see :func:`bytes_per_token`.
     """
     if device.type == "cpu":
         logger.info("%s: %d tokens a pass, as many as are of use on a CPU", key, CPU_TOKENS)
         return CPU_TOKENS
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + held - to_come - _HEAD
-    memory = Memory(sum(bytes_per_token(model, **how) for model in models), free)
-    logger.info(
-        "%s: %d tokens a pass, for %.1f GB are left on %s, and a token takes %.0f kB",
-        key,
-        memory.tokens,
-        memory.free_bytes / 1e9,
-        device,
-        memory.bytes_per_token / 1e3,
-    )
-    return memory.tokens
-
-
-def bytes_per_token(model: PreTrainedModel, *, with_gradient: bool, checkpointing: bool, sixteen_bits: bool) -> float:
-    """Bytes that a pass needs for each token, by the model's sizes, without the head, which computes in chunks.
-
-    Attention keeps no matrix of scores.
-
-    Args:
-        model: of one of transformers' decoders.
-        with_gradient: whether a backward pass follows.
-        checkpointing: whether it computes each layer again.
-        sixteen_bits: whether matrix products are in 16 bits.
-    """
-    config: Any = model.config.get_text_config()
-    width, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    experts = getattr(config, "num_experts_per_tok", None)
-    if experts:
-        inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-    gated = any("gate" in name for name, _ in model.named_parameters())
-    # In a layer: the residual stream, what two normalisations take and give, queries, keys and values before and after
-    # rotation, and what attention gives; in the MLP what the activation takes and gives, and with a gate what is
-    # multiplied and the product. Under autocast about half of them are in 16 bits.
-    element = 3 if sixteen_bits else 4
-    layer = (11 * width + (4 if gated else 2) * inner) * element
-    kept = layers * (width * element if checkpointing else layer) + 2 * width * element if with_gradient else 0
-    return float(kept + layer)
+    free = torch.cuda.mem_get_info(device)[0] + held - to_come
+    tokens = passes.tokens(_USED * free)
+    told = (key, tokens, passes.bytes(tokens) / 1e9, free / 1e9, device)
+    logger.info("%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s", *told)
+    return tokens
 
 
 def bytes_to_come(parameters: Iterable[Tensor], state: bool) -> float:
     """Bytes of the gradients of this rank's parameters, and of AdamW's two moments unless they are there."""
     local = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
     return float(sum(part.numel() * (part.element_size() + (0 if state else 8)) for part in local))
+
+
+def with_checkpointing(
+    config: OnlineConfig,
+    trained: Sequence[PreTrainedModel],
+    frozen: Sequence[PreTrainedModel],
+    parallel: Parallel,
+    device: torch.device,
+) -> OnlineConfig:
+    """The configuration with ``gradient_checkpointing`` decided: what "auto" means here is told in the log.
+
+    Args:
+        config: sizes and precision.
+        trained: policy and value model, before they are sharded.
+        frozen: reference and reward model on the learner's device.
+        parallel: how weights will be sharded.
+        device: of this rank.
+    """
+    if config.gradient_checkpointing != "auto":
+        return config
+    if device.type != "cuda":
+        return replace(config, gradient_checkpointing=False)
+    room = _USED * torch.cuda.get_device_properties(device).total_memory
+    needed = bytes_without_checkpointing(config, trained, frozen, parallel)
+    needed = max(parallel.ranks.gather("gradient_checkpointing", needed))
+    told = "on" if needed > room else "off"
+    what = "gradient_checkpointing: %s, for without it the learner takes %.1f GB of the %.1f GB that can be used of %s"
+    logger.info(what, told, needed / 1e9, room / 1e9, device)
+    return replace(config, gradient_checkpointing=needed > room)
+
+
+def bytes_without_checkpointing(
+    config: OnlineConfig,
+    trained: Sequence[PreTrainedModel],
+    frozen: Sequence[PreTrainedModel],
+    parallel: Parallel,
+) -> float:
+    """Bytes that a rank of the learner holds at the peak of an update whose passes are as large as they can be, with
+    AdamW; see :func:`with_checkpointing`.
+    """
+    one = Pass(config.rows_of_pass * config.max_length, config.rows_of_pass * config.generation.response_length)
+    shards = parallel.shards if parallel.spreads_weights else 1
+    each = 4.0 if autocast_dtype(config) is None else 2.0
+    total = sum(each * model.num_parameters() for model in frozen) / shards
+    for model in trained:
+        memory = replace(memory_of(model, config, parallel, recompute=False), update=one, annotate=one)
+        held = 4.0 * memory.shape.parameters / shards
+        total += held + bytes_to_come(trainable(model), state=False) / shards + max(memory.updating().values())
+    return total

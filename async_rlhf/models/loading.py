@@ -26,7 +26,7 @@ from transformers import (
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
-from async_rlhf.models.quantised import quantised, saved_tensors
+from async_rlhf.models.quantised import is_quantised, keep_format, quantised, saved_tensors, unquantised
 from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
 from async_rlhf.ranks.collectives import Ranks
@@ -146,6 +146,14 @@ def load_policy(
     return disable_dropout(_load(AutoModelForCausalLM, name, key, trust).to(device))
 
 
+def load_in_four_bits(name: str, device: torch.device, dtype: torch.dtype, *, trust: bool = False) -> PreTrainedModel:
+    """The same with its linear layers but the head in 4 bits, which compute in ``dtype``: the base of adapters."""
+    options = {"quantization_config": quantised(4, dtype, kept=None), "device_map": {"": device}}
+    model = disable_dropout(_load(AutoModelForCausalLM, name, "model", trust, **options))
+    keep_format(model)
+    return model
+
+
 def load_reward_model(
     name: str,
     device: torch.device | str = "cpu",
@@ -168,7 +176,11 @@ def load_reward_model(
     kind = AutoModelForSequenceClassification
     if bits is None:
         return check_reward_model(_load(kind, name, key, trust, num_labels=1), key).to(device, dtype).eval()
-    options = {"quantization_config": quantised(bits, dtype), "device_map": {"": torch.device(device)}, "dtype": dtype}
+    options = {
+        "quantization_config": quantised(bits, dtype, ["score"]),
+        "device_map": {"": torch.device(device)},
+        "dtype": dtype,
+    }
     return check_reward_model(_load(kind, name, key, trust, num_labels=1, **options), key).eval()
 
 
@@ -242,7 +254,7 @@ def new_reward_model(
 
 def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     """A value model on a copy of the policy's body, whose initial values are all 0."""
-    config = copy.deepcopy(policy.config)
+    config = unquantised(policy)
     config.num_labels = 1
     try:
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
@@ -447,13 +459,13 @@ def write_model(
     adapters = whole = None
     if has_adapters(model) and model.can_generate():
         adapters = collected_weights(model, True, parallel)
-    if has_adapters(model) or parallel.spreads_weights:
+    if has_adapters(model) or parallel.spreads_weights or is_quantised(model):
         whole = collected_weights(model, False, parallel)
     if not parallel.ranks.leads:
         return
     if model.can_generate():
         model.generation_config = _that_stops(model, tokenizer)
-    if parallel.spreads_weights:  # it has another class then, and hooks
+    if parallel.spreads_weights or is_quantised(model):  # it has another class then, and hooks, or no such weights
         model = plain_copy(model, tokenizer, parallel)
     write_copy(model, tokenizer, folder, whole, adapters)
 
@@ -493,9 +505,9 @@ def write_copy(
 
 
 def plain_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> PreTrainedModel:
-    """A copy of the model without weights, adapters and hooks, to write tensors of it with."""
+    """A copy of the model without weights, adapters and hooks, and not quantised, to write tensors of it with."""
     with torch.device("meta"):
-        plain = parallel.architecture_of(model)(copy.deepcopy(model.config))
+        plain = parallel.architecture_of(model)(unquantised(model))
     if hasattr(model, "_weight_conversions"):  # how transformers renames loaded weights
         plain._weight_conversions = model._weight_conversions
     if model.can_generate():

@@ -1,13 +1,18 @@
-"""Frozen reward models whose linear layers are held in 4 or 8 bits by bitsandbytes."""
+"""Frozen weights of linear layers, held in 4 or 8 bits by bitsandbytes: of reward models, and below adapters."""
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config.base import require
 
@@ -22,15 +27,15 @@ def require_bitsandbytes(bits: int | None, key: str = "reward_model_bits") -> No
     require(bits is None or find_spec("bitsandbytes") is not None, key, bits, right)
 
 
-def quantised(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
+def quantised(bits: int, dtype: torch.dtype, kept: list[str] | None) -> BitsAndBytesConfig:
     """How transformers loads such a model: all linear layers but the head, which would round the scores themselves.
 
     Args:
         bits: 4, as nf4 (Dettmers et al., "QLoRA", 2023), or 8, as LLM.int8() (Dettmers et al., 2022).
-        dtype: of everything else. Layers in 4 bits also compute in it, those in 8 bits take float16 inputs.
+        dtype: that layers in 4 bits compute in; those in 8 bits take float16 inputs.
+        kept: names of layers to leave as they are; None for a language model's head.
     """
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # says the latter at every call
-    kept = ["score"]
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     return BitsAndBytesConfig(
@@ -47,3 +52,73 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor] | None:
     if getattr(model, "hf_quantizer", None) is None:
         return None
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether some of a model's weights are held in fewer bits."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def unquantised(model: PreTrainedModel) -> PretrainedConfig:
+    """The configuration of a model that holds the same numbers in the usual types."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def numbers(parameter: Tensor) -> Tensor:
+    """What a parameter stands for: the matrix that one in 4 bits is multiplied as, in float32; any other as it is."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.data
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, state).float()
+
+
+def like_numbers(parameter: Tensor) -> Tensor:
+    """A tensor of the shape and type of :func:`numbers`, maybe without any."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter if state is None else torch.empty(state.shape, dtype=torch.float32, device="meta")
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are not trained, and the scales of those in 4 bits."""
+    fixed = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            fixed[name] = parameter.data
+            state = getattr(parameter, "quant_state", None)
+            if state is not None:
+                fixed[f"{name}.absmax"] = state.absmax
+    return fixed
+
+
+def keep_format(model: nn.Module) -> None:
+    """Stop bitsandbytes from packing 4-bit weights otherwise when they first compute without gradient on a CPU: that
+    rounds their scales, and training would go on with other weights.
+    """
+    for layer in _layers(model):
+        layer.support_avx512bf16_for_cpu = False
+
+
+@contextmanager
+def as_plain_layers(model: nn.Module) -> Iterator[None]:
+    """Within, layers in 4 bits compute as plain ones do, with whatever weight is put in place of their own."""
+    layers = _layers(model)
+    for layer in layers:
+        layer.forward = partial(_linear, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
+    return nn.functional.linear(inputs, layer.weight, layer.bias)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_state")]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
+from async_rlhf.models.quantised import like_numbers, numbers
 from async_rlhf.ranks.parallel import ALONE, Parallel
 
 _ALIGNMENT = 64
@@ -99,7 +100,7 @@ def _parameters(
         return
     for name, parameter in model.named_parameters():
         if is_adapter(name) or not adapters_only:
-            yield name, [parameter], partial(getattr, parameter, "data")
+            yield name, [parameter], partial(numbers, parameter)
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -346,7 +347,9 @@ def layout(
     buffers = dict(model.named_buffers())
     # Merging an adapter keeps the shape of the weight below it, which comes first.
     sizes: list[tuple[str, Tensor, torch.Size]] = []
-    sizes += [(name, own[0], parallel.shape_of(own[0])) for name, own, _ in _parameters(model, adapters_only)]
+    for name, own, _ in _parameters(model, adapters_only):
+        like = like_numbers(own[0])
+        sizes.append((name, like, parallel.shape_of(own[0]) if like is own[0] else like.shape))
     sizes += [(name, buffer, buffer.shape) for name, buffer in saved_buffers(model) if not adapters_only]
     for name, tensor, shape in sizes:
         kept = _kept_dtype(name, tensor, buffers, dtype)

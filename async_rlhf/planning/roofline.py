@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
-from async_rlhf.planning.memory import LearnerMemory, Pass, Shape
+from async_rlhf.models.memory import LearnerMemory, Pass, Shape
 from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
 from async_rlhf.run.config import RunConfig
 
@@ -36,7 +35,7 @@ class Batch:
     train_rows: int
     annotate_rows: int
     recompute: bool | None = None
-    """Gradient checkpointing, if the recipe has it."""
+    """Gradient checkpointing, if the recipe says."""
 
 
 def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
@@ -59,6 +58,7 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     require(tokens <= whole.response_length, "workload.response_tokens", tokens, right)
     trained = whole.trained_per_prompt or samples
     require(trained <= samples, "workload.trained_per_prompt", trained, f"must be at most the {samples} of a prompt")
+    recompute = None if recipe is None else recipe.train.gradient_checkpointing
     return Batch(
         whole.prompts,
         samples,
@@ -71,14 +71,13 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         whole.longest_prompt or whole.prompt_tokens,
         whole.train_rows or 8,
         whole.annotate_rows or 64,
-        True if recipe is not None and recipe.train.gradient_checkpointing else None,
+        recompute if isinstance(recompute, bool) else None,
     )
 
 
 def _workload(recipe: RunConfig) -> WorkloadConfig:
     """What a recipe says of its batches."""
     train, rows = recipe.train, find(recipe.algorithm).rows_per_prompt(recipe.train)
-    pairs = isinstance(train, OnlineDPOConfig)
     return WorkloadConfig(
         prompts=train.batch_size,
         samples_per_prompt=train.samples_per_prompt,
@@ -86,19 +85,11 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
         response_length=train.generation.response_length,
         trained_per_prompt=rows,
         longest_prompt=train.prompt_cap,
-        train_rows=_rows_of_pass(train.most_units, 2 if pairs else 1, train.max_tokens_per_pass, train.max_length),
-        annotate_rows=_rows_of_pass(train.most_annotated, 1, train.annotate_max_tokens, train.max_length),
+        train_rows=train.rows_of_pass,
+        annotate_rows=train.rows_annotated,
         num_epochs=train.num_epochs,
         num_mini_batches=train.num_mini_batches,
     )
-
-
-def _rows_of_pass(units: int | None, rows: int, tokens: int | str | None, longest: int) -> int:
-    """Rows of the largest pass: of so many units of so many rows, or of the longest rows that its tokens allow."""
-    found = [] if units is None else [units * rows]
-    if tokens is not None:  # "auto" takes what fits, so a unit must
-        found.append(max(rows, tokens // longest if isinstance(tokens, int) else 0))
-    return min(found)
 
 
 @dataclass(frozen=True)

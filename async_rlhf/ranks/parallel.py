@@ -59,6 +59,11 @@ class Parallel:
         return self.optimizer
 
     @property
+    def shards(self) -> int:
+        """Over how many ranks the weights are sharded, if they are."""
+        return self.ranks.count
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The trained parameters, in an order independent of ranks and optimiser groups: the index names each."""
         return trainable(self._model)

@@ -49,6 +49,37 @@ def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus:
     return " ".join(told)
 
 
+def better_threads(rows: Sequence[Row], generator: int, workers: int, learner: int) -> str:
+    """Which numbers of threads would keep neither side waiting, if those of an asynchronous run did; else "".
+
+    Times are taken to shrink with the number of threads. A run with other numbers is another run, as its sums round
+    otherwise; so this is said, and not done.
+
+    Args:
+        rows: metrics, by batch.
+        generator: threads of each generator process.
+        workers: how many of these there are.
+        learner: threads of the learner.
+    """
+    sampling = _mean(rows, "time/generate") * generator
+    learning = (_mean(rows, "time/batch") - _mean(rows, "time/wait")) * learner
+    cores = workers * generator + learner
+
+    def seconds(each: int) -> float:
+        return max(sampling / each, learning / (cores - workers * each))
+
+    best = min(range(1, (cores - 1) // workers + 1), key=seconds)
+    gain = seconds(generator) / seconds(best)
+    if gain < FASTER:
+        return ""
+    waits = "generators wait" if best < generator else "the learner waits"
+    return (
+        f"{waits.capitalize()} for the other side: with generation.num_threads {best} and num_threads "
+        f"{cores - workers * best} instead of {generator} and {learner}, a batch might take {seconds(best):.2f} s "
+        f"instead of {seconds(generator):.2f} s."
+    )
+
+
 def _mean(rows: Sequence[Row], key: str) -> float:
     kept = rows[WARM_UP:] or rows
     return sum(row[key] for row in kept) / len(kept)

@@ -29,12 +29,15 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
+from async_rlhf.models.budget import with_checkpointing
+from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
     check_positions,
     frozen_checksum,
     in_float32,
+    load_in_four_bits,
     load_policy,
     new_value_head,
     require_alike,
@@ -147,6 +150,10 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None
     check_bits(config.reward_model_bits, inputs.reward_model, copied)
     require_bitsandbytes(config.reward_model_bits)
+    require_bitsandbytes(config.lora.base_bits, "lora.base_bits")
+    right = "must be null with a model that is loaded already; give its name"
+    by_name = isinstance(inputs.model, str) or config.lora.base_bits is None
+    require(by_name, "lora.base_bits", config.lora.base_bits, right)
     ranks = start_ranks(config)
     if config.deterministic and rank_device(config, ranks).type == "cuda":
         prepare_deterministic()
@@ -190,6 +197,8 @@ def _build(
     legible = parallel.takes_shards or resumed is None or not resumed.sharded
     require(legible, "parallel.strategy", config.parallel.strategy, right)
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
+    trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
+    config = with_checkpointing(config, trained, _frozen(config, algorithm, models, device), parallel, device)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
@@ -311,11 +320,10 @@ def _load_models(
     parallel: Parallel,
     device: torch.device,
 ) -> _Models:
-    trust, model, ref_model = config.trust_remote_code, inputs.model, inputs.ref_model
+    trust, ref_model = config.trust_remote_code, inputs.ref_model
     if parallel.spreads_weights:
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
-    named = isinstance(model, str)
-    policy = load_policy(model, device, trust=trust) if named else in_float32(unwrap(model).to(device))
+    policy = _policy(config, inputs.model, device)
     check_positions(policy, config.prompt_cap, config.generation.response_length)
     params = _sampling(config, policy, tokenizer)
     # The saved policy then stops at the same tokens as in training.
@@ -337,6 +345,25 @@ def _load_models(
     if config.lora.publish == "adapter":
         only_adapter(policy)
     return _Models(policy, params, reference, reward, value)
+
+
+def _policy(config: OnlineConfig, model: Model, device: torch.device) -> PreTrainedModel:
+    if not isinstance(model, str):
+        return in_float32(unwrap(model).to(device))
+    if config.lora.base_bits is None:
+        return load_policy(model, device, trust=config.trust_remote_code)
+    computed = autocast_dtype(config) or torch.float32
+    return load_in_four_bits(model, device, computed, trust=config.trust_remote_code)
+
+
+def _frozen(config: OnlineConfig, algorithm: Algorithm, models: _Models, device: torch.device) -> list[PreTrainedModel]:
+    """The models that are not trained and lie on the learner's device."""
+    found = []
+    if algorithm.needs(config).reference and not (models.reference is None and has_adapters(models.policy)):
+        found.append(models.reference or models.policy)  # a copy of the policy
+    if models.reward is not None and reward_device(config, device) == device:
+        found.append(models.reward)
+    return found
 
 
 def _value(

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.models.budget import fitting_tokens
-from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits, score_batch, score_in_batches
+from async_rlhf.models.budget import PassMemory, fitting_tokens
+from async_rlhf.models.forward import autocast_dtype, score_batch, score_in_batches
 from async_rlhf.models.frozen import at_hand
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes
@@ -186,8 +186,8 @@ class Scorer:
         if tokens == "auto":
             key, device = "annotate_max_tokens (reward model)", self._device
             assert device is not None
-            how = {"with_gradient": False, "checkpointing": False, "sixteen_bits": in_sixteen_bits(self.config, model)}
-            tokens = min(self.ranks.gather(key, fitting_tokens(key, [model], device, to_come=0.0, **how)))
+            passes = PassMemory.of([model], self.config, self.parallel, with_gradient=False)
+            tokens = min(self.ranks.gather(key, fitting_tokens(key, passes, device, to_come=0.0)))
         return Passes(self.config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
 
     @property

@@ -9,10 +9,12 @@ import torch
 from tiny import LLAMA_SIZES, tiny_config
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MistralConfig, MistralForCausalLM, PretrainedConfig
 
+from async_rlhf.config import OnlineConfig
 from async_rlhf.models import packing
-from async_rlhf.models.budget import fitting_tokens
+from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.packing import choose
+from async_rlhf.ranks.parallel import Parallel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,10 +74,11 @@ def test_the_passes_that_auto_makes_fit_and_use_much_of_the_memory(checkpointing
     model.train()
     room = 4e9
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    how = {"with_gradient": True, "checkpointing": checkpointing, "sixteen_bits": True}
+    config = OnlineConfig(bf16=True, gradient_checkpointing=checkpointing)
+    passes = PassMemory.of([model], config, Parallel(), with_gradient=True)
     with caplog.at_level(logging.INFO):
-        tokens = fitting_tokens("max_tokens_per_pass", [model], torch.device("cuda"), to_come=free - room, **how)
-    assert f"max_tokens_per_pass: {tokens} tokens a pass, for 4.0 GB are left on cuda" in caplog.text
+        tokens = fitting_tokens("max_tokens_per_pass", passes, torch.device("cuda"), to_come=free - room)
+    assert f"max_tokens_per_pass: {tokens} tokens a pass, which takes" in caplog.text
     rows = max(1, tokens // 512)
     tokens_BT = torch.randint(0, 4096, (rows, 512), device="cuda")
     model.zero_grad(set_to_none=True)

@@ -6,7 +6,7 @@ import json
 
 from async_rlhf.commands.quickstart import stage_configs
 from async_rlhf.config.quickstart import QuickstartConfig
-from async_rlhf.reports.asynchrony import asynchrony, read_rows
+from async_rlhf.reports.asynchrony import asynchrony, better_threads, read_rows
 
 
 def rows(batch: float, generate: float, warm_up: float = 9.0) -> list[dict[str, float]]:
@@ -42,3 +42,19 @@ def test_a_quickstart_resumes_only_what_has_begun(tmp_path):
     stages = stage_configs(QuickstartConfig(str(tmp_path)))
     assert [stages[name].train.resume for name in ("synchronous", "asynchronous")] == [False, True]
     assert not stage_configs(QuickstartConfig(str(tmp_path), overwrite=True))["asynchronous"].train.resume
+
+
+def test_threads_should_go_where_the_other_side_waits():
+    """8 cores, 4 each; the learner computes for 0.2 s of a batch that takes as long as sampling, 1 s."""
+    waiting = [{"time/batch": 1.0, "time/generate": 1.0, "time/wait": 0.8}] * 5
+    assert better_threads(waiting, 4, 1, 4) == (
+        "The learner waits for the other side: with generation.num_threads 6 and num_threads 2 instead of 4 and 4, a "
+        "batch might take 0.67 s instead of 1.00 s."
+    )
+    idle = [{"time/batch": 1.0, "time/generate": 0.2, "time/wait": 0.0}] * 5
+    assert "Generators wait for the other side: with generation.num_threads 1 and num_threads 6" in better_threads(
+        idle, 2, 2, 4
+    )
+    even = [{"time/batch": 1.0, "time/generate": 1.0, "time/wait": 0.05}] * 5
+    assert better_threads(even, 4, 1, 4) == ""
+    assert better_threads(waiting, 1, 1, 1) == ""  # two cores cannot be divided otherwise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,21 @@ from tiny import new_args, new_policy
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from async_rlhf.config import ConfigError
-from async_rlhf.models.budget import CPU_TOKENS, Memory, bytes_per_token, bytes_to_come, fitting_tokens
+from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.models.budget import (
+    CPU_TOKENS,
+    PassMemory,
+    bytes_to_come,
+    bytes_without_checkpointing,
+    fitting_tokens,
+    memory_of,
+    with_checkpointing,
+)
+from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, dealt
+from async_rlhf.ranks.parallel import Parallel
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -109,10 +122,14 @@ def test_limits_that_mean_nothing_are_refused(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
+def memory(model, **changes) -> PassMemory:
+    config = replace(OnlineConfig(), **{"gradient_checkpointing": False, **changes})
+    return PassMemory.of([model], config, Parallel(), with_gradient=True)
+
+
 def test_on_a_cpu_auto_is_what_is_of_use_there_and_the_log_says_so(caplog):
-    how = {"with_gradient": True, "checkpointing": False, "sixteen_bits": False}
     with caplog.at_level(logging.INFO):
-        tokens = fitting_tokens("max_tokens_per_pass", [new_policy()], torch.device("cpu"), to_come=0.0, **how)
+        tokens = fitting_tokens("max_tokens_per_pass", memory(new_policy()), torch.device("cpu"), to_come=0.0)
     assert tokens == CPU_TOKENS
     assert f"max_tokens_per_pass: {CPU_TOKENS} tokens a pass" in caplog.text
 
@@ -124,6 +141,7 @@ def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
     config = CONFIG_MAPPING[kind](**sizes, vocab_size=258)
     model, kept = AutoModelForCausalLM.from_config(config), {}
+    counted = memory_of(model, OnlineConfig(), Parallel(), checkpointing)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -139,14 +157,49 @@ def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=torch.ones(4, 96, dtype=torch.long), use_cache=False)
     seen = sum(storage.nbytes() for storage in kept.values()) / (4 * 96)
-    how = {"checkpointing": checkpointing, "sixteen_bits": False}
-    counted = bytes_per_token(model, with_gradient=True, **how) - bytes_per_token(model, with_gradient=False, **how)
-    assert 0.75 * counted <= seen <= 1.25 * counted
+    saved = replace(counted, update=Pass(1, 1)).saved()
+    assert 0.75 * saved <= seen <= 1.15 * saved
 
 
-def test_memory_is_shared_by_all_that_needs_it():
-    assert Memory(1000.0, 1e6).tokens == 800
-    assert Memory(1000.0, -5.0).tokens == 1
+def test_as_many_tokens_are_taken_as_fit_and_one_at_least():
+    passes = memory(new_policy())
+    for room in (5e6, 5e7, 5e8):
+        tokens = passes.tokens(room)
+        assert passes.bytes(tokens) <= room < passes.bytes(tokens + 1)
+    assert passes.tokens(-5.0) == 1
+    both = PassMemory(passes.models * 2, with_gradient=True)
+    assert both.bytes(100) == 2 * passes.bytes(100)
+    assert PassMemory(passes.models, with_gradient=False).bytes(1000) < passes.bytes(1000)
     parameters = [torch.zeros(10), torch.zeros(6, dtype=torch.bfloat16)]
     assert bytes_to_come(parameters, state=True) == 52
     assert bytes_to_come(parameters, state=False) == 52 + 16 * 8
+
+
+def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_largest_pass():
+    """With 1,000 more parameters frozen and trained, and with passes of twice as many rows."""
+    policy, config = new_policy(), OnlineDPOConfig(per_device_train_batch_size=2)
+    held = 16.0 * policy.num_parameters()
+    alone = bytes_without_checkpointing(config, [policy], [], Parallel())
+    assert bytes_without_checkpointing(config, [policy], [policy], Parallel()) == alone + held / 4
+    more = replace(config, per_device_train_batch_size=4)
+    passes = [memory(policy).bytes(rows * config.max_length) for rows in (config.rows_of_pass, more.rows_of_pass)]
+    assert (config.rows_of_pass, more.rows_of_pass) == (4, 8)
+    assert alone <= held + passes[0]
+    assert bytes_without_checkpointing(more, [policy], [], Parallel()) - alone > 0.5 * (passes[1] - passes[0]) > 0
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.99, True), (1.01, False)])
+def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
+    """With so much of the memory that all activations need."""
+    needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel())
+    properties = SimpleNamespace(total_memory=share * needed / 0.8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
+    with caplog.at_level(logging.INFO):
+        decided = with_checkpointing(config, [new_policy()], [], Parallel(), gpu)
+    assert decided.gradient_checkpointing is expected
+    assert f"gradient_checkpointing: {'on' if expected else 'off'}, for without it the learner takes" in caplog.text
+    for said in (True, False):
+        asked = replace(config, gradient_checkpointing=said)
+        assert with_checkpointing(asked, [new_policy()], [], Parallel(), gpu) is asked
+    assert with_checkpointing(config, [], [], Parallel(), torch.device("cpu")).gradient_checkpointing is False

@@ -27,8 +27,7 @@ from async_rlhf.config.plan import (
     VariationConfig,
     WorkloadConfig,
 )
-from async_rlhf.models import head
-from async_rlhf.planning import memory
+from async_rlhf.models import head, memory
 from async_rlhf.planning.measured import read_run
 from async_rlhf.planning.roofline import Roofline, _workload, batch_of, shape_of
 from async_rlhf.planning.search import Choice, propose, search, try_split

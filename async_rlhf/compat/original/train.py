@@ -127,7 +127,9 @@ def _schedule(t: Translation, size: Batches) -> None:
 
 def _optimisation(t: Translation, algorithm: str) -> None:
     keys = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
-    t.same({key: f"train.{key}" for key in (*keys, "gradient_checkpointing")})
+    t.same({key: f"train.{key}" for key in keys})
+    if "gradient_checkpointing" in t.given:  # else ours decides: it moves no number
+        t.same({"gradient_checkpointing": "train.gradient_checkpointing"})
     several = t["num_mini_batches"] * t["num_ppo_epochs"] > 1
     note = "mapped; stepped after every optimiser step here, once a batch and before the first there"
     t.maps("lr_scheduler_type", {"train.lr_scheduler_type": t["lr_scheduler_type"]}, note if several else MAPPED)

@@ -74,6 +74,8 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     require(not spread or bits is None, "reward_model_bits", bits, right)
     zero, right = parallel.strategy.startswith("zero"), 'must be "whole" with ZeRO (parallel.strategy)'
     require(not zero or config.checkpoint_format == "whole", "checkpoint_format", config.checkpoint_format, right)
+    bits = config.lora.base_bits
+    require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
     require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, right)
     if ranks.leads:

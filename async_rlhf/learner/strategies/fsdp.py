@@ -39,7 +39,7 @@ class FullyShardedDataParallel(Parallel):
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
-        size = config.shard_size or ranks.count
+        size = self.shards
         self._mesh: DeviceMesh = (
             init_device_mesh(device.type, (ranks.count,))
             if size == ranks.count
@@ -76,6 +76,10 @@ class FullyShardedDataParallel(Parallel):
             fully_shard(model, **options, **cast)
         else:
             fully_shard(model, **options)
+
+    @property
+    def shards(self) -> int:
+        return self.config.shard_size or self.ranks.count
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         for module in (module for part in self._parts for module in part.modules()):
