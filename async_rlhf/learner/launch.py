@@ -17,12 +17,9 @@ import torch.distributed as dist
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import OnRanks, launched_on_host, launched_ranks
 from async_rlhf.models.loading import default_device
-from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.collectives import FOR_EVER, Ranks
 
 logger = logging.getLogger(__name__)
-
-_FOR_EVER = timedelta(days=365)
-"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/watch.py)."""
 
 
 def start_ranks(config: OnRanks, command: str = "train") -> Ranks:
@@ -58,7 +55,7 @@ def start_ranks(config: OnRanks, command: str = "train") -> Ranks:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
         # A thread of gloo's that still holds a tensor of Python's would abort the interpreter as it ends.
         atexit.register(dist.destroy_process_group)
-    group = dist.new_group(timeout=_FOR_EVER, backend="gloo")
+    group = dist.new_group(timeout=FOR_EVER, backend="gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), local, on_host, group)
     if uses_gpu(config):
         mine = (os.uname().nodename, str(torch.cuda.get_device_properties(_gpu_of(local)).uuid))

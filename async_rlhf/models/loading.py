@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -550,32 +550,55 @@ def write_model(
         whole = collected_weights(model, False, parallel)
     if not parallel.ranks.leads:
         return
+    if model.can_generate():
+        model.generation_config = _that_stops(model, tokenizer)
+    if parallel.spreads_weights or is_quantised(model):  # it has another class then, and hooks, or no such weights
+        model = plain_copy(model, tokenizer, parallel)
+    write_copy(model, tokenizer, folder, whole, adapters)
+
+
+def _that_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    return GenerationConfig(
+        eos_token_id=list(stop_token_ids(model, tokenizer)),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+
+
+def write_copy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    whole: dict[str, Tensor] | None,
+    adapters: dict[str, Tensor] | None,
+) -> None:
+    """Write what :func:`write_model` does, of tensors that are in the memory of this host.
+
+    Args:
+        model: the model, or its :func:`plain_copy`.
+        tokenizer: written beside it.
+        folder: where to.
+        whole: its weights, without adapters; None for those that it has.
+        adapters: a language model's adapters, if it has any.
+    """
     if adapters is not None:
         save_adapters(model, adapters, folder / "adapter")
-    if model.can_generate():
-        model.generation_config = GenerationConfig(
-            eos_token_id=list(stop_token_ids(model, tokenizer)),
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-        )
     try:
         with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
-            _plain(model, parallel).save_pretrained(folder, state_dict=whole)
+            model.save_pretrained(folder, state_dict=whole)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)
 
 
-def _plain(model: PreTrainedModel, parallel: Parallel) -> PreTrainedModel:
-    """The model; if it is sharded over ranks, and so has another class and hooks, or holds weights in few bits, a plain
-    copy without weights.
-    """
-    if not parallel.spreads_weights and not is_quantised(model):
-        return model
+def plain_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> PreTrainedModel:
+    """A copy of the model without weights, adapters and hooks, and not quantised, to write tensors of it with."""
     with torch.device("meta"):
         plain = parallel.architecture_of(model)(unquantised(model))
     if hasattr(model, "_weight_conversions"):  # how transformers renames loaded weights
         plain._weight_conversions = model._weight_conversions
     if model.can_generate():
-        plain.generation_config = model.generation_config
+        plain.generation_config = _that_stops(model, tokenizer)
+    if has_adapters(model):
+        plain.peft_config = model.peft_config  # how its adapters are described in files
     return plain

@@ -61,13 +61,28 @@ def iterate_weights(
         yield from saved_buffers(model)
 
 
-def collected_weights(model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE) -> dict[str, Tensor]:
-    """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing."""
+def collected_weights(
+    model: nn.Module,
+    adapters_only: bool = False,
+    parallel: Parallel = ALONE,
+    copied: bool = False,
+    at_hand: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing.
+
+    Args:
+        model: a policy.
+        adapters_only: see :func:`iterate_weights`.
+        parallel: see there.
+        copied: none of it may be the model's own memory, so that training can go on.
+        at_hand: tensors to take instead, by name.
+    """
     found = {}
     if parallel.takes_part:
         for name, tensor in iterate_weights(model, adapters_only, parallel):
             if parallel.ranks.leads:
-                found[name] = tensor.cpu()
+                known = (at_hand or {}).get(name)
+                found[name] = tensor.to("cpu", copy=copied) if known is None else known
     return found
 
 

@@ -58,6 +58,7 @@ from async_rlhf.run.choices import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
 from async_rlhf.run.record import Record, of_python
 from async_rlhf.run.schedule import read_schedule
+from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.determinism import prepare_deterministic
@@ -192,12 +193,15 @@ def _build(
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     require_optimizer(config, parallel, inputs.optimizers[0])
+    right = f'must be "ddp" or "fsdp" to go on from {folder.checkpoint}, which is sharded'
+    legible = parallel.takes_shards or resumed is None or not resumed.sharded
+    require(legible, "parallel.strategy", config.parallel.strategy, right)
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
     config = with_checkpointing(config, trained, _frozen(config, algorithm, models, device), parallel, device)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
-    if folder.checkpoint is not None and resumed is not None:
+    if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
     learner = Learner(
         models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
@@ -429,6 +433,7 @@ def _restore(run: Run, resumed: ResumeState) -> None:
         how = "" if exact else "; what follows is equal up to rounding, as deterministic is false"
         logger.info("resuming after batch %d, from %s%s", resumed.batch, checkpoint, how)
     run.callbacks.restore_state(checkpoint)
-    restore_learner(run.learner, resumed.tensors, resumed.values["learner"])
+    tensors = load_shards(run.learner, checkpoint / "resume" / SHARDS) if resumed.sharded else resumed.tensors
+    restore_learner(run.learner, tensors, resumed.values["learner"])
     resumed.forget_weights()
     resumed.read_ahead(checkpoint, run.prompts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -65,6 +66,9 @@ def break_down(rank: int, how: str, after: float = 0.0) -> None:
         print("FAILING", flush=True)
         if how == "raise":
             raise RuntimeError("told to fail")
+        if how == "full":  # the disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+            return
         if how in LEFT_OUT:
             setattr(*LEFT_OUT[how], lambda *_: {})
             return

@@ -80,6 +80,8 @@ def _check(config: OnlineConfig, parallel: ParallelConfig) -> None:
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
     bits, right = config.reward_model_bits, "must be null with weights spread over ranks (parallel.strategy)"
     require(not spread or bits is None, "reward_model_bits", bits, right)
+    zero, right = parallel.strategy.startswith("zero"), 'must be "whole" with ZeRO (parallel.strategy)'
+    require(not zero or config.checkpoint_format == "whole", "checkpoint_format", config.checkpoint_format, right)
     bits = config.lora.base_bits
     require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'

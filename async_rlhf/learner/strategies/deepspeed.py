@@ -32,7 +32,7 @@ class ZeRO(Parallel):
         ConfigError: DeepSpeed is not installed.
     """
 
-    takes_optimizers = False
+    takes_optimizers, takes_shards = False, False
 
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
         super().__init__(ranks)

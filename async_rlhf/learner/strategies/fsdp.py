@@ -104,10 +104,16 @@ class FullyShardedDataParallel(Parallel):
 
     def share(self, number: int, tensor: Tensor) -> Tensor:
         like = self.trained[number]
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # such as the number of steps
-            return tensor
+        if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.shape != like.shape:
+            return tensor  # a share already, or of another shape, such as the number of steps
         tensor = tensor.to(like.device)
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+    def room_for(self, number: int, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        like = self.trained[number]
+        if not isinstance(like, DTensor) or size != like.shape:
+            return super().room_for(number, size, dtype)
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
     def settle(self, model: nn.Module) -> None:
         for module in model.modules():
