@@ -281,7 +281,8 @@ def train(run: Run) -> OnlineTrainerState:
         generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads)))
         if run.resumed is not None:
             generator.agreement.restore(run.resumed.values["agreement"])
-        stack.enter_context(run.scorer.started())
+        stack.enter_context(run.scorer.started(trace))
+        generator.on_arrival = run.scorer.begin
         run.require_folder()
         logs = {}
         if run.ranks.leads:
