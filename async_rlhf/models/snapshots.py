@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
@@ -105,17 +105,25 @@ def _parameters(
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A 128-bit checksum of type, shape and bytes of each tensor."""
-    found = {}
-    for name, tensor in tensors.items():
-        digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
-        found[name] = digest.hexdigest()
-    return found
+    return {name: digest(tensor.dtype, tuple(tensor.shape), [tensor]) for name, tensor in tensors.items()}
+
+
+def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:
+    """The checksum of one tensor, given in parts that follow each other in memory."""
+    found = xxhash.xxh3_128(f"{dtype} {shape}".encode())
+    for part in parts:
+        found.update(_bytes(part))
+    return found.hexdigest()
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """A 128-bit checksum over names, types, shapes and bytes, in order."""
-    return xxhash.xxh3_128(repr(digests(tensors)).encode()).hexdigest()
+    return of_digests(digests(tensors))
+
+
+def of_digests(found: Mapping[str, str]) -> str:
+    """:func:`checksum` of tensors whose checksums are known."""
+    return xxhash.xxh3_128(repr(dict(found)).encode()).hexdigest()
 
 
 def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:

@@ -27,6 +27,8 @@ class Parallel:
 
     spreads_weights = False
     """Whether the weights are sharded, so that no rank can compute alone."""
+    reads_shares = False
+    """Whether :meth:`prepare` and :meth:`frozen` read a model's weights from their files, only this rank's share."""
     casts_gathered = False
     """Whether sharded weights are cast, to the type that is computed in, before they are gathered."""
     takes_optimizers = True

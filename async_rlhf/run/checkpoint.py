@@ -37,6 +37,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.models.adapters import has_adapters, is_adapter
 from async_rlhf.models.forward import PolicyAndValueWrapper
 from async_rlhf.models.loading import load_policy, load_reward_model, load_value_head, write_model, write_value_head
+from async_rlhf.models.sharded_loading import is_unread, take_weights
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.system.files import naming
 from async_rlhf.types import Batch, Group, Prompt, Sample
@@ -183,6 +184,9 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) 
         logger.warning("resume_anyway: %s", difference)
 
 
+require_same = _require_same
+
+
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
@@ -242,16 +246,14 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
             if is_adapter(name):
                 parameter.copy_(tensors[f"adapter.{name}"])
     if not has_adapters(model.policy):
-        model.policy.load_state_dict(load_policy(str(folder), trust=trust).state_dict())
+        saved = load_policy(str(folder), trust=trust, unread=is_unread(model.policy))
+        take_weights(model.policy, saved)
     place = folder / "value_model"
     if isinstance(model.value, nn.Linear):
         load_value_head(place, model.value)
     elif model.value is not None:
-        saved = load_reward_model(str(place), key="value_model", trust=trust)
-        if has_adapters(model.value):
-            model.value.score.load_state_dict(saved.score.state_dict())
-        else:
-            model.value.load_state_dict(saved.state_dict())
+        saved = load_reward_model(str(place), key="value_model", trust=trust, unread=is_unread(model.value))
+        take_weights(model.value, saved, "score" if has_adapters(model.value) else "")
 
 
 def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
