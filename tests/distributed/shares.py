@@ -67,7 +67,7 @@ def step(folder: str, planted: bool = False) -> None:
     found = {"bytes": counted.bytes, "rows": len(experience), "metrics": len(metrics)}
     if ranks.leads:
         tensors = experience.tensors()
-        # 4 bytes a number, tokens too: two numbers twice to annotate, by the reference and by the policy, and all to train.
+        # 4 bytes a number, tokens too: two numbers twice to annotate, by reference and policy, and all to train.
         numbers = 2 * 2 + sum(name.endswith("_BT") for name in tensors)
         found["all"] = int(experience.lengths_B.sum()) * 4 * numbers
     path = Path(folder) / f"{'planted' if planted else 'right'}-{ranks.rank}.json"
