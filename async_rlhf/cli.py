@@ -122,7 +122,8 @@ def _run(name: str, words: list[str]) -> int:
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
     """``replay RUN`` as ``replay --run RUN``, ``config migrate FILE`` as ``config --file FILE``, ``train --resume`` as
-    ``train --train.resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
+    ``train --train.resume=true``, ``sft --resume`` as ``sft --resume=true``, and in every command with rewards
+    ``--reward F`` as ``--reward_funcs F``."""
     if name == "replay" and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name == "config" and words[:1] == ["migrate"]:
@@ -131,6 +132,13 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
         raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
+    if name in ("sft", "reward"):  # a flag, unless true or false follows
+        following = [*words[1:], ""]
+        flags = ("--resume", "--resume-anyway")
+        return [
+            f"--{word[2:].replace('-', '_')}=true" if word in flags and after not in ("true", "false") else word
+            for word, after in zip(words, following, strict=False)
+        ]
     if name != "train":
         return words
     plain = {"--resume": "--train.resume=true", "--resume-anyway": "--train.resume_anyway=true"}

@@ -26,7 +26,7 @@ from async_rlhf.cluster.ray import Actor, Place, Signs, generator_place, is_lost
 from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.remote import RestartingGenerator
+from async_rlhf.generation.remote import Arrivals, RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.models.snapshots import TensorSpec, digests, iterate_weights, layout, tensors_in
@@ -175,7 +175,7 @@ class RayGenerator(RestartingGenerator):
         threads = generation.num_threads or place.threads
         spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
         snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.staleness + 1, parallel)
-        arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]] = queue.SimpleQueue()
+        arrived = Arrivals()
         workers = [
             _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
             for number in range(generation.workers)

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.models.forward import Row, autocast_dtype, score_batch
+from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring.calls import RemoteError
 from async_rlhf.scoring.functions import (
     RewardError,
@@ -200,13 +201,16 @@ class RayScorer(Scorer):
         self._pickled = _pickled(shared)
         self._any_shared = bool(shared)
 
+    model_elsewhere = True
+
     @contextmanager
-    def started(self) -> Iterator[None]:
+    def started(self, trace: Trace | None = None) -> Iterator[None]:
         """Within, the reward workers are running."""
         model = [] if self.reward_model is None else [ray.put(self.reward_model)]
         self._pool = RewardPool(self.config, model, self._pickled)
         try:
-            yield
+            with self._early.running(trace):
+                yield
         finally:
             self._pool.close()
 

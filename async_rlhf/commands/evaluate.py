@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from async_rlhf.commands.generate import (
     shared_tokenizer,
     with_prompt_cap,
 )
+from async_rlhf.commands.on_ranks import done_by, on_ranks
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
@@ -47,9 +48,12 @@ from async_rlhf.evaluation.statistics import (
 )
 from async_rlhf.evaluation.tables import WIDTH, format_table, side_by_side
 from async_rlhf.evaluation.tracking import log_to_trackers
-from async_rlhf.models.loading import check_source, check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.loading import check_source, check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -57,6 +61,7 @@ __all__ = ["format_table", "run_evaluate", "side_by_side"]
 logger = logging.getLogger(__name__)
 
 HUMAN = "reference_response"
+_SAMPLES, _TEXT = "samples.jsonl", "evaluation.txt"
 
 
 @dataclass(slots=True)
@@ -95,24 +100,32 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     check_source(config.ref_model, "ref_model")
     require_bitsandbytes(config.reward_model_bits)
-    if config.generations is None:
-        config = with_prompt_cap(config, models_of(config))
-    folder = Path(config.output_dir)
-    paths = {"samples": folder / "samples.jsonl", "text": folder / "evaluation.txt"}
-    stage = Stage(folder, "evaluation", config, _inputs(config), outputs=tuple(paths.values()))
-    if (done := stage.done()) is not None:
-        return done
-    device = torch.device(config.device) if config.device else default_device()
-    judge = None
+    with on_ranks(config, "evaluate") as ranks:
+        models = ranks.from_lead("models", lambda: {} if config.generations is not None else models_of(config))
+        if config.generations is None:
+            config = with_prompt_cap(config, models)
+        folder = Path(config.output_dir)
+        outputs = (folder / _SAMPLES, folder / _TEXT)
+        stage = Stage(folder, "evaluation", config, _inputs(config, models), outputs=outputs)
+        if (results := done_by(stage, ranks)) is None:
+            results = _evaluated(config, models, stage, ranks)
+    return results
+
+
+def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, ranks: Ranks) -> dict[str, Any]:
+    """All ranks share sampling, scoring by a reward model and likelihoods; rank 0 does the rest."""
+    device, folder = rank_device(config, ranks), stage.folder
+    judge = pairwise = None
     if config.judge.url is None:  # load it first, so that errors show before anything is sampled
-        judge = RewardJudge.of(config, device)
-    pairwise = None if judge is not None else PairwiseJudge(config.judge, folder / "verdicts.jsonl")
-    distribution, lines, dropped, answers, human = _answers(config, folder)
+        judge = RewardJudge.of(config, device, ranks)
+    elif ranks.leads:
+        pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
+    distribution, lines, dropped, answers, human = _answers(config, models, folder, ranks)
     reference = config.reference or next(iter(answers))
     if reference not in answers:
         raise ConfigError(f"reference: got {reference!r}; must be one of the models: {', '.join(answers)}")
     everyone = ({HUMAN: human} if human is not None else {}) | answers
-    if pairwise is not None and len(everyone) < 2:
+    if judge is None and len(everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
     notes = [] if judge is None else _score(config, judge, lines, answers, everyone)
     results: dict[str, Any] = {
@@ -120,24 +133,41 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         "prompts": len(lines),
         "dropped": dropped,
         "reference_response": None if human is None else _gold(human, lines),
-        "models": {name: _gold(one, lines) for name, one in answers.items()},
+        "models": ranks.from_lead("comparisons", lambda: _comparisons(lines, answers, everyone, reference, pairwise)),
         "notes": notes,
     }
+    _likelihoods(config, distribution, results["models"], answers, human, reference, device, _clusters(lines), ranks)
+    if ranks.leads:
+        _publish(config, stage, results, _sample_rows(lines, answers, human))
+    return results
+
+
+def _comparisons(
+    lines: Sequence[Generation],
+    answers: dict[str, _Answers],
+    everyone: dict[str, _Answers],
+    reference: str,
+    pairwise: PairwiseJudge | None,
+) -> dict[str, dict[str, Any]]:
+    """By model, its gold reward, and how it compares with the human and with the reference."""
+    found = {name: _gold(one, lines) for name, one in answers.items()}
     for name, one in answers.items():
         for opponent in (HUMAN, reference):
             if opponent in everyone and opponent != name:
                 pair = (lines, one, everyone[opponent])
-                results["models"][name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
-    _likelihoods(config, distribution, results["models"], answers, human, reference, device, _clusters(lines))
-    samples = _sample_rows(lines, answers, human)
+                found[name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
+    return found
+
+
+def _publish(config: EvaluateConfig, stage: Stage, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """Write and show the results."""
     beside = side_by_side(samples, config.num_samples)
-    _plot(results, folder / "evaluation.png")
+    _plot(results, stage.folder / "evaluation.png")
     text = f"{format_table(results)}\n\n{beside}"
-    stage.publish_files({paths["samples"]: json_lines(samples), paths["text"]: text}, results)
+    stage.publish_files({stage.folder / _SAMPLES: json_lines(samples), stage.folder / _TEXT: text}, results)
     logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), beside)
     if config.track and config.run is not None:
         log_to_trackers(Path(config.run), results, samples[: config.num_samples])
-    return results
 
 
 def _score(
@@ -171,9 +201,8 @@ def _score(
     return [f"Scores here are those of training: {penalties}."]
 
 
-def _inputs(config: EvaluateConfig) -> dict[str, Source]:
+def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Source]:
     """The inputs that are read, to be compared by content."""
-    models = {} if config.generations is not None else models_of(config)
     inputs: dict[str, Source] = {"models": models, "data": config.data or None}
     keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
     inputs |= {key: getattr(config, key) for key in keys}
@@ -184,7 +213,7 @@ def _inputs(config: EvaluateConfig) -> dict[str, Source]:
 
 
 def _answers(
-    config: EvaluateConfig, folder: Path
+    config: EvaluateConfig, models: Mapping[str, str], folder: Path, ranks: Ranks
 ) -> tuple[Distribution, Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
     """How they were drawn, prompts (as one model's lines), how many were dropped, the models' and the human answers."""
     if config.generations is not None:
@@ -192,8 +221,7 @@ def _answers(
         found = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in found.items()}
         dropped = 0
     else:
-        models = models_of(config)
-        _, dropped, sampled = generate(config, folder / "generations")
+        _, dropped, sampled = generate(config, models, folder / "generations", ranks)
         distribution = Distribution(config.temperature, config.top_p, config.top_k)
         found = {name: (models[name], lines) for name, lines in sampled.items()}
     answers = {name: _model_answers(source, lines) for name, (source, lines) in found.items()}
@@ -202,7 +230,7 @@ def _answers(
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
     require(len(set(_clusters(lines))) > 1, "data", len(lines), right)
-    tokenizer = _tokenizer(config, answers, lines)
+    tokenizer = _tokenizer(config, models, answers, lines)
     return distribution, lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
 
 
@@ -217,7 +245,7 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
 
 
 def _tokenizer(
-    config: EvaluateConfig, answers: dict[str, _Answers], lines: Sequence[Generation]
+    config: EvaluateConfig, models: Mapping[str, str], answers: dict[str, _Answers], lines: Sequence[Generation]
 ) -> PreTrainedTokenizerBase | None:
     """The models' tokenizer; for generations whose models are gone, that of ref_model, else None.
 
@@ -226,7 +254,7 @@ def _tokenizer(
     """
     trust = config.trust_remote_code
     if config.generations is None:
-        tokenizer = shared_tokenizer(models_of(config), trust)
+        tokenizer = shared_tokenizer(models, trust)
         if config.ref_model is not None:
             check_vocabulary(tokenizer, load_tokenizer(config.ref_model, key="ref_model", trust=trust), "ref_model")
         return tokenizer
@@ -310,19 +338,21 @@ def _likelihoods(
     reference: str,
     device: torch.device,
     clusters: Sequence[str],
+    ranks: Ranks,
 ) -> None:
-    """Add the results that need models: KL to the reference, perplexities, and lengths."""
+    """Add the results that need models: KL to the reference, perplexities, and lengths. The ranks share the passes."""
+    parallel = Parallel(ranks)
     for name, one in answers.items():
         if config.generations is None:  # by the models themselves, without the sampling engine's rounding
             assert one.source is not None
             model = load_policy(one.source, device, key=f"models.{name}", trust=config.trust_remote_code)
-            one.logprobs = _logprobs(model, one, config, distribution, f"log-probabilities of {name}")
+            one.logprobs = _logprobs(model, one, config, distribution, parallel, f"log-probabilities of {name}")
             if human is not None:
                 longest = max(len(row.tokens) for row in human.rows)
                 limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
                 right = f"tokens of a prompt with its reference response; {name} has {limit} positions"
                 require(longest <= limit, "data", longest, right)
-                found[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size)[1]
+                found[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size, parallel)[1]
             del model
     whole = Distribution(distribution.temperature)  # the reference draws nothing: the KL would be infinite
     source = config.ref_model or answers[reference].source
@@ -336,12 +366,12 @@ def _likelihoods(
         model = None
     for name, one in answers.items():
         if model is not None:
-            reference_sums = _logprobs(model, one, config, whole, f"KL of {name} to the reference")
+            reference_sums = _logprobs(model, one, config, whole, parallel, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
             found[name]["kl_to_reference"] = _plain(clustered_mean_interval(kl, clusters))
             if distribution.temperature != 1.0:
                 reference_sums = _logprobs(
-                    model, one, config, Distribution(1.0), f"perplexity of {name} under the reference"
+                    model, one, config, Distribution(1.0), parallel, f"perplexity of {name} under the reference"
                 )
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
@@ -351,11 +381,21 @@ def _likelihoods(
 
 
 def _logprobs(
-    model: Any, answers: _Answers, config: EvaluateConfig, distribution: Distribution, label: str
+    model: Any,
+    answers: _Answers,
+    config: EvaluateConfig,
+    distribution: Distribution,
+    parallel: Parallel,
+    label: str,
 ) -> list[float]:
-    with progress_bar(f"evaluate: {label}", len(answers.rows)) as progress:
+    with progress_bar(f"evaluate: {label}", len(answers.rows), parallel.ranks.leads) as progress:
         sums_R = response_logprob_sums(
-            model, answers.rows, batch_size=config.batch_size, progress=progress, **distribution._asdict()
+            model,
+            answers.rows,
+            batch_size=config.batch_size,
+            progress=progress,
+            parallel=parallel,
+            **distribution._asdict(),
         )
     return sums_R.tolist()
 

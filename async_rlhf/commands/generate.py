@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -14,25 +14,28 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.on_ranks import on_ranks
 from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.evaluation.sampling import first_prompts, sampling_params
+from async_rlhf.evaluation.sampling import first_prompts, sampled_in_shares, sampling_params
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models.loading import check_vocabulary, default_device, load_policy, load_tokenizer
+from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.models.snapshots import named_weights
 from async_rlhf.models.truncation import Distribution
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
 from async_rlhf.system.files import whole_lines
 from async_rlhf.system.lock import InUseError
-from async_rlhf.types import FinishReason, Prompt
+from async_rlhf.types import FinishReason, Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,9 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
         ConfigError: see the message.
     """
     folder = Path(config.output_dir)
-    prompts, dropped, found = generate(config, folder)
+    with on_ranks(config, "generate") as ranks:
+        models = ranks.from_lead("models", lambda: models_of(config))
+        prompts, dropped, found = generate(config, models, folder, ranks)
     summary = {
         name: {
             "mean_length": sum(len(one.tokens) for one in lines) / len(lines),
@@ -92,16 +97,15 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
 
 
 def generate(
-    config: GenerateConfig | EvaluateConfig, folder: Path
+    config: GenerateConfig | EvaluateConfig, models: Mapping[str, str], folder: Path, ranks: Ranks
 ) -> tuple[list[Prompt], int, dict[str, list[Generation]]]:
-    """The prompts, how many were dropped, and every model's answers, from the files in ``folder`` or sampled now."""
-    models = models_of(config)
+    """The prompts, how many were dropped, and every model's answers, from the files in ``folder`` or sampled now.
+
+    Every rank must call it, and gets all of them; rank 0 reads the data, and writes.
+    """
     config = with_prompt_cap(config, models)
-    rows = load_prompts(config.data, config.split, config.prompt_field, config.prompt_words, "data")
-    if config.eval_fraction is not None:
-        rows = hold_out(rows, config.eval_fraction, "data", config.prompt_field)[1]
     tokenizer = shared_tokenizer(models, config.trust_remote_code)
-    prompts, dropped = first_prompts(rows, tokenizer, config)
+    prompts, dropped = ranks.from_lead("prompts", lambda: _prompts(config, tokenizer))
     judged = isinstance(config, EvaluateConfig)
     if judged and len(prompts) < 2:
         raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
@@ -109,12 +113,19 @@ def generate(
     if judged:  # judging again needs no new sampling, unless the samples would differ
         own["overwrite"] = False
     found = {}
-    with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts))) as engines:
+    with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts), ranks)) as engines:
         for name, source in models.items():
             each = GenerateConfig(**{**own, "models": {name: source}, "run": None, "checkpoints": []})
             anew = judged and config.overwrite
             found[name] = _generated(name, each, prompts, tokenizer, engines, folder, anew)
     return prompts, dropped, found
+
+
+def _prompts(config: GenerateConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+    rows = load_prompts(config.data, config.split, config.prompt_field, config.prompt_words, "data")
+    if config.eval_fraction is not None:
+        rows = hold_out(rows, config.eval_fraction, "data", config.prompt_field)[1]
+    return first_prompts(rows, tokenizer, config)
 
 
 Config = TypeVar("Config", bound=HeldOutConfig)
@@ -231,21 +242,34 @@ def _generated(
     output = folder / f"{name}.jsonl"
     inputs: dict[str, Source] = {"models": config.models, "data": config.data}
     stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
-    if not _done(stage, anew):
-        partial = folder / f".{name}.jsonl.part"
+    ranks, partial = engines.ranks, folder / f".{name}.jsonl.part"
+
+    def begun() -> int | None:
+        """How many are there already; None if the file is complete."""
+        if _done(stage, anew):
+            return None
         chunk = _CHUNK * config.batch_size
-        lines = list(_begun(partial, json.dumps(stage.identity), chunk, len(prompts)))
-        if len(lines) < len(prompts):
+        return sum(1 for _ in _begun(partial, json.dumps(stage.identity), chunk, len(prompts)))
+
+    there = ranks.from_lead(f"samples of {name}", begun)
+    if there is not None:
+        if there < len(prompts):
             engine, params = engines.of(name, config.models[name], tokenizer)
-            _sample(name, engine, params, prompts[len(lines) :], tokenizer, config, partial)
-        lines = whole_lines(partial)[1:]
-        if len(lines) != len(prompts):
-            raise RuntimeError(f"{partial} has {len(lines)} lines for {len(prompts)} prompts; delete it")
-        drawn = {name: getattr(config, name) for name in Distribution._fields}
-        results = {"prompts": len(prompts), "model": config.models[name], **drawn}
-        stage.publish_files({output: "".join(f"{line}\n" for line in lines)}, results)
-        partial.unlink()
-    return _read(output)
+            _sample(name, engine, params, prompts[there:], tokenizer, config, partial, ranks)
+        if ranks.leads:
+            _publish(stage, partial, output, len(prompts), config.models[name], config)
+    return ranks.from_lead(f"answers of {name}", lambda: _read(output))
+
+
+def _publish(stage: Stage, partial: Path, output: Path, prompts: int, model: str, config: GenerateConfig) -> None:
+    """Make the file of the unfinished one."""
+    lines = whole_lines(partial)[1:]
+    if len(lines) != prompts:
+        raise RuntimeError(f"{partial} has {len(lines)} lines for {prompts} prompts; delete it")
+    drawn = {name: getattr(config, name) for name in Distribution._fields}
+    results = {"prompts": prompts, "model": model, **drawn}
+    stage.publish_files({output: "".join(f"{line}\n" for line in lines)}, results)
+    partial.unlink()
 
 
 def _done(stage: Stage, anew: bool) -> bool:
@@ -289,31 +313,49 @@ def _sample(
     tokenizer: PreTrainedTokenizerBase,
     config: GenerateConfig,
     partial: Path,
+    ranks: Ranks,
 ) -> None:
-    """Sample chunk by chunk, and write each to the file."""
+    """Sample chunk by chunk; rank 0 writes each to the file."""
     size = _CHUNK * config.batch_size
-    with progress_bar(f"generate: {name}", len(prompts)) as progress, partial.open("a", encoding="utf-8") as file:
+    with progress_bar(f"generate: {name}", len(prompts), ranks.leads) as progress:
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
-            groups = engine.generate(chunk, progress=lambda done, start=start: progress(start + done))
-            samples = [group[0] for group in groups]
-            texts = decode_samples(tokenizer, samples)
-            for prompt, sample, text in zip(chunk, samples, texts, strict=True):
-                columns = dict(prompt.columns)
-                query = str(columns.pop(config.prompt_field))
-                generation = Generation(
-                    query,
-                    text,
-                    sample.finish_reason,
-                    tuple(sample.drawn.tolist()),
-                    tuple(sample.logprobs[sample.sampled].tolist()),
-                    prompt.tokens,
-                    prompt.row,
-                    columns,
-                )
-                file.write(json.dumps(asdict(generation), default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            groups = sampled_in_shares(engine, chunk, ranks, _behind(progress, start))
+            if ranks.leads:
+                _append(partial, chunk, [group[0] for group in groups], tokenizer, config.prompt_field)
+
+
+def _behind(progress: Callable[[int], None], start: int) -> Callable[[int], None]:
+    """The progress of what comes after so many prompts."""
+    return lambda done: progress(start + done)
+
+
+def _append(
+    partial: Path,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_field: str,
+) -> None:
+    """Add answers to an unfinished file, on disk when this returns."""
+    texts = decode_samples(tokenizer, samples)
+    with partial.open("a", encoding="utf-8") as file:
+        for prompt, sample, text in zip(prompts, samples, texts, strict=True):
+            columns = dict(prompt.columns)
+            query = str(columns.pop(prompt_field))
+            generation = Generation(
+                query,
+                text,
+                sample.finish_reason,
+                tuple(sample.drawn.tolist()),
+                tuple(sample.logprobs[sample.sampled].tolist()),
+                prompt.tokens,
+                prompt.row,
+                columns,
+            )
+            file.write(json.dumps(asdict(generation), default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class _Engines:
@@ -322,11 +364,12 @@ class _Engines:
     Args:
         config: how to sample.
         longest: tokens of the longest prompt.
+        ranks: each of which has an engine of its own.
     """
 
-    def __init__(self, config: HeldOutConfig, longest: int) -> None:
-        self.config, self.longest = config, longest
-        self.device = torch.device(config.device) if config.device else default_device()
+    def __init__(self, config: HeldOutConfig, longest: int, ranks: Ranks) -> None:
+        self.config, self.longest, self.ranks = config, longest, ranks
+        self.device = rank_device(config, ranks)
         self._vllm: Any = None
         self._shape: dict[str, Any] = {}
 

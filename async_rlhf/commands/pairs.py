@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import PreTrainedTokenizerBase
 
+from async_rlhf.commands.on_ranks import done_by, on_ranks
 from async_rlhf.commands.ratings import run_pairs_from_ratings
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
@@ -17,9 +18,11 @@ from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
-from async_rlhf.models.loading import default_device, load_policy, load_tokenizer
+from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.models.quantised import require_bitsandbytes
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -35,12 +38,11 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
         ended_share (samples that ended by themselves), score_mean and score_margin (mean of best minus worst).
     """
     if config.from_ratings is not None:
-        return run_pairs_from_ratings(config)
+        with on_ranks(config, "pairs") as ranks:  # by rank 0 alone: nothing is computed by a model
+            return ranks.from_lead("pairs", lambda: run_pairs_from_ratings(config))
     require_bitsandbytes(config.reward_model_bits)
     assert config.model is not None
     config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
-    assert config.model is not None
-    assert config.prompts is not None
     output = Path(config.output)
     inputs = {
         "model": config.model,
@@ -49,16 +51,20 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
         "reward_funcs": config.reward_funcs,
     }
     stage = Stage(output.parent, "pairs", config, inputs, outputs=(output,), marker_name=output.name)
-    if (results := stage.done()) is not None:
-        return results
-    device = torch.device(config.device) if config.device else default_device()
-    rows = load_prompts(config.prompts, config.split, config.prompt_field, config.prompt_words, "prompts")
-    tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
-    judge = RewardJudge.of(config, device)
-    prompts, dropped = first_prompts(rows, tokenizer, config)
+    with on_ranks(config, "pairs") as ranks:
+        if (results := done_by(stage, ranks)) is None:
+            results = _sampled(config, stage, output, ranks)
+    return results
 
+
+def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> dict[str, float]:
+    assert config.model is not None
+    device = rank_device(config, ranks)
+    tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
+    prompts, dropped = ranks.from_lead("prompts", lambda: _prompts(config, tokenizer))
+    judge = RewardJudge.of(config, device, ranks)
     policy = load_policy(config.model, device, trust=config.trust_remote_code)
-    completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling")
+    completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling", ranks)
     samples = [sample for group in completions for sample in group]
     texts = decode_samples(tokenizer, samples)
     each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
@@ -76,8 +82,16 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
         "score_margin": sum(pair["chosen_score"] - pair["rejected_score"] for pair in pairs) / max(1, len(pairs)),
     }
     logger.info("pairs: %d from %d prompts, %d ties", len(pairs), len(prompts), results["ties"])
-    stage.publish_files({output: json_lines(pairs)}, results)
+    if ranks.leads:
+        stage.publish_files({output: json_lines(pairs)}, results)
     return results
+
+
+def _prompts(config: PairsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+    """The prompts, and how many were too long."""
+    assert config.prompts is not None
+    rows = load_prompts(config.prompts, config.split, config.prompt_field, config.prompt_words, "prompts")
+    return first_prompts(rows, tokenizer, config)
 
 
 def best_and_worst(

@@ -12,6 +12,8 @@ from typing import Any
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import EvaluateConfig, GenerationConfig, NewModelConfig, PairsConfig, RewardConfig, SFTConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -119,6 +121,8 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     from async_rlhf.commands.sft import run_sft
     from async_rlhf.commands.train import run_train
 
+    right = "must be 1: start quickstart without torchrun or accelerate"
+    require(launched_ranks() == 1, "the number of processes", launched_ranks(), right)
     functions: dict[type, Callable[[Any], Any]] = {
         DocstringsConfig: run_data,
         SFTConfig: run_sft,

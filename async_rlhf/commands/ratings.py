@@ -32,6 +32,7 @@ from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.models.forward import reward_scores, score_rows
 from async_rlhf.models.rows import pad_rows
+from async_rlhf.ranks.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +117,12 @@ class RatingTrainer(StageTrainer):
         super().__init__(model, examples, examples.lengths, *rest)
 
     def collate(self, examples: Sequence[EncodedRating]) -> dict[str, Tensor]:
-        """input_ids (B, T), lengths (B), targets (B) in standard deviations, and labels (B, 2), which only count."""
+        """input_ids (B, T), lengths (B), and targets (B) in standard deviations."""
         targets_B = torch.tensor([(row.rating - self.scale.mean) / self.scale.sd for row in examples])
         return {
             "input_ids": pad_rows([row.tokens for row in examples], torch.long),
             "lengths": torch.tensor([len(row.tokens) for row in examples]),
             "targets": targets_B,
-            # The Trainer's count skips the first column for some models and not for others.
-            "labels": torch.tensor([[-100, 0]]).repeat(len(examples), 1),
         }
 
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
@@ -131,11 +130,19 @@ class RatingTrainer(StageTrainer):
         scores_B = reward_scores(model, batch["input_ids"], batch["lengths"])
         return (scores_B - batch["targets"]).square().sum()
 
+    def items(self, example: EncodedRating) -> int:
+        """A row has one loss."""
+        return 1
+
+    def sizes(self, example: EncodedRating) -> list[int]:
+        """Tokens of the row."""
+        return [len(example.tokens)]
+
 
 def evaluate_ratings(
-    model: PreTrainedModel, rows: Sequence[EncodedRating], scale: Scale, batch_size: int
+    model: PreTrainedModel, rows: Sequence[EncodedRating], scale: Scale, batch_size: int, parallel: Parallel = ALONE
 ) -> dict[str, Any]:
-    """How well scores predict held-out ratings.
+    """How well scores predict held-out ratings. Every rank of ``parallel`` must call it.
 
     Returns:
         eval_rows; eval_loss, the mean squared error in squared standard deviations of the training ratings; eval_rmse,
@@ -145,7 +152,7 @@ def evaluate_ratings(
         ratings or the scores are all equal.
     """
     model.eval()
-    scores_R = score_rows(model, [row.tokens for row in rows], batch_size).double()
+    scores_R = score_rows(model, [row.tokens for row in rows], batch_size, parallel).double()
     ratings_R = torch.tensor([row.rating for row in rows], dtype=torch.float64)
     predicted_R = scale.mean + scale.sd * scores_R
     squares = (predicted_R - ratings_R).square()

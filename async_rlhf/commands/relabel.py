@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.statistics import wilson
-from async_rlhf.models.loading import default_device
+from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.quantised import require_bitsandbytes
+from async_rlhf.ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +46,30 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     }
     inputs["reward_tokenizer"] = config.reward_tokenizer
     stage = Stage(folder, "relabel", config, inputs, outputs=tuple(outputs.values()), marker_name=".relabel")
-    if (results := stage.done()) is not None:
-        return results
     if len(config.splits) > 1 and Path(config.data).expanduser().is_file():
         raise ConfigError(f"splits: got {config.splits} of one file, {config.data!r}; must be one, or data a folder")
-    data = {split: load_rows(config.data, split, key="data") for split in config.splits}
-    device = torch.device(config.device) if config.device else default_device()
-    judge = RewardJudge.of(config, device)
+    with on_ranks(config, "relabel") as ranks:
+        if (results := done_by(stage, ranks)) is None:
+            results = _relabelled_splits(config, stage, outputs, ranks)
+    return results
+
+
+def _relabelled_splits(
+    config: RelabelConfig, stage: Stage, outputs: Mapping[str, Path], ranks: Ranks
+) -> dict[str, Any]:
+    data = lead_first(
+        ranks, "reading", lambda: {split: load_rows(config.data, split, key="data") for split in config.splits}
+    )
+    judge = RewardJudge.of(config, rank_device(config, ranks), ranks)
     files, found = {}, {}
     for split, rows in data.items():
         relabelled, found[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)
-        files[outputs[split]] = json_lines(relabelled)
         one = found[split]
+        if ranks.leads:
+            files[outputs[split]] = json_lines(relabelled)
         logger.info("relabel: %s: %d pairs, %d swapped, %d ties", split, one["pairs"], one["swapped"], one["ties"])
-    stage.publish_files(files, found)
+    if ranks.leads:
+        stage.publish_files(files, found)
     return found
 
 

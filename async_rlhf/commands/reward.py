@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
 from async_rlhf.commands.ratings import RatingTrainer, Scale, encode_ratings, evaluate_ratings, told_ratings
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import StageTrainer, publish_model, require_single_process, train
+from async_rlhf.commands.training import StageTrainer, train
+from async_rlhf.commands.unfinished import Unfinished
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.rows import SCORE
@@ -38,6 +41,9 @@ from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import reward_scores
 from async_rlhf.models.loading import load_tokenizer, longest_row, new_reward_model
 from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.models.shares import in_shares
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.integrations import check_integrations
 
 logger = logging.getLogger(__name__)
@@ -60,13 +66,24 @@ class EncodedPair:
 class _Task:
     """What differs between learning from pairs and from ratings, after the data are read."""
 
-    trainer: StageTrainer
+    trainer: Callable[..., StageTrainer]
+    """Called with ``evaluate``, the ranks and the unfinished stage's folder."""
     counts: dict[str, Any]
     reference: Sequence[tuple[int, ...]]
     """Rows whose mean score is made 0 by default; none with ratings, whose mean is 0 already."""
-    evaluate: Callable[[], dict[str, Any]]
+    evaluate: Callable[[Parallel], dict[str, Any]]
     told: Callable[[dict[str, Any]], str]
     """The results in one line."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What is trained, and what on."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    reference: Sequence[tuple[int, ...]]
+    task: _Task
 
 
 def run_reward(config: RewardConfig) -> dict[str, Any]:
@@ -83,28 +100,46 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     """
     inputs = {"train": config.train, "eval": config.eval, "model": config.model, "reference": config.reference}
     stage = Stage(Path(config.output_dir), "reward", config, inputs, owns_folder=True)
-    if (results := stage.done()) is not None:
-        return results
+    with on_ranks(config, "reward") as ranks:
+        if (results := done_by(stage, ranks)) is None:
+            results = _train(config, stage, ranks)
+    return results
+
+
+def _train(config: RewardConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
     check_integrations(config.report_to)
-    require_single_process("reward")
+    unfinished = Unfinished(stage, ranks)
+    inputs = lead_first(ranks, "reading", lambda: _inputs(config))
+    model, task = inputs.model, inputs.task
+
+    def evaluate() -> dict[str, Any]:
+        return task.evaluate(trainer.parallel)
+
+    trainer = task.trainer(evaluate, ranks, unfinished)
+    found: dict[str, Any] = {"train_loss": train(trainer), **task.counts, "score_offset": 0.0}
+    if config.center and (zero := inputs.reference or task.reference):
+        size = 2 * config.per_device_train_batch_size
+        found["score_offset"] = center_scores(model, zero, size, trainer.parallel)
+    results = evaluate()
+    trainer.log_evaluation(results)
+    found |= results
+    moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
+    logger.info("reward: %s%s", task.told(found), moved)
+    trainer.publish(stage, inputs.tokenizer, found)
+    return found
+
+
+def _inputs(config: RewardConfig) -> _Inputs:
     rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
     model = new_reward_model(config.model, tokenizer, config.seed, trust=trust)
     longest = longest_row(model, config.max_length)
     reference = _reference(config, tokenizer, longest)
-    size = config.per_device_train_batch_size
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
     task = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
-    found: dict[str, Any] = {"train_loss": train(task.trainer), **task.counts, "score_offset": 0.0}
-    if config.center and (zero := reference or task.reference):
-        found["score_offset"] = center_scores(model, zero, 2 * size)
-    found |= task.evaluate()
-    moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
-    logger.info("reward: %s%s", task.told(found), moved)
-    publish_model(stage, task.trainer, tokenizer, found)
-    return found
+    return _Inputs(model, tokenizer, reference, task)
 
 
 def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
@@ -154,10 +189,10 @@ def _pairs(
     size = config.per_device_train_batch_size
     text = "on {eval_pairs} held-out pairs accuracy {eval_accuracy:.3f}, margin {eval_margin:.3f}, calibration error "
     return _Task(
-        trainer=RewardTrainer(model, pairs, pairs.lengths, config, lambda: evaluate_pairs(model, held, size)),
+        trainer=partial(RewardTrainer, model, pairs, pairs.lengths, config),
         counts={"pairs": len(pairs), **counts},
         reference=pairs.with_items(lambda pair: pair.chosen),
-        evaluate=lambda: evaluate_pairs(model, held, size),
+        evaluate=lambda parallel: evaluate_pairs(model, held, size, parallel),
         told=lambda found: (text + "{eval_ece:.3f}").format(**found),
     )
 
@@ -174,15 +209,11 @@ def _ratings(
     held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
     require_different(rated.ratings, config.score_field, f"train, up to {longest} tokens")
     scale, size = Scale.of(rated.ratings), 2 * config.per_device_train_batch_size
-
-    def evaluate() -> dict[str, Any]:
-        return evaluate_ratings(model, held, scale, size)
-
     return _Task(
-        trainer=RatingTrainer(model, rated, scale, config, evaluate),
+        trainer=partial(RatingTrainer, model, rated, scale, config),
         counts={"rows": len(rated), "dropped": dropped, "rating_mean": scale.mean, "rating_sd": scale.sd},
         reference=[],
-        evaluate=evaluate,
+        evaluate=lambda parallel: evaluate_ratings(model, held, scale, size, parallel),
         told=told_ratings,
     )
 
@@ -203,17 +234,23 @@ class RewardTrainer(StageTrainer):
     config: RewardConfig
 
     def collate(self, examples: Sequence[EncodedPair]) -> dict[str, Tensor]:
-        """input_ids (2B, T), lengths (2B) and labels (B, 2), which only count the pairs."""
+        """input_ids (2B, T) and lengths (2B)."""
         tokens_BT, lengths_B = pair_tensors(examples)
-        # The Trainer's count skips the first column for some models and not for others.
-        labels_B2 = torch.tensor([[-100, 0]]).repeat(len(examples), 1)
-        return {"input_ids": tokens_BT, "lengths": lengths_B, "labels": labels_B2}
+        return {"input_ids": tokens_BT, "lengths": lengths_B}
 
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss in nats, summed over the pairs."""
         scores_B2 = reward_scores(model, batch["input_ids"], batch["lengths"]).view(-1, 2)
         loss = -logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
         return loss + self.config.center_rewards_coefficient * scores_B2.sum(dim=1).square().sum()
+
+    def items(self, example: EncodedPair) -> int:
+        """A pair has one loss."""
+        return 1
+
+    def sizes(self, example: EncodedPair) -> list[int]:
+        """Tokens of both sides."""
+        return [len(example.chosen), len(example.rejected)]
 
 
 def pair_tensors(pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
@@ -276,8 +313,10 @@ def encode_pairs(
 
 
 @torch.no_grad()
-def evaluate_pairs(model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_size: int) -> dict[str, Any]:
-    """How well scores order held-out pairs. Equal scores count as half right.
+def evaluate_pairs(
+    model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_size: int, parallel: Parallel = ALONE
+) -> dict[str, Any]:
+    """How well scores order held-out pairs. Equal scores count as half right. Every rank of ``parallel`` must call it.
 
     Returns:
         eval_pairs, eval_loss (nats per pair), eval_accuracy with its 95% interval (Wilson) eval_accuracy_low and
@@ -285,11 +324,17 @@ def evaluate_pairs(model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_s
         :func:`~async_rlhf.commands.reward_scale.calibration`), score_mean and score_sd over both sides.
     """
     model.eval()
-    scores_R2 = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    for index_B in by_length(torch.tensor([pair.longest for pair in pairs]), batch_size):
+    device = parallel.device_of(model)
+
+    def scores(index_B: Tensor) -> Tensor:
         tokens_BT, lengths_B = pair_tensors([pairs[i] for i in index_B.tolist()])
-        scores_B = reward_scores(model, tokens_BT.to(model.device), lengths_B.to(model.device))
-        scores_R2[index_B] = scores_B.view(-1, 2).double().cpu()
+        return reward_scores(model, tokens_BT.to(device), lengths_B).view(-1, 2).double().cpu()
+
+    batches = list(by_length(torch.tensor([pair.longest for pair in pairs]), batch_size))
+    found = in_shares("held-out pairs", batches, scores, parallel.ranks, parallel.spreads_weights)
+    scores_R2 = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for index_B, scores_B2 in zip(batches, found, strict=True):
+        scores_R2[index_B] = scores_B2
     margins_R = scores_R2[:, 0] - scores_R2[:, 1]
     accuracy = wilson((margins_R > 0).sum().item() + (margins_R == 0).sum().item() / 2, len(pairs))
     return {

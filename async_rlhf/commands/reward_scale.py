@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.models.forward import score_rows
+from async_rlhf.ranks.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 
 _BINS = 10
 
 
-def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int) -> float:
+def center_scores(
+    model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch_size: int, parallel: Parallel = ALONE
+) -> float:
     """Move the model's score by a constant, so that its mean over ``rows`` is 0 (Stiennon et al., arXiv 2009.01325).
 
     The head of transformers' classification models has no bias, but the last layer normalisation has. Adding
@@ -28,22 +31,21 @@ def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch
         model: a reward model; its bias is changed in place.
         rows: the reference data, prompt and response as tokens.
         batch_size: rows of one pass.
+        parallel: how its weights are spread. Every rank must call it.
 
     Returns:
         What was subtracted from every score: 0, with a warning, if the model has no such bias (RMS normalisation).
     """
-    mean = score_rows(model, rows, batch_size).double().mean().item()
+    mean = score_rows(model, rows, batch_size, parallel).double().mean().item()
     norm = next((m for m in reversed(list(model.base_model.modules())) if isinstance(m, nn.LayerNorm)), None)
     if norm is not None and norm.bias is not None:
-        before = norm.bias.detach().clone()
-        weights_H = model.score.weight.detach()[0]
-        with torch.no_grad():
-            norm.bias.sub_((mean * weights_H / weights_H.square().sum()).to(norm.bias))
-        after = score_rows(model, rows, batch_size).double().mean().item()
+        before = _whole(norm.bias, model, parallel)
+        weights_H = _whole(model.score.weight, model, parallel)[0]
+        _set(norm.bias, before - (mean * weights_H / weights_H.square().sum()).to(before), parallel)
+        after = score_rows(model, rows, batch_size, parallel).double().mean().item()
         if abs(after) <= 1e-3 * max(1.0, abs(mean)):
             return mean - after
-        with torch.no_grad():  # this normalisation is not the last operation before the head after all
-            norm.bias.copy_(before)
+        _set(norm.bias, before, parallel)  # this normalisation is not the last operation before the head after all
     logger.warning(
         "center: %s has no bias before its head, and its scores keep their mean of %.4f; "
         "center_rewards_coefficient keeps it near 0 in training",
@@ -51,6 +53,21 @@ def center_scores(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], batch
         mean,
     )
     return 0.0
+
+
+def _whole(parameter: nn.Parameter, model: PreTrainedModel, parallel: Parallel) -> Tensor:
+    """A copy of a parameter, unsharded, on every rank."""
+    parallel.meet("centring", model)
+    with parallel.gathered([parameter]):
+        return parallel.whole(parameter.data).clone()
+
+
+@torch.no_grad()
+def _set(parameter: nn.Parameter, value: Tensor, parallel: Parallel) -> None:
+    if parallel.spreads_weights:
+        parallel.exchange(parameter, value if parallel.ranks.leads else None)
+    else:
+        parameter.copy_(value)
 
 
 def calibration(margins_R: Tensor) -> dict[str, Any]:

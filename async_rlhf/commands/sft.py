@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import StageTrainer, publish_model, require_single_process, train
+from async_rlhf.commands.training import StageTrainer, train
+from async_rlhf.commands.unfinished import Unfinished
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.stages import StageConfig
@@ -29,6 +32,7 @@ from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row
 from async_rlhf.models.new import embed_added_tokens, new_language_model
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.reports.integrations import check_integrations
 
 logger = logging.getLogger(__name__)
@@ -48,31 +52,55 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     if config.chat_template is not None and template_file(config.chat_template) is not None:
         inputs["chat_template"] = config.chat_template
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
-    if (results := stage.done()) is not None:
-        return results
+    with on_ranks(config, "sft") as ranks:
+        if (results := done_by(stage, ranks)) is None:
+            results = _train(config, stage, ranks)
+    return results
+
+
+def _train(config: SFTConfig, stage: Stage, ranks: Ranks) -> dict[str, float]:
     check_integrations(config.report_to)
-    require_single_process("sft")
+    unfinished = Unfinished(stage, ranks)
+    inputs = lead_first(ranks, "reading", lambda: _read(config))
+    model, tokenizer, held = inputs.model, inputs.tokenizer, inputs.held
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora, config.seed)
+
+    def evaluate() -> dict[str, float]:
+        loss, perplexity = loss_and_perplexity(model, held, config.per_device_train_batch_size, trainer.parallel)
+        return {"eval_loss": loss, "eval_perplexity": perplexity}
+
+    trainer = SFTTrainer(model, inputs.examples, inputs.examples.lengths, config, evaluate, ranks, unfinished)
+    results = {"train_loss": train(trainer), "rows": len(inputs.examples), "dropped": inputs.dropped}
+    if held:
+        found = evaluate()
+        results |= found
+        trainer.log_evaluation(found)
+        logger.info("sft: held-out loss %.4f, perplexity %.2f", results["eval_loss"], results["eval_perplexity"])
+    trainer.publish(stage, tokenizer, results)
+    return results
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a stage trains, and what on."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    examples: Examples[EncodedRow]
+    held: Sequence[EncodedRow]
+    dropped: int
+
+
+def _read(config: SFTConfig) -> _Inputs:
     rows, heldout, short = load_stage_rows(config)
     model, tokenizer = _start(config, rows)
     longest = longest_row(model, config.max_length)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
-    held_examples: Sequence[EncodedRow] = []
+    held: Sequence[EncodedRow] = []
     if heldout is not None:
-        held_examples = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0]
-
-    def evaluate() -> dict[str, float]:
-        loss, perplexity = loss_and_perplexity(model, held_examples, config.per_device_train_batch_size)
-        return {"eval_loss": loss, "eval_perplexity": perplexity}
-
-    if config.lora.rank > 0:
-        add_adapters(model, config.lora, config.seed)
-    trainer = SFTTrainer(model, examples, examples.lengths, config, evaluate)
-    results = {"train_loss": train(trainer), "rows": len(examples), "dropped": dropped + short}
-    if held_examples:
-        results |= evaluate()
-        logger.info("sft: held-out loss %.4f, perplexity %.2f", results["eval_loss"], results["eval_perplexity"])
-    publish_model(stage, trainer, tokenizer, results)
-    return results
+        held = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0]
+    return _Inputs(model, tokenizer, examples, held, dropped + short)
 
 
 class SFTTrainer(StageTrainer):
@@ -87,6 +115,14 @@ class SFTTrainer(StageTrainer):
         """The loss in nats, summed over the response tokens."""
         mask_BT = batch["labels"] != -100
         return -response_logprobs(model, batch["input_ids"], mask_BT, 1.0, with_entropies=False).logprobs_BT.sum()
+
+    def items(self, example: EncodedRow) -> int:
+        """Response tokens."""
+        return example.targets
+
+    def sizes(self, example: EncodedRow) -> list[int]:
+        """Tokens of the row."""
+        return [len(example.tokens)]
 
 
 def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:

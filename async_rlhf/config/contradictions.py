@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.config.base import require
+from async_rlhf.config.parallel import check_device
 from async_rlhf.config.ray import RayConfig
 
 if TYPE_CHECKING:
@@ -156,6 +157,11 @@ def _check_parallel(config: OnlineConfig) -> None:
     right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
     spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
+    right = (
+        f'must be "whole" with parallel.strategy "{parallel.strategy}": DeepSpeed lays out the optimiser its own way'
+    )
+    zero = parallel.ranks > 1 and parallel.strategy.startswith("zero")
+    require(not zero or config.checkpoint_format == "whole", "checkpoint_format", config.checkpoint_format, right)
     right = "must be null with weights spread over ranks (parallel.strategy)"
     require(not spread or config.lora.base_bits is None, "lora.base_bits", config.lora.base_bits, right)
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
@@ -163,9 +169,7 @@ def _check_parallel(config: OnlineConfig) -> None:
     right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
     here = not spread and config.ray.reward_workers == 0
     require(here or config.reward_model_bits is None, "reward_model_bits", config.reward_model_bits, right)
-    right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
-    own = parallel.ranks == 1 or config.device in (None, "cpu", "cuda")
-    require(own, "device", config.device, right)
+    check_device(config.device, parallel.ranks)
 
 
 def _check_launch(config: OnlineConfig) -> None:

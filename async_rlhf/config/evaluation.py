@@ -8,6 +8,7 @@ from typing import Literal
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, key, require
 from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, VLLMConfig
 from async_rlhf.config.online import SEED
+from async_rlhf.config.parallel import SharedConfig, check_device
 from async_rlhf.config.rewards import JudgeConfig, check_bits, check_one_judge
 from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_prompt_words
 
@@ -61,6 +62,8 @@ class HeldOutConfig(Checked):
     """Seed of sampling."""
     device: str | None = key(None, DEVICE, role="place")
     """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: SharedConfig = key(SharedConfig)
+    """The command on several ranks, which share the prompts."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model; with false, a model that needs this is an error."""
     overwrite: bool = key(False, role="place", main="output")
@@ -80,6 +83,9 @@ class HeldOutConfig(Checked):
         check_prompt_words(self.prompt_words, self.prompt_field)
         right = 'must be left out unless engine is "vllm"'
         require(self.engine == "vllm" or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
+        right = 'must be "transformers" with parallel.ranks above 1: vLLM would take the ranks for its own'
+        require(self.parallel.ranks == 1 or self.engine != "vllm", "engine", self.engine, right)
+        check_device(self.device, self.parallel.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +155,7 @@ class EvaluateConfig(HeldOutConfig):
                 value = getattr(self, name)
                 default = [] if name == "checkpoints" else type(self).__dataclass_fields__[name].default
                 require(value == default, name, value, right)
+        check_device(self.device, self.parallel.ranks)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
         require(known, "reference", self.reference, right)

@@ -59,7 +59,7 @@ ANNOTATED_ROWS = 64
 TOTAL_EPISODES = 131_072
 _LONGER = "the run becomes longer"
 
-_TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
+TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
 TokensPerPass = int | Literal["auto"] | None
 NonEosPenalty = bool | Literal["replace", "add"]
 LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
@@ -141,7 +141,7 @@ class OnlineConfig(Checked):
     per_device_train_batch_size: int | None = key(None, at_least(1))
     """Size of one forward and backward pass: pairs of completions for DPO, else completions. null for 8; with
     max_tokens_per_pass it is then still 8 in the size of the batch, but a pass may have any number."""
-    max_tokens_per_pass: TokensPerPass = key(None, _TOKENS)
+    max_tokens_per_pass: TokensPerPass = key(None, TOKENS)
     """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. Passes
     then cost about the same, for all ranks. A row, or pair, with more tokens gets a pass of its own. null for no limit
     but per_device_train_batch_size; "auto" for as many as fit into the GPU's memory (the log says how many), on a CPU
@@ -197,7 +197,7 @@ class OnlineConfig(Checked):
     annotate_batch_size: int | None = key(None, at_least(1))
     """Rows per pass without gradient (reference, reward and value model, old policy). null for 64, or for any number
     with annotate_max_tokens."""
-    annotate_max_tokens: TokensPerPass = key(None, _TOKENS)
+    annotate_max_tokens: TokensPerPass = key(None, TOKENS)
     """Tokens of one such pass at most, like max_tokens_per_pass."""
     packing: Literal["auto", True, False] = "auto"
     """Whether the rows of a pass become one sequence without padding, in which attention stays within each row. "auto"
@@ -230,6 +230,11 @@ class OnlineConfig(Checked):
     """Batches between two checkpoints; 0 saves the final model only."""
     save_total_limit: int | None = key(None, at_least(1), may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
+    checkpoint_format: Literal["whole", "sharded"] = key("whole", role="speed")
+    """ "whole" gathers what is trained, and the optimiser's state, on the first rank, and training waits until it is
+    written. "sharded" copies both to the hosts' memory, and training goes on while every rank writes its own part
+    (torch.distributed.checkpoint) and the first the policy in the standard format. A run may be resumed with the other
+    format. ZeRO has only "whole"."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from async_rlhf.config.base import Checked, above, at_least, key, require
 
@@ -43,6 +43,21 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
 def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
     """How many of them are on this host."""
     return int(environment.get("LOCAL_WORLD_SIZE", 1)) if launched_ranks(environment) > 1 else 1
+
+
+@dataclass(frozen=True)
+class SharedConfig(Checked):
+    """Work that is shared over several ranks, one for each device, while each has models of its own: start the command
+    with torchrun, accelerate launch, or srun.
+    """
+
+    # No keys, as they have no type here: what starts ranks asks for them.
+    strategy = "ddp"
+    timeout = 1800.0
+
+    ranks: int = key(launched_ranks, at_least(1), role="speed")
+    """The number of processes that share the work; by default as many as were launched together with this one. A given
+    value is checked at the start."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +116,49 @@ class ParallelConfig(Checked):
             fsdp or self.reduce == "every_pass", "reduce", self.reduce, 'must be left out unless strategy is "fsdp"'
         )
         require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
+
+
+def check_device(device: str | None, ranks: int) -> None:
+    """Refuse one device for several ranks."""
+    right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
+    require(ranks == 1 or device in (None, "cpu", "cuda"), "device", device, right)
+
+
+class OnRanks(Protocol):
+    """What starting ranks asks of a configuration."""
+
+    @property
+    def device(self) -> str | None:
+        """Where to compute; None for the first GPU, or the GPU of a rank's number, or the CPU."""
+
+    @property
+    def parallel(self) -> ParallelConfig | SharedConfig:
+        """How many ranks there are to be."""
+
+
+class Trained(Protocol):
+    """What spreading a model that is trained asks of a configuration, besides ``parallel``."""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it computes under bfloat16 autocast."""
+
+    @property
+    def fp16(self) -> bool:
+        """Whether it computes under float16 autocast."""
+
+    @property
+    def head_float32(self) -> bool:
+        """Whether the head computes in float32 nevertheless."""
+
+    @property
+    def offload_frozen(self) -> bool:
+        """Whether what is not trained lies in the host's memory."""
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm to which gradients are clipped; 0 for none."""
+
+    @property
+    def units_by_pass(self) -> int:
+        """Rows, or pairs, of a pass."""

@@ -10,6 +10,7 @@ from async_rlhf.config.base import (
     EACH_ONCE,
     FOLDER,
     REQUIRED,
+    SUMS,
     Checked,
     Rule,
     above,
@@ -20,7 +21,8 @@ from async_rlhf.config.base import (
     require,
 )
 from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype
-from async_rlhf.config.online import LEARNING_RATE, SEED, AdapterConfig, LRSchedule
+from async_rlhf.config.online import LEARNING_RATE, SEED, TOKENS, AdapterConfig, LRSchedule, TokensPerPass
+from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
 from async_rlhf.config.rewards import check_bits, check_one_judge
 from async_rlhf.config.rows import (
     COLUMN,
@@ -96,9 +98,15 @@ class StageConfig(Checked):
     weight_decay: float = key(0.0, at_least(0))
     """Of AdamW."""
     per_device_train_batch_size: int = key(32, at_least(1), main="training")
-    """Rows (for pairs: pairs) of one forward and backward pass."""
+    """Rows (for pairs: pairs) of one forward and backward pass; with max_tokens_per_pass only a factor of the batch."""
     gradient_accumulation_steps: int = key(1, at_least(1))
-    """Such passes per optimiser step."""
+    """Such passes per optimiser step and rank: a batch is per_device_train_batch_size x gradient_accumulation_steps x
+    parallel.ranks rows."""
+    max_tokens_per_pass: TokensPerPass = key(None, TOKENS)
+    """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. The
+    batch keeps its rows, and is cut into passes that cost about the same. A row, or pair, with more tokens gets a pass
+    of its own. null for passes of per_device_train_batch_size; "auto" for as many tokens as fit into the GPU's memory
+    (the log says how many), on a CPU for as many as are of use."""
     max_length: int = key(512, at_least(1), main="training")
     """Rows with more tokens are dropped, and counted."""
     bf16: bool = False
@@ -107,7 +115,7 @@ class StageConfig(Checked):
     """Trade compute for memory."""
     lr_scheduler_type: LRSchedule = "linear"
     """transformers' schedule of that name."""
-    eval_steps: float = key(0, at_least(0), _STEPS)
+    eval_steps: float = key(0, at_least(0), _STEPS, may_change="evaluation trains nothing")
     """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates
     at the end only."""
     lora: AdapterConfig = key(AdapterConfig)
@@ -117,17 +125,45 @@ class StageConfig(Checked):
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
     report_to: list[str] = key([], role="log")
     """transformers' integrations, e.g. ["wandb"]."""
+    save_steps: int = key(0, at_least(0), role="place")
+    """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
+    resume: bool = key(False, role="place", main="output")
+    """Go on from the newest whole checkpoint of an interrupted command, bit for bit; without one, start at the
+    beginning."""
+    resume_anyway: bool = key(False, role="place")
+    """Resume even if a key or a file differs that makes the result a different one."""
     seed: int = key(0, *SEED, main="training")
-    """Seed of order and initialisation."""
+    """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
+    device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
+    """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: ParallelConfig = key(ParallelConfig)
+    """The stage on several ranks."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with the model; with false, a model that needs this is an error."""
     overwrite: bool = key(False, role="place", main="output")
     """Do the stage again even if it is done already."""
 
+    # No keys, as they have no type here: what spreads a model over ranks asks for them.
+    fp16 = False
+    head_float32 = False
+    offload_frozen = False
+    max_grad_norm = 1.0
+
     def check(self) -> None:
         check_one_held_out(self.eval, self.eval_fraction)
         right = "must be 0 without eval or eval_fraction"
         require(self.eval_steps == 0 or self.holds_out, "eval_steps", self.eval_steps, right)
+        check_device(self.device, self.parallel.ranks)
+
+    @property
+    def units_by_pass(self) -> int:
+        """Rows, or pairs, of a pass that no number of tokens limits."""
+        return self.per_device_train_batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or pairs, of one optimiser step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.parallel.ranks
 
     @property
     def holds_out(self) -> bool:
@@ -220,6 +256,8 @@ class PairsConfig(Checked):
     """Seed of sampling, or of drawing pairs."""
     device: str | None = key(None, DEVICE, role="place")
     """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: SharedConfig = key(SharedConfig)
+    """The command on several ranks, which share the work."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model; false makes it an error that a model needs that."""
     overwrite: bool = key(False, role="place", main="output")
@@ -230,6 +268,7 @@ class PairsConfig(Checked):
             self._leaves_out(SAMPLED, "with from_ratings: nothing is sampled")
             return
         self._leaves_out(RATED, "without from_ratings")
+        check_device(self.device, self.parallel.ranks)
         check_prompt_words(self.prompt_words, self.prompt_field)
         require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
         require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
@@ -330,6 +369,8 @@ class RelabelConfig(Checked):
     """Type of the reward model's weights."""
     device: str | None = key(None, DEVICE, role="place")
     """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: SharedConfig = key(SharedConfig)
+    """The command on several ranks, which share the work."""
     trust_remote_code: bool = key(False, role="place")
     """Run Python code that comes with a model; false makes it an error that a model needs that."""
     overwrite: bool = key(False, role="place")
@@ -338,3 +379,4 @@ class RelabelConfig(Checked):
     def check(self) -> None:
         check_one_judge(self.reward_model, self.reward_funcs)
         check_bits(self.reward_model_bits, self.reward_model)
+        check_device(self.device, self.parallel.ranks)

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from async_rlhf.models.forward import over_response_logits
 from async_rlhf.models.logprobs import selected_logprobs
 from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.models.shares import in_shares
 from async_rlhf.models.truncation import Distribution, truncated
+from async_rlhf.ranks.parallel import ALONE, Parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ def response_logprob_sums(
     progress: Callable[[int], None] | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
+    parallel: Parallel = ALONE,
 ) -> Tensor:
     """Log-probability of each row's response, summed over its tokens.
 
@@ -63,41 +66,50 @@ def response_logprob_sums(
         progress: called with the number of rows done so far.
         top_p: see :class:`~async_rlhf.models.truncation.Distribution`.
         top_k: the same.
+        parallel: the ranks that share the passes. Every one must call it, and gets the whole result.
 
     Returns:
         One float64 number per row, on the CPU. Logits and log-softmax are float32.
     """
     training, distribution = model.training, Distribution(temperature, top_p, top_k)
+    device, ranks, done = parallel.device_of(model), parallel.ranks, 0
     model.eval()
-    sums_R = torch.zeros(len(rows), dtype=torch.float64)
-    done = 0
+
+    def sums(index_B: Tensor) -> Tensor:
+        nonlocal done
+        tokens_BT, mask_BT = row_tensors([rows[i] for i in index_B.tolist()])
+        tokens_BT, device_mask_BT = tokens_BT.to(device), mask_BT.to(device)
+        tokens_N = tokens_BT[device_mask_BT]
+
+        def logprobs(logits_CV: Tensor, part: slice) -> Tensor:
+            logits_CV = truncated(logits_CV, distribution, tokens_N[part]) / temperature
+            return selected_logprobs(logits_CV, tokens_N[part])[None]
+
+        logprobs_N = over_response_logits(model, tokens_BT, device_mask_BT, logprobs)[0].double().cpu()
+        done += len(index_B)
+        if progress is not None:
+            progress(min(done * ranks.count, len(rows)))
+        return torch.zeros(len(index_B), dtype=torch.float64).index_add_(0, mask_BT.nonzero()[:, 0], logprobs_N)
+
+    batches = list(by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size))
     try:
-        for index_B in by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size):
-            tokens_BT, mask_BT = row_tensors([rows[i] for i in index_B.tolist()])
-            tokens_BT, device_mask_BT = tokens_BT.to(model.device), mask_BT.to(model.device)
-            tokens_N = tokens_BT[device_mask_BT]
-
-            def logprobs(logits_CV: Tensor, part: slice, tokens_N: Tensor = tokens_N) -> Tensor:
-                logits_CV = truncated(logits_CV, distribution, tokens_N[part]) / temperature
-                return selected_logprobs(logits_CV, tokens_N[part])[None]
-
-            logprobs_N = over_response_logits(model, tokens_BT, device_mask_BT, logprobs)[0].double().cpu()
-            row_N = mask_BT.nonzero()[:, 0]
-            sums_R.index_add_(0, index_B[row_N], logprobs_N)
-            done += len(index_B)
-            if progress is not None:
-                progress(done)
+        found = in_shares("log-probabilities", batches, sums, ranks, parallel.spreads_weights)
     finally:
         model.train(training)
+    sums_R = torch.zeros(len(rows), dtype=torch.float64)
+    for index_B, sums_B in zip(batches, found, strict=True):
+        sums_R[index_B] = sums_B
     return sums_R
 
 
-def loss_and_perplexity(model: PreTrainedModel, rows: Sequence[EncodedRow], batch_size: int) -> tuple[float, float]:
+def loss_and_perplexity(
+    model: PreTrainedModel, rows: Sequence[EncodedRow], batch_size: int, parallel: Parallel = ALONE
+) -> tuple[float, float]:
     """Mean negative log-likelihood of a response token (nats, end of sequence counted), and e to that power.
 
-    Prompt tokens are neither in the sum nor in the count.
+    Prompt tokens are neither in the sum nor in the count. Every rank of ``parallel`` must call it.
     """
-    sums_R = response_logprob_sums(model, rows, temperature=1.0, batch_size=batch_size)
+    sums_R = response_logprob_sums(model, rows, temperature=1.0, batch_size=batch_size, parallel=parallel)
     loss = -sums_R.sum().item() / sum(row.targets for row in rows)
     return loss, math.exp(loss)
 

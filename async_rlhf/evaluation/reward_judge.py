@@ -14,6 +14,8 @@ from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer, positions_of
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.scoring.functions import (
     RewardError,
     call_reward_functions,
@@ -36,6 +38,7 @@ class RewardJudge:
         tokenizer: of the reward model, a folder or hub name; None for the one saved with it.
         trust: whether Python code that comes with these may be run.
         bits: see :func:`~async_rlhf.models.loading.load_reward_model`.
+        ranks: who share the reward model's passes. Functions are called on rank 0 alone.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class RewardJudge:
         *,
         trust: bool = False,
         bits: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.batch_size = batch_size
-        self.functions = load_reward_functions(reward_funcs)
+        self.batch_size, self.ranks = batch_size, ranks or Ranks()
+        self.functions = load_reward_functions(reward_funcs) if self.ranks.leads else []
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
@@ -62,7 +66,9 @@ class RewardJudge:
             self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer", trust=trust)
 
     @classmethod
-    def of(cls, config: EvaluateConfig | PairsConfig | RelabelConfig, device: torch.device) -> RewardJudge:
+    def of(
+        cls, config: EvaluateConfig | PairsConfig | RelabelConfig, device: torch.device, ranks: Ranks
+    ) -> RewardJudge:
         """The judge that a command's configuration names."""
         return cls(
             config.reward_model,
@@ -73,6 +79,7 @@ class RewardJudge:
             None if isinstance(config, PairsConfig) else config.reward_tokenizer,
             trust=config.trust_remote_code,
             bits=config.reward_model_bits,
+            ranks=ranks,
         )
 
     def __call__(
@@ -82,7 +89,7 @@ class RewardJudge:
         completions: Sequence[str],
         ended: Sequence[bool],
     ) -> list[float]:
-        """One score per completion.
+        """One score per completion. Every rank must call it, and gets all of them.
 
         Args:
             prompts: the prompt of each completion.
@@ -97,6 +104,15 @@ class RewardJudge:
         scores: Sequence[float | None] = [None] * len(rows)
         if self.model is not None:
             scores = self._model_scores(prompts, completions, ended)
+        return self.ranks.from_lead("scores", lambda: self._with_functions(scores, prompts, rows, completions))
+
+    def _with_functions(
+        self,
+        scores: Sequence[float | None],
+        prompts: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        completions: Sequence[str],
+    ) -> list[float]:
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         for function in self.functions:
@@ -121,7 +137,7 @@ class RewardJudge:
                     f"reward_model: row {number} of {len(rows)} has {len(row)} tokens with its completion; must have "
                     f"{limit} at most, for the reward model has no more positions: {prompts[number - 1][:80]!r}"
                 )
-        scores = score_rows(self.model, rows, self.batch_size).tolist()
+        scores = score_rows(self.model, rows, self.batch_size, Parallel(self.ranks)).tolist()
         for row, score in zip(rows, scores, strict=True):
             if not math.isfinite(score):
                 raise RewardError(f"the reward model gave {score} for {self.tokenizer.decode(row)!r}")

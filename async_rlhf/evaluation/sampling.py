@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +13,7 @@ from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.loading import check_positions, stop_token_ids
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.types import Prompt
 
@@ -66,9 +67,43 @@ def sample(
     config: HeldOutConfig | PairsConfig,
     samples_per_prompt: int,
     label: str,
+    ranks: Ranks | None = None,
 ) -> Completions:
-    """Completions of each prompt, with a progress bar. All models have one seed, and so the same random numbers."""
+    """Completions of each prompt, with a progress bar. All models have one seed, and so the same random numbers. Every
+    rank must call it, and gets all of them.
+    """
     longest = max(len(prompt.tokens) for prompt in prompts)
     params = sampling_params(model, tokenizer, config, samples_per_prompt, longest)
-    with progress_bar(label, len(prompts)) as progress:
-        return TransformersEngine(model, params).generate(prompts, progress=progress)
+    ranks = ranks or Ranks()
+    with progress_bar(label, len(prompts), ranks.leads) as progress:
+        return sampled_in_shares(TransformersEngine(model, params), prompts, ranks, progress)
+
+
+def sampled_in_shares(
+    engine: TransformersEngine, prompts: Sequence[Prompt], ranks: Ranks, progress: Callable[[int], None]
+) -> Completions:
+    """Completions of each prompt, on every rank. All ranks must call it.
+
+    A rank decodes some of the batches that one rank would decode. So what it samples is the same bit for bit, unless
+    there are fewer prompts for a rank than a batch has: then batches are smaller, and log-probabilities can differ in
+    their last digits.
+
+    Args:
+        engine: of this rank; its weights are those of the others'.
+        prompts: the same on all ranks.
+        ranks: who share them.
+        progress: called with the number of prompts done so far, by all ranks together if they are equally fast.
+    """
+    if ranks.count == 1:
+        return engine.generate(prompts, progress=progress)
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].tokens))
+    at_once = max(1, engine.params.batch_size // engine.params.samples_per_prompt)
+    size = min(at_once, -(-len(order) // ranks.count))
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    mine = [number for batch in batches[ranks.rank :: ranks.count] for number in batch]
+    found = engine.generate(
+        [prompts[number] for number in mine], progress=lambda done: progress(min(done * ranks.count, len(prompts)))
+    )
+    everyone = ranks.gather("samples", list(zip(mine, found, strict=True)))
+    sampled = {number: group for part in everyone for number, group in part}
+    return [sampled[number] for number in range(len(prompts))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -28,6 +28,9 @@ class InlineGenerator:
         trace: records generation.
         agreement: compares some completions with what the learner computes for them.
     """
+
+    on_arrival: Callable[[int, Sequence[Group]], None] | None = None
+    """Never called: nothing arrives before it is collected."""
 
     def __init__(self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement) -> None:
         self.engine = engine

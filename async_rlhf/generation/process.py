@@ -24,7 +24,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parallel import launched_on_host
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.remote import RestartingGenerator
+from async_rlhf.generation.remote import Arrivals, RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
@@ -76,7 +76,7 @@ class ProcessGenerator(RestartingGenerator):
             config = replace(
                 config, generation=replace(generation, probe_steps=0)
             )  # vLLM gives no log-probabilities of prompts with an adapter
-        arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
+        arrived = Arrivals()
         workers = [
             _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
             for number in range(generation.workers)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from async_rlhf.models.truncation import Distribution
-from async_rlhf.types import Batch, Prompt, Sample
+from async_rlhf.types import Batch, Group, Prompt, Sample
 
 Completions = list[tuple[Sample, ...]]
 """For each prompt, its K completions."""
@@ -83,6 +83,10 @@ class Generator(Protocol):
     """Engines and their weights, wherever they run. Every rank of the learner has one and makes the same calls;
     on other ranks than 0 it only takes part in what needs all ranks.
     """
+
+    on_arrival: Callable[[int, Sequence[Group]], None] | None
+    """Called as soon as all completions of a batch are here, in any thread, and maybe long before they are collected.
+    One that samples in this process never calls it."""
 
     @property
     def agreement(self) -> Resumable:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
+from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.snapshots import Snapshots, differing
@@ -84,6 +85,10 @@ class RemoteGenerator:
         self._probes: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._replies: dict[int, dict[int, Reply]] = {}
+        self.on_arrival: Callable[[int, Sequence[Group]], None] | None = None
+        """Called as soon as all completions of a batch are here, in any thread and before they are checked."""
+        self._here: dict[int, dict[int, Completions]] = {}
+        self._arriving = threading.Lock()
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights to where the workers find them."""
@@ -118,6 +123,21 @@ class RemoteGenerator:
         completions = [group for reply in replies for group in reply.completions]
         groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         return Batch(index, min(shares), groups, seconds, shares, self._measure(index, replies, groups))
+
+    def note(self, worker: Worker, reply: Reply) -> None:
+        """Note an answer at the moment that it arrives, in any thread: :meth:`collect` may be called much later."""
+        if self.on_arrival is None:
+            return
+        with self._arriving:
+            shares = self._here.setdefault(reply.batch, {})
+            shares[worker.number] = reply.completions
+            if len(shares) < len(self.workers):
+                return
+            del self._here[reply.batch]
+        completions = [samples for number in sorted(shares) for samples in shares[number]]
+        prompts = self._prompts.get(reply.batch, ())
+        if len(prompts) == len(completions):  # else collect() says what is wrong
+            self.on_arrival(reply.batch, tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True)))
 
     def _await(self, index: int) -> list[Reply]:
         """Every worker's share, in the workers' order."""
@@ -211,6 +231,20 @@ class MortalWorker(Worker, Protocol):
         """Send a request without recording it as open."""
 
 
+class Arrivals(queue.SimpleQueue[tuple[Any, int, Any]]):
+    """(worker, number of its start, answer), put by other threads; a reply is noted at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note: Callable[[Any, Reply], None] | None = None
+
+    def put(self, item: tuple[Any, int, Any], block: bool = True, timeout: float | None = None) -> None:
+        worker, start, answer = item
+        if self.note is not None and isinstance(answer, Reply) and start == worker.starts:
+            self.note(worker, answer)
+        super().put(item, block, timeout)
+
+
 class RestartingGenerator(RemoteGenerator):
     """Workers that may die or hang: they are restarted and get their open requests again; the weights are still there.
     Subclasses make the workers, which put (worker, number of its start, answer) into ``_arrived``; the answer is None
@@ -222,8 +256,9 @@ class RestartingGenerator(RemoteGenerator):
     workers: Sequence[Any]
     """Each a :class:`MortalWorker`."""
 
-    def __init__(self, arrived: queue.SimpleQueue[tuple[Any, int, Reply | Failure | None]], *arguments: Any) -> None:
+    def __init__(self, arrived: Arrivals, *arguments: Any) -> None:
         super().__init__(*arguments)
+        arrived.note = self.note
         self._arrived = arrived
         self._restarts = 0
 

@@ -92,12 +92,16 @@ class ServerGenerator(RemoteGenerator):
         vocabulary = policy.get_input_embeddings().num_embeddings
         key = key_of(generation)
         workers = [
-            _Server(
-                number, url, key, run, params, snapshots, transport, vocabulary, lambda *one: self._arrived.put(one)
-            )
+            _Server(number, url, key, run, params, snapshots, transport, vocabulary, self._arrive)
             for number, (url, transport) in enumerate(zip(urls, transports, strict=True))
         ]
         super().__init__(config, policy, params, trace, parallel, snapshots, workers)
+
+    def _arrive(self, worker: _Server, answer: Reply | BaseException) -> None:
+        """Take an answer, in any thread."""
+        if isinstance(answer, Reply):
+            self.note(worker, answer)
+        self._arrived.put((worker, answer))
 
     def _wait(self, seconds: float) -> bool:
         try:

@@ -14,20 +14,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.config.parallel import launched_on_host, launched_ranks
+from async_rlhf.config.parallel import OnRanks, launched_on_host, launched_ranks
 from async_rlhf.models.loading import default_device
-from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.collectives import FOR_EVER, Ranks
 
 logger = logging.getLogger(__name__)
 
-_FOR_EVER = timedelta(days=365)
-"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/watch.py)."""
 
-
-def start_ranks(config: OnlineConfig) -> Ranks:
-    """Meet the other ranks, if the process was launched as one of several.
+def start_ranks(config: OnRanks, command: str = "train") -> Ranks:
+    """Meet the other ranks, if the process was launched as one of several; ``command`` is what errors call it.
 
     Raises:
         ConfigError: there are not as many as ``parallel.ranks`` says.
@@ -36,7 +32,7 @@ def start_ranks(config: OnlineConfig) -> Ranks:
     right = f"must be {launched}, the processes that were launched, or left out"
     if launched == 1:
         right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
-        right += f" {config.parallel.ranks} -m async_rlhf.cli train ..."
+        right += f" {config.parallel.ranks} -m async_rlhf.cli {command} ..."
     require(config.parallel.ranks == launched, "parallel.ranks", config.parallel.ranks, right)
     if launched == 1:
         if config.parallel.strategy not in ("auto", "ddp"):
@@ -59,7 +55,7 @@ def start_ranks(config: OnlineConfig) -> Ranks:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout))
         # A thread of gloo's that still holds a tensor of Python's would abort the interpreter as it ends.
         atexit.register(dist.destroy_process_group)
-    group = dist.new_group(timeout=_FOR_EVER, backend="gloo")
+    group = dist.new_group(timeout=FOR_EVER, backend="gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), local, on_host, group)
     if uses_gpu(config):
         mine = (os.uname().nodename, str(torch.cuda.get_device_properties(_gpu_of(local)).uuid))
@@ -89,12 +85,12 @@ def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
         require(first == rank, "device", f"the same GPU of host {gpu[0]} for ranks {first} and {rank}", right)
 
 
-def uses_gpu(config: OnlineConfig) -> bool:
+def uses_gpu(config: OnRanks) -> bool:
     """Whether the learner's ranks compute on GPUs."""
     return torch.cuda.is_available() if config.device is None else config.device != "cpu"
 
 
-def rank_device(config: OnlineConfig, ranks: Ranks) -> torch.device:
+def rank_device(config: OnRanks, ranks: Ranks) -> torch.device:
     """The device of this rank: of several on GPUs, that of its number on the host."""
     if ranks.count > 1:
         return torch.device("cuda", _gpu_of(ranks.local_rank)) if uses_gpu(config) else torch.device("cpu")

@@ -38,9 +38,9 @@ from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.quantised import fixed_tensors
 from async_rlhf.models.rows import sampled_rows
-from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.models.sharded_loading import is_unread, parameter_digests, weight_digests
+from async_rlhf.models.snapshots import of_digests
 from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.types import Experience, ScoredBatch
@@ -100,7 +100,9 @@ class Learner:
             load(self.model)
         models = {"policy": policy, "reference policy": own_reference, "value model": value}
         whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
-        choose(config.packing, config.by_tokens, whole, in_sixteen_bits(config, policy))
+        unread = {name: whole.pop(name) for name, model in list(whole.items()) if is_unread(model)}
+        pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, policy))
+        pack(whole)
         for model in (policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
@@ -114,6 +116,10 @@ class Learner:
         if config.fp16:
             self.parallel.loss_scale = LossScale()
         self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, optimizers[0]))
+        with self._autocast():
+            pack(unread, device=self.parallel.device)  # it computes with their weights
+        for model in unread.values():
+            self.parallel.settle(model)
         self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
@@ -393,10 +399,10 @@ class Learner:
         return torch.autocast(self.parallel.device_of(self.policy).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
-        fixed = fixed_tensors(self.model)
+        fixed = parameter_digests(self.model, lambda p: not p.requires_grad)
         if reference is not None:
-            fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(reference).items()}
-        return checksum(fixed)
+            fixed |= {f"reference.{name}": found for name, found in weight_digests(reference).items()}
+        return of_digests(fixed)
 
 
 def _rewarded(scored: ScoredBatch) -> Experience:

@@ -48,12 +48,30 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
     try:
         base = model.config.name_or_path or None
         adapters = peft.LoraConfig(task_type=task, base_model_name_or_path=base, **options)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _in_place_of_unread(model):
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(adapters, model)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: got {config.target_modules!r}: {error}") from error
     return model
+
+
+@contextmanager
+def _in_place_of_unread(model: nn.Module) -> Iterator[None]:
+    """Within, one number on the CPU poses as each weight that is not read yet: peft puts adapters where weights are."""
+    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    unread = [(module, name, p) for module, name, p in places if p is not None and p.is_meta]
+    for module, name, p in unread:
+        posing = torch.zeros((), dtype=p.dtype).expand(p.shape)
+        module._parameters[name] = nn.Parameter(posing, requires_grad=p.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, p in unread:
+            posed = module._parameters[name]
+            assert posed is not None
+            p.requires_grad = posed.requires_grad  # peft freezes what is below adapters
+            module._parameters[name] = p
 
 
 def unwrap(model: Any) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,11 +18,13 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config.parallel import Trained
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
 from async_rlhf.models.packing import laid_out
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import pad_rows
+from async_rlhf.models.shares import in_shares
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import PolicyOutput
 
 Row: TypeAlias = Sequence[int] | np.ndarray
@@ -66,12 +69,12 @@ class _OutOfAutocast:
             self._contexts.pop().__exit__(None, None, None)
 
 
-def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
+def autocast_dtype(config: Trained) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
-def in_sixteen_bits(config: OnlineConfig, model: PreTrainedModel) -> bool:
+def in_sixteen_bits(config: Trained, model: PreTrainedModel) -> bool:
     """Whether a model computes in 16 bits."""
     return autocast_dtype(config) is not None or model.dtype in (torch.float16, torch.bfloat16)
 
@@ -259,10 +262,16 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
     return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
 
 
-def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int) -> Tensor:
-    """Scores of rows of any lengths, in batches of similar length; see :func:`score_in_batches`."""
-    passes = Passes(batch_size)
-    return score_in_batches(lambda batches: [score_batch(model, batch) for batch in batches], rows, passes)
+def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, parallel: Parallel = ALONE) -> Tensor:
+    """Scores of rows of any lengths, in batches of similar length that the ranks share; see :func:`score_in_batches`.
+    Every rank of ``parallel`` must call it, and gets all of them.
+    """
+    score = partial(score_batch, model, device=parallel.device_of(model))
+
+    def shared(batches: list[list[Row]]) -> list[Tensor]:
+        return in_shares("scores", batches, score, parallel.ranks, parallel.spreads_weights)
+
+    return score_in_batches(shared, rows, Passes(batch_size))
 
 
 def score_in_batches(
@@ -297,9 +306,14 @@ def score_in_batches(
     return scores_B[torch.tensor([number[name] for name in names], dtype=torch.long)]
 
 
-def score_batch(model: PreTrainedModel, rows: Sequence[Row], autocast: torch.dtype | None = None) -> Tensor:
+def score_batch(
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
     """Scores (B,) of rows, float32 on the CPU; see :func:`score_padded`."""
-    return score_padded(model, **padded(rows), autocast=autocast, device=None)
+    return score_padded(model, **padded(rows), autocast=autocast, device=device)
 
 
 def padded(rows: Sequence[Row]) -> dict[str, Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,13 +23,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.origins import OnlyWholeError
 from async_rlhf.models.quantised import is_quantised, keep_format, quantised, saved_tensors, unquantised
 from async_rlhf.models.quiet import bytes_of, quietly
-from async_rlhf.models.snapshots import checksum, collected_weights, named_weights
+from async_rlhf.models.sharded_loading import (
+    is_unread,
+    share_digests,
+    unread_model,
+    value_model_like,
+    weight_digests,
+)
+from async_rlhf.models.snapshots import checksum, collected_weights, named_weights, of_digests
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.system.hub import is_path, why_nowhere
@@ -140,10 +151,29 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def load_policy(
-    name: str, device: torch.device | str = "cpu", key: str = "model", *, trust: bool = False
+    name: str,
+    device: torch.device | str = "cpu",
+    key: str = "model",
+    *,
+    trust: bool = False,
+    unread: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in float32 with dropout off; with ``trust``, code that comes with it may be run."""
-    return disable_dropout(_load(AutoModelForCausalLM, name, key, trust).to(device))
+    """A causal language model in float32 with dropout off.
+
+    Args:
+        name: a folder or hub name.
+        device: where to put it.
+        key: the configuration key that errors name.
+        trust: whether code that comes with it may be run.
+        unread: leave its weights in their files until it is sharded, see :mod:`~async_rlhf.models.sharded_loading`; a
+            model with which that cannot be is read whole, and the log says why.
+    """
+    return disable_dropout(_placed(_load(AutoModelForCausalLM, name, key, trust, unread), device))
+
+
+def _placed(model: PreTrainedModel, *place: Any) -> PreTrainedModel:
+    """The model there and in that type; one without weights gets them where it is sharded."""
+    return model if is_unread(model) else model.to(*place)
 
 
 def load_in_four_bits(name: str, device: torch.device, dtype: torch.dtype, *, trust: bool = False) -> PreTrainedModel:
@@ -162,6 +192,7 @@ def load_reward_model(
     trust: bool = False,
     bits: int | None = None,
     dtype: torch.dtype = torch.float32,
+    unread: bool = False,
 ) -> PreTrainedModel:
     """A sequence-classification model with one output, in evaluation mode.
 
@@ -172,10 +203,12 @@ def load_reward_model(
         trust: see :func:`load_policy`.
         bits: hold the linear layers but the head in 4 or 8 bits, see :func:`~async_rlhf.models.quantised.quantised`.
         dtype: of the weights; with ``bits``, of those that are not held so.
+        unread: see :func:`load_policy`; without ``bits``, and in float32.
     """
     kind = AutoModelForSequenceClassification
     if bits is None:
-        return check_reward_model(_load(kind, name, key, trust, num_labels=1), key).to(device, dtype).eval()
+        model = check_reward_model(_load(kind, name, key, trust, unread, num_labels=1), key)
+        return _placed(model, device, dtype).eval()
     options = {
         "quantization_config": quantised(bits, dtype, ["score"]),
         "device_map": {"": torch.device(device)},
@@ -197,23 +230,25 @@ def reward_model_for(
     device: torch.device,
     trust: bool = False,
     bits: int | None = None,
+    unread: bool = False,
 ) -> PreTrainedModel:
-    """The given reward model, or the one of that name, which must use the policy's tokens; for ``bits`` see
-    :func:`load_reward_model`.
+    """The given reward model, or the one of that name, which must use the policy's tokens; for ``bits`` and ``unread``
+    see :func:`load_reward_model`.
     """
     if isinstance(model, str):
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
-        model = load_reward_model(model, device, trust=trust, bits=bits)
+        model = load_reward_model(model, device, trust=trust, bits=bits, unread=unread)
     check_embeddings(model, tokenizer, "reward_model")
-    return check_reward_model(model).to(device).eval()
+    return _placed(check_reward_model(model), device).eval()
 
 
-def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTrainedModel:
+def _load(kind: Any, name: str, key: str, trust: bool, unread: bool = False, **options: Any) -> PreTrainedModel:
     """A complete model, in float32 unless said otherwise: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     try:
+        found = _load_unread(kind, name, key, trust, **options) if unread else None
         options = {"dtype": torch.float32, "output_loading_info": True, **options}
-        model, report = _from_pretrained(kind, name, key, trust, **options)
+        model, report = found or _from_pretrained(kind, name, key, trust, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -226,6 +261,41 @@ def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTra
         told = f"{len(extra)} weights belong to no {what} and are left out: {extra[0]}"
         logger.warning("%s: %r: %s%s", key, name, told, " ..." if len(extra) > 1 else "")
     return model
+
+
+def _load_unread(kind: Any, name: str, key: str, trust: bool, **options: Any) -> tuple[PreTrainedModel, Any] | None:
+    """The model without its weights, and what their files lack; None, and a line in the log, if it is read whole."""
+    source, revision = with_revision(name)
+    source = str(Path(source).expanduser())
+
+    def file(path: str) -> str | None:
+        silent = ("gated_repo", "missing_entries", "connection_errors")  # what is wrong shows when it is read whole
+        return cached_file(
+            source, path, revision=revision, **{f"_raise_exceptions_for_{each}": False for each in silent}
+        )
+
+    check_source(name, key)
+    try:
+        if file(ADAPTER_CONFIG_NAME) is not None:
+            raise OnlyWholeError("it has adapters")
+        config = _from_pretrained(AutoConfig, name, key, trust, **options)
+        if (whole := file(SAFE_WEIGHTS_NAME)) is not None:
+            files = [whole]
+        elif (index := file(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            files, _ = get_checkpoint_shard_files(source, index, revision=revision)
+        else:
+            raise OnlyWholeError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+        config.name_or_path = source
+        model, report = unread_model(kind, config, files)
+    except OnlyWholeError as why:
+        logger.info("%s: every rank reads all of %r before it keeps its share: %s", key, name, why)
+        return None
+    if model.can_generate():
+        kept = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None}
+        model.adjust_generation_fn(
+            None, True, None, source, **kept, revision=revision, subfolder="", trust_remote_code=False
+        )
+    return model, report
 
 
 def new_reward_model(
@@ -257,10 +327,13 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     config = unquantised(policy)
     config.num_labels = 1
     try:
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
+        with torch.device("meta") if is_unread(policy) else nullcontext():
+            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
     except ValueError as error:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
     check_reward_model(model, "value_model")
+    if is_unread(policy):
+        return disable_dropout(_unread_body(model, policy))
     prefix = f"{policy.base_model_prefix}."
     body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
     missing = model.base_model.load_state_dict(body, strict=False).missing_keys
@@ -268,6 +341,14 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing[0]}")
     nn.init.zeros_(model.score.weight)
     return disable_dropout(model).to(policy.device)
+
+
+def _unread_body(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
+    """The value model with the body of an unread policy."""
+    try:
+        return value_model_like(model, policy)
+    except KeyError as missing:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing}") from None
 
 
 def load_value_head(folder: Path, head: nn.Linear) -> None:
@@ -297,27 +378,33 @@ def value_model_for(
     policy: PreTrainedModel,
     device: torch.device,
     trust: bool = False,
+    unread: bool = False,
 ) -> PreTrainedModel:
     """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
     if isinstance(given, str):
-        return load_reward_model(given, device, "value_model", trust=trust)
+        return load_reward_model(given, device, "value_model", trust=trust, unread=unread)
     if given is not None and given is reward_model:
         raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
     if given is not None:
         return check_reward_model(given, "value_model").to(device)
-    return (new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model)).to(device)
+    return _placed(new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model), device)
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """A checksum of all that decides a model's output, also of one with quantised layers that has just been loaded."""
-    return checksum(saved_tensors(model) or named_weights(model))
+    """A checksum of all that decides a model's output, also of one with quantised layers that has just been loaded, and
+    of one whose weights are not read yet.
+    """
+    quantised_ones = saved_tensors(model)
+    return of_digests(weight_digests(model)) if quantised_ones is None else checksum(quantised_ones)
 
 
 def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
     """Require every rank to have the same models under these names."""
     if ranks.count == 1:
         return
-    mine = {key: frozen_checksum(model) for key, model in models.items() if model is not None}
+    share_digests(ranks, models)
+    # Ranks that read all of a model do not meet where others read their shares.
+    mine = {key: (frozen_checksum(model), is_unread(model)) for key, model in models.items() if model is not None}
     for rank, theirs in enumerate(ranks.gather("models", mine)):
         for key in mine:
             found = f"different weights on ranks {rank} and {ranks.rank}"
@@ -463,32 +550,55 @@ def write_model(
         whole = collected_weights(model, False, parallel)
     if not parallel.ranks.leads:
         return
+    if model.can_generate():
+        model.generation_config = _that_stops(model, tokenizer)
+    if parallel.spreads_weights or is_quantised(model):  # it has another class then, and hooks, or no such weights
+        model = plain_copy(model, tokenizer, parallel)
+    write_copy(model, tokenizer, folder, whole, adapters)
+
+
+def _that_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    return GenerationConfig(
+        eos_token_id=list(stop_token_ids(model, tokenizer)),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+
+
+def write_copy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    whole: dict[str, Tensor] | None,
+    adapters: dict[str, Tensor] | None,
+) -> None:
+    """Write what :func:`write_model` does, of tensors that are in the memory of this host.
+
+    Args:
+        model: the model, or its :func:`plain_copy`.
+        tokenizer: written beside it.
+        folder: where to.
+        whole: its weights, without adapters; None for those that it has.
+        adapters: a language model's adapters, if it has any.
+    """
     if adapters is not None:
         save_adapters(model, adapters, folder / "adapter")
-    if model.can_generate():
-        model.generation_config = GenerationConfig(
-            eos_token_id=list(stop_token_ids(model, tokenizer)),
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-        )
     try:
         with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
-            _plain(model, parallel).save_pretrained(folder, state_dict=whole)
+            model.save_pretrained(folder, state_dict=whole)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)
 
 
-def _plain(model: PreTrainedModel, parallel: Parallel) -> PreTrainedModel:
-    """The model; if it is sharded over ranks, and so has another class and hooks, or holds weights in few bits, a plain
-    copy without weights.
-    """
-    if not parallel.spreads_weights and not is_quantised(model):
-        return model
+def plain_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> PreTrainedModel:
+    """A copy of the model without weights, adapters and hooks, and not quantised, to write tensors of it with."""
     with torch.device("meta"):
         plain = parallel.architecture_of(model)(unquantised(model))
     if hasattr(model, "_weight_conversions"):  # how transformers renames loaded weights
         plain._weight_conversions = model._weight_conversions
     if model.can_generate():
-        plain.generation_config = model.generation_config
+        plain.generation_config = _that_stops(model, tokenizer)
+    if has_adapters(model):
+        plain.peft_config = model.peft_config  # how its adapters are described in files
     return plain

@@ -111,22 +111,31 @@ def is_packed(model: PreTrainedModel) -> bool:
     return getattr(model, _MARK, False)
 
 
-def choose(packing: Packing, budget: bool, models: dict[str, PreTrainedModel], sixteen_bits: bool) -> None:
+def choose(
+    packing: Packing,
+    budget: bool,
+    models: dict[str, PreTrainedModel],
+    sixteen_bits: bool,
+    device: torch.device | None = None,
+) -> None:
     """Decide which of the models get their rows packed from now on.
 
     Args:
         packing: True for all; False for none; "auto" for those that can be, where tokens limit a pass and it is
             faster: on a CPU, and on a GPU with PyTorch's kernel for packed rows.
         budget: whether tokens, not rows, limit a pass.
-        models: by what messages call them. All of their weights must be on this rank.
+        models: by what messages call them. Where weights are sharded, every rank must call it, under autocast if
+            there is any: it computes with them.
         sixteen_bits: whether they compute in float16 or bfloat16.
+        device: where they compute; None for where their weights are.
 
     Raises:
         ConfigError: True, and one of them cannot be.
     """
     for key, model in models.items():
-        wanted = packing is True or (packing == "auto" and budget and (model.device.type == "cpu" or sixteen_bits))
-        why = obstacle(model) if wanted else None
+        place = model.device if device is None else device
+        wanted = packing is True or (packing == "auto" and budget and (place.type == "cpu" or sixteen_bits))
+        why = obstacle(model, place, torch.is_autocast_enabled(place.type)) if wanted else None
         right = f'must be false or "auto": the {key} is a {type(model).__name__}, {why}'
         require(packing is not True or why is None, "packing", packing, right)
         if why is not None:
@@ -134,8 +143,14 @@ def choose(packing: Packing, budget: bool, models: dict[str, PreTrainedModel], s
         setattr(model, _MARK, wanted and why is None)
 
 
-def obstacle(model: PreTrainedModel) -> str | None:
-    """Why a model's rows cannot be packed; None if they can. Every weight of the model must be on this rank."""
+def obstacle(model: PreTrainedModel, device: torch.device | None = None, autocast: bool = False) -> str | None:
+    """Why a model's rows cannot be packed; None if they can. With sharded weights every rank must call it.
+
+    Args:
+        model: any.
+        device: where it computes; None for where its weights are.
+        autocast: whether it rounds to 16 bits while it does.
+    """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if getattr(model, "_is_stateful", False):
@@ -152,21 +167,35 @@ def obstacle(model: PreTrainedModel) -> str | None:
         return "whose router reads the attention mask (output_router_logits)"
     if getattr(config, "sliding_window", None) is not None and config.model_type not in WINDOWED:
         return "whose sliding window attention does not get to know"
-    return _difference(model)
+    return _difference(model, model.device if device is None else device, autocast)
+
+
+def _states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    """The hidden states (T, H) of the first row. A language model is called as a whole: so it gathers its weights."""
+    if not model.can_generate():
+        return model.base_model(**inputs).last_hidden_state[0]
+    found: list[Tensor] = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, of_head: found.append(of_head[0][0]), prepend=True)
+    try:
+        model(**inputs)
+    finally:
+        handle.remove()
+    return found[0]
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel) -> str | None:
+def _difference(model: PreTrainedModel, device: torch.device, autocast: bool) -> str | None:
     """The last check: whether two short rows come out packed as each does alone."""
-    device, lengths_B = model.device, torch.tensor([5, 3])
+    lengths_B = torch.tensor([5, 3])
     tokens_BT = torch.arange(1, 11, device=device).view(2, 5) % model.get_input_embeddings().num_embeddings
     alone = [tokens_BT[i : i + 1, :length] for i, length in enumerate(lengths_B.tolist())]
-    right_NH = torch.cat([model.base_model(input_ids=row, use_cache=False).last_hidden_state[0] for row in alone])
+    right_NH = torch.cat([_states(model, {"input_ids": row, "use_cache": False}) for row in alone])
     try:
-        found_NH = model.base_model(**_packed(tokens_BT, lengths_B).inputs).last_hidden_state[0]
+        found_NH = _states(model, _packed(tokens_BT, lengths_B).inputs)
     except Exception as error:  # of any kind: the code is not ours, and the rows can still be padded
         return f"which refuses packed rows ({type(error).__name__}: {error})"
-    limit = 1e-4 if right_NH.dtype == torch.float32 else 0.1
+    limit = 1e-4 if right_NH.dtype == torch.float32 and not autocast else 0.1
     same = bool((found_NH - right_NH).abs().max() <= limit * right_NH.abs().max())
     return None if same else "which computes something else for packed rows"
 

@@ -83,16 +83,10 @@ def like_numbers(parameter: Tensor) -> Tensor:
     return parameter if state is None else torch.empty(state.shape, dtype=torch.float32, device="meta")
 
 
-def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are not trained, and the scales of those in 4 bits."""
-    fixed = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            fixed[name] = parameter.data
-            state = getattr(parameter, "quant_state", None)
-            if state is not None:
-                fixed[f"{name}.absmax"] = state.absmax
-    return fixed
+def stored(name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """What a parameter is held as: its data, and the scales of one in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    return {name: parameter.data} if state is None else {name: parameter.data, f"{name}.absmax": state.absmax}
 
 
 def keep_format(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
@@ -58,20 +58,36 @@ def iterate_weights(
         with parallel.gathered(parameters):
             yield name, parallel.whole(compute())
     if not adapters_only:
-        yield from _saved_buffers(model)
+        yield from saved_buffers(model)
 
 
-def collected_weights(model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE) -> dict[str, Tensor]:
-    """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing."""
+def collected_weights(
+    model: nn.Module,
+    adapters_only: bool = False,
+    parallel: Parallel = ALONE,
+    copied: bool = False,
+    at_hand: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing.
+
+    Args:
+        model: a policy.
+        adapters_only: see :func:`iterate_weights`.
+        parallel: see there.
+        copied: none of it may be the model's own memory, so that training can go on.
+        at_hand: tensors to take instead, by name.
+    """
     found = {}
     if parallel.takes_part:
         for name, tensor in iterate_weights(model, adapters_only, parallel):
             if parallel.ranks.leads:
-                found[name] = tensor.cpu()
+                known = (at_hand or {}).get(name)
+                found[name] = tensor.to("cpu", copy=copied) if known is None else known
     return found
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are saved with a model."""
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
@@ -89,17 +105,25 @@ def _parameters(
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A 128-bit checksum of type, shape and bytes of each tensor."""
-    found = {}
-    for name, tensor in tensors.items():
-        digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
-        found[name] = digest.hexdigest()
-    return found
+    return {name: digest(tensor.dtype, tuple(tensor.shape), [tensor]) for name, tensor in tensors.items()}
+
+
+def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:
+    """The checksum of one tensor, given in parts that follow each other in memory."""
+    found = xxhash.xxh3_128(f"{dtype} {shape}".encode())
+    for part in parts:
+        found.update(_bytes(part))
+    return found.hexdigest()
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """A 128-bit checksum over names, types, shapes and bytes, in order."""
-    return xxhash.xxh3_128(repr(digests(tensors)).encode()).hexdigest()
+    return of_digests(digests(tensors))
+
+
+def of_digests(found: Mapping[str, str]) -> str:
+    """:func:`checksum` of tensors whose checksums are known."""
+    return xxhash.xxh3_128(repr(dict(found)).encode()).hexdigest()
 
 
 def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
@@ -334,7 +358,7 @@ def layout(
     for name, own, _ in _parameters(model, adapters_only):
         like = like_numbers(own[0])
         sizes.append((name, like, parallel.shape_of(own[0]) if like is own[0] else like.shape))
-    sizes += [(name, buffer, buffer.shape) for name, buffer in _saved_buffers(model) if not adapters_only]
+    sizes += [(name, buffer, buffer.shape) for name, buffer in saved_buffers(model) if not adapters_only]
     for name, tensor, shape in sizes:
         kept = _kept_dtype(name, tensor, buffers, dtype)
         specs.append(TensorSpec(name, tuple(shape), kept, offset))

@@ -8,6 +8,7 @@ raised at once, so nothing hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from async_rlhf.ranks.messages import packed, unpacked
 
 T = TypeVar("T")
+FOR_EVER = timedelta(days=365)
+"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/watch.py)."""
 _LETTERS = 64
 """How many letters of a place's name the ranks compare."""
 
@@ -139,3 +142,12 @@ class Ranks:
         message = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(message, rank, group=self._group)
         return unpacked(message)
+
+    def apart(self) -> dist.ProcessGroup | None:
+        """A group of its own, between CPUs, for collectives of another thread, which would mix with these; None for one
+        rank. Every rank must call it.
+        """
+        if self.count == 1:
+            return None
+        self.meet("a group for another thread")
+        return dist.new_group(timeout=FOR_EVER, backend="gloo")

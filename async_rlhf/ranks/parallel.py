@@ -27,10 +27,14 @@ class Parallel:
 
     spreads_weights = False
     """Whether the weights are sharded, so that no rank can compute alone."""
+    reads_shares = False
+    """Whether :meth:`prepare` and :meth:`frozen` read a model's weights from their files, only this rank's share."""
     casts_gathered = False
     """Whether sharded weights are cast, to the type that is computed in, before they are gathered."""
     takes_optimizers = True
     """Whether an optimiser can be made before the weights are handed over."""
+    takes_shards = True
+    """Whether what is trained can be written and read in shards, one rank's beside the other's."""
     device: torch.device | None = None
     """Where the ranks compute, if that is not where the weights are."""
 
@@ -122,19 +126,33 @@ class Parallel:
         Every rank must call it; the others get nothing.
         """
         found, places = {}, set()
+        for name, tensor in self.own_moments().items():
+            whole = self.whole(tensor)
+            if self.ranks.leads:
+                whole = whole.cpu()
+                # A table that several parameters share would be refused by the file format.
+                found[name] = whole.clone() if whole.data_ptr() in places else whole
+                places.add(whole.data_ptr())
+        return found
+
+    def own_moments(self) -> dict[str, Tensor]:
+        """The same, but this rank's share of each, and where it lies.
+
+        Raises:
+            TypeError: an optimiser of the user's keeps something else than tensors and integers.
+        """
+        found = {}
         for i, parameter in enumerate(self.trained):
-            for name, tensor in self.optimizer.state.get(parameter, {}).items():
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, (int, Tensor)):
+                    kind = f"{type(self.optimizer).__name__} whose {name!r} is a {type(value).__name__}"
+                    raise TypeError(f"optimizers: got {kind}; must hold tensors and integers, as checkpoints do")
                 # bitsandbytes counts its steps by a Python integer.
-                whole = torch.tensor(tensor) if isinstance(tensor, int) else self.whole(tensor)
-                if self.ranks.leads:
-                    whole = whole.cpu()
-                    # A table that several parameters share would be refused by the file format.
-                    found[f"{i}.{name}"] = whole.clone() if whole.data_ptr() in places else whole
-                    places.add(whole.data_ptr())
+                found[f"{i}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
         return found
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`moments` returned; the groups' learning rates stay as they are."""
+        """Restore what :meth:`moments` or :meth:`own_moments` returned; the groups' learning rates stay as they are."""
         groups = self.optimizer.param_groups
         place = {id(parameter): i for i, parameter in enumerate(p for group in groups for p in group["params"])}
         places = [place[id(parameter)] for parameter in self.trained]
@@ -170,6 +188,10 @@ class Parallel:
     def share(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's share of a tensor that belongs to the trained parameter of that number."""
         return tensor
+
+    def room_for(self, number: int, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's share of a tensor of that whole size that belongs to that trained parameter."""
+        return torch.empty(size, dtype=dtype)
 
     def meet(self, place: str, model: nn.Module) -> None:
         """Wait for all ranks before something that needs every rank's share of a model's weights."""

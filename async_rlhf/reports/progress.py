@@ -66,8 +66,15 @@ class Lines:
 
 
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress during the block. Yields a function to call with how much is done so far."""
+def progress_bar(description: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show the progress during the block, unless it is not ``shown``: of several ranks, one shows it.
+
+    Yields:
+        A function to call with how much is done so far.
+    """
+    if not shown:
+        yield lambda _: None
+        return
     if not on_terminal():
         lines = Lines(f"{description}:", total, brief=True)
         yield lines.say

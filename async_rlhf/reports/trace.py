@@ -7,6 +7,7 @@ with the learner's without correction.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ class Trace:
         self._path = Path()
         self._tracks: dict[str, int] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._one = threading.Lock()
 
     def write_to(self, path: Path) -> None:
         """From now on, write every span to a new file."""
@@ -43,20 +45,22 @@ class Trace:
             self.add(name, started, time.monotonic(), LEARNER, **details)
 
     def add(self, name: str, started: float, ended: float, track: str, **details: int) -> None:
-        """Record a span that has ended, on the monotonic clock."""
-        self._seconds[name] += ended - started
-        if self._file is None:
-            return
-        if track not in self._tracks:
-            self._tracks[track] = len(self._tracks)
-            self._write({"name": "thread_name", "ph": "M", "tid": self._tracks[track], "args": {"name": track}})
-        event = {"name": name, "ph": "X", "ts": round(started * 1e6, 1), "dur": round((ended - started) * 1e6, 1)}
-        self._write({**event, "tid": self._tracks[track], "args": details})
+        """Record a span that has ended, on the monotonic clock; from any thread."""
+        with self._one:
+            self._seconds[name] += ended - started
+            if self._file is None:
+                return
+            if track not in self._tracks:
+                self._tracks[track] = len(self._tracks)
+                self._write({"name": "thread_name", "ph": "M", "tid": self._tracks[track], "args": {"name": track}})
+            event = {"name": name, "ph": "X", "ts": round(started * 1e6, 1), "dur": round((ended - started) * 1e6, 1)}
+            self._write({**event, "tid": self._tracks[track], "args": details})
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by name of span since the last call."""
-        seconds = dict(self._seconds)
-        self._seconds.clear()
+        with self._one:
+            seconds = dict(self._seconds)
+            self._seconds.clear()
         return seconds
 
     def flush(self) -> None:
@@ -68,7 +72,8 @@ class Trace:
     def close(self) -> None:
         """Finish the file."""
         if self._file is not None:
-            file, self._file = self._file, None
+            with self._one:
+                file, self._file = self._file, None
             with naming(self._path), file:
                 file.write('{"name": "end", "ph": "i", "ts": 0, "pid": 1, "tid": 0}\n]\n')
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -332,9 +333,13 @@ class Callbacks:
         if best is None or (found > best if config.greater_is_better else found < best):
             self.state.best_metric, self.state.best_model_checkpoint = found, str(checkpoint)
 
-    def saved(self) -> None:
-        """A checkpoint is whole."""
-        self.control = self._handler.on_save(self.arguments, self.state, self.control)
+    def saved(self, batch: int) -> None:
+        """The checkpoint after a batch is whole; callbacks are shown the state with that batch as ``global_step``."""
+        state = self.state
+        if batch != state.global_step:
+            state = copy(state)
+            state.global_step = batch
+        self.control = self._handler.on_save(self.arguments, state, self.control)
 
     def end(self) -> None:
         """After the last batch."""

@@ -5,6 +5,8 @@
       adapter/, value_model/                                if there are any
       trainer_state.json                                    transformers' state
       resume/state.json, tensors.safetensors                optimiser, schedules, random generators, log positions
+      resume/shards/                                        instead of the optimiser and the adapters in the former, if
+                                                            checkpoint_format is "sharded"; and all that is trained
       resume/rollouts.jsonl                                 rollouts of older weights for the next S batches
       manifest.json                                         size and checksum of every file, written last
 
@@ -35,6 +37,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.models.adapters import has_adapters, is_adapter
 from async_rlhf.models.forward import PolicyAndValueWrapper
 from async_rlhf.models.loading import load_policy, load_reward_model, load_value_head, write_model, write_value_head
+from async_rlhf.models.sharded_loading import is_unread, take_weights
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.system.files import naming
 from async_rlhf.types import Batch, Group, Prompt, Sample
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 """Version of the resume format. Raise it with every change that an older or newer version could not read."""
+_SHARDED_FORMAT = f"{FORMAT}, sharded"
 _SAMPLE_TYPES = {
     "tokens": "int32",
     "sampled": "bool",
@@ -69,17 +73,28 @@ class ResumeState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ahead: list[Batch] = field(default_factory=list)
     """Batches that are sampled but not yet trained on."""
+    sharded: bool = False
+    """Whether what is trained is in shards beside this (run/shards.py), and not in :attr:`tensors` and the models."""
 
     def write(self, folder: Path) -> None:
         """Write everything into ``folder/resume``."""
+        self.write_state(folder)
+        self.write_ahead(folder)
+
+    def write_ahead(self, folder: Path) -> None:
+        """Write the batches sampled ahead, which never change, into ``folder/resume``."""
+        path = folder / "resume" / "rollouts.jsonl"
+        with naming(path), path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(self.ahead))
+
+    def write_state(self, folder: Path) -> None:
+        """Write everything else."""
         folder = folder / "resume"
         folder.mkdir()
         _save(self.tensors, folder / "tensors.safetensors")
-        path = folder / "rollouts.jsonl"
-        with naming(path), path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(self.ahead))
         names = ("batch", "config", "inputs", "values", "logs")
-        text = json.dumps({"format": FORMAT, **{name: getattr(self, name) for name in names}}, indent=1)
+        form = _SHARDED_FORMAT if self.sharded else FORMAT
+        text = json.dumps({"format": form, **{name: getattr(self, name) for name in names}}, indent=1)
         path = folder / "state.json"
         with naming(path):
             path.touch(mode=0o600)  # vLLM options may contain secrets that we cannot recognise
@@ -97,8 +112,8 @@ class ResumeState:
         try:
             values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             written = values.pop("format", 1)
-            if written == FORMAT:
-                state = cls(**values)
+            if written in (FORMAT, _SHARDED_FORMAT):
+                state = cls(**values, sharded=written == _SHARDED_FORMAT)
                 state.tensors = load_file(folder / "tensors.safetensors")
                 return state
         except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
@@ -174,6 +189,9 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) 
         logger.warning("resume_anyway: %s", difference)
 
 
+require_same = _require_same
+
+
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
@@ -233,27 +251,26 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
             if is_adapter(name):
                 parameter.copy_(tensors[f"adapter.{name}"])
     if not has_adapters(model.policy):
-        model.policy.load_state_dict(load_policy(str(folder), trust=trust).state_dict())
+        saved = load_policy(str(folder), trust=trust, unread=is_unread(model.policy))
+        take_weights(model.policy, saved)
     place = folder / "value_model"
     if isinstance(model.value, nn.Linear):
         load_value_head(place, model.value)
     elif model.value is not None:
-        saved = load_reward_model(str(place), key="value_model", trust=trust)
-        if has_adapters(model.value):
-            model.value.score.load_state_dict(saved.score.state_dict())
-        else:
-            model.value.load_state_dict(saved.state_dict())
+        saved = load_reward_model(str(place), key="value_model", trust=trust, unread=is_unread(model.value))
+        take_weights(model.value, saved, "score" if has_adapters(model.value) else "")
 
 
-def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The learner's state besides the files of :func:`save_learner`: tensors, and values for JSON.
+def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The learner's state besides the files of :func:`save_learner`: tensors if they are asked for, values for JSON.
 
     It does not depend on the number of ranks. Every rank must call it, and rank 0 gets the state.
     """
     learner.ranks.meet("state of the learner")
-    parallel = learner.parallel
-    tensors = {f"optimizer.{name}": tensor for name, tensor in parallel.moments().items()}
-    for name, parameter in learner.model.named_parameters():
+    parallel, tensors = learner.parallel, {}
+    if with_tensors:
+        tensors = {f"optimizer.{name}": tensor for name, tensor in parallel.moments().items()}
+    for name, parameter in learner.model.named_parameters() if with_tensors else ():
         if is_adapter(name):
             with parallel.gathered([parameter]):
                 tensors[f"adapter.{name}"] = parallel.whole(parameter.data)

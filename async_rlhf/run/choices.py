@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen import frozen
 from async_rlhf.models.packing import choose
+from async_rlhf.models.sharded_loading import is_unread
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
@@ -85,11 +87,25 @@ def make_scorer(
         from async_rlhf.cluster.ray_rewards import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
-    if reward_model is not None and not config.ray.reward_workers:
-        sixteen = in_sixteen_bits(config, reward_model)
-        choose(config.packing, config.by_tokens, {"reward model": reward_model}, sixteen)
-    here = None if reward_model is None or config.ray.reward_workers else frozen(reward_model, config, parallel)
+    here = None if reward_model is None or config.ray.reward_workers else _at_work(reward_model, config, parallel)
     return Scorer(tokenizer, config, here, reward_funcs, prompt_field, parallel)
+
+
+def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> PreTrainedModel:
+    """The reward model, ready to compute with."""
+    pack = partial(
+        choose, config.packing, config.by_tokens, {"reward model": reward_model}, in_sixteen_bits(config, reward_model)
+    )
+    if not is_unread(reward_model):
+        pack()
+        return frozen(reward_model, config, parallel)
+    # Whether rows can be packed shows when it computes, and for that it needs weights.
+    device, dtype = parallel.device_of(reward_model), autocast_dtype(config)
+    frozen(reward_model, config, parallel)
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        pack(device=device)
+    parallel.settle(reward_model)
+    return reward_model
 
 
 def reward_device(config: OnlineConfig, learner: torch.device) -> torch.device:

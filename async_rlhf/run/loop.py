@@ -15,6 +15,7 @@ import numpy as np
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
+from async_rlhf.run.background import ShardedSaves
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
@@ -45,6 +46,7 @@ class TrainingLoop:
         trace: records the spans.
         logs: open files by name, on rank 0.
         stop_asked: returns True once this rank has been told to save and end.
+        saves: writes sharded checkpoints beside training; None for whole ones.
     """
 
     run: Run
@@ -52,6 +54,7 @@ class TrainingLoop:
     trace: Trace
     logs: Mapping[str, JsonLines]
     stop_asked: Callable[[], bool]
+    saves: ShardedSaves | None = None
 
     def train(self) -> OnlineTrainerState:
         """Train on all remaining batches and save the final policy."""
@@ -82,6 +85,7 @@ class TrainingLoop:
     def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
         """Write policy, callbacks' state and any ``resume`` as one folder. All ranks gather weights; rank 0 writes."""
         run = self.run
+        self._finish_save(wait=True)
         run.require_folder()
         policy = partial(save_learner, run.learner, run.tokenizer)
         if run.ranks.leads:
@@ -104,17 +108,37 @@ class TrainingLoop:
         checkpoints = Checkpoints(run.folder.path)
         path = checkpoints.path(state.global_step)
         with self.trace.span("save", batch=state.global_step):
+            self._finish_save(wait=True)
             resume = self._resume_state(state.global_step)
             if run.ranks.leads:
                 run.callbacks.note_best(path)
+            delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, state.best_model_checkpoint)
+            if self.saves is not None:
+                self._start_save(self.saves, path, resume, delete_old)
+                return
             self._write(path, resume)
             if run.ranks.leads:
-                checkpoints.delete_old(run.config.save_total_limit, state.best_model_checkpoint)
-        run.callbacks.saved()
+                delete_old()
+        run.callbacks.saved(state.global_step)
+
+    def _start_save(
+        self, saves: ShardedSaves, path: Path, resume: ResumeState | None, then: Callable[[], None]
+    ) -> None:
+        """Copy all that goes into a checkpoint; it is written beside training."""
+        run = self.run
+        run.require_folder()
+        now = [] if resume is None else [run.callbacks.save_state, self._write_card, resume.write_state]
+        later = [] if resume is None else [resume.write_ahead]
+        saves.start(path, run.callbacks.state.global_step, now, later, then)
+
+    def _finish_save(self, wait: bool = False) -> None:
+        """Say it to the callbacks if a sharded checkpoint has become whole, and raise the error if it could not."""
+        if self.saves is not None and (batch := self.saves.finished(wait)) is not None:
+            self.run.callbacks.saved(batch)
 
     def _resume_state(self, batch: int) -> ResumeState | None:
         """On rank 0, the state to resume from after a batch. All ranks must call it: learner and rollouts need them."""
-        tensors, values = learner_state(self.run.learner)
+        tensors, values = learner_state(self.run.learner, with_tensors=self.saves is None)
         ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
         if not self.run.ranks.leads:
             return None
@@ -132,11 +156,13 @@ class TrainingLoop:
             logs={name: log.position() for name, log in self.logs.items()},
             tensors=tensors | random_tensors,
             ahead=ahead,
+            sharded=self.saves is not None,
         )
 
     def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. Returns whether the run must stop."""
         run, state, prompts = self.run, self.run.callbacks.state, self.run.config.batch_size
+        self._finish_save()
         control = run.callbacks.step_end(prompts, prompts * run.config.samples_per_prompt)
         run.require_folder()
         if run.ranks.leads:
@@ -152,6 +178,7 @@ class TrainingLoop:
         if run.ranks.from_lead("save?", lambda: control.should_save or stop):
             self.save()
         if stop:
+            self._finish_save(wait=True)
             raise SystemExit(0)
         return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
 

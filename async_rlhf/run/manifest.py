@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,51 @@ def write_whole(folder: Path, write: Iterable[Any]) -> None:
         folder: its path.
         write: functions that each write into the folder they are given.
     """
+    with appearing(folder) as temporary:
+        for part in write:
+            part(temporary)
+        seal(temporary)
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """The same, but the body does the writing: into the folder that it gets, which it must :func:`seal` at its end."""
     if (stranger := stranger_in(folder)) is not None:
         numbers = (f"{folder.name}.kept-{number}" for number in count(1))
         aside = next(path for name in numbers if not os.path.lexists(path := folder.with_name(name)))
         logger.warning("WARNING: %s was not written by a run; %s is kept, as %s", stranger, folder, aside.name)
         folder.rename(aside)
     with whole_folder(folder) as temporary:
-        for part in write:
-            part(temporary)
-        files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
-        (temporary / _MANIFEST).write_text(json.dumps(files, indent=1, sort_keys=True), encoding="utf-8")
+        yield temporary
+
+
+def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the manifest of a folder that is complete.
+
+    Args:
+        folder: its path.
+        known: checksums of files that others have written, by the paths within the folder.
+    """
+    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    files = {name: (known or {}).get(name) or digest_of(path) for name, path in names.items()}
+    (folder / _MANIFEST).write_text(json.dumps(files, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def require_written(folder: Path, known: Mapping[str, str]) -> None:
+    """Require that this rank sees the files that others have written.
+
+    Args:
+        folder: where.
+        known: their checksums, by the paths within the folder.
+
+    Raises:
+        OSError: one of them is not here, or not as large as it was written.
+    """
+    for name, digest in known.items():
+        path = folder / name
+        if not path.is_file() or not digest.startswith(f"{path.stat().st_size} bytes"):
+            right = "must be on a file system that all ranks see"
+            raise OSError(f"output_dir: {str(path)!r}, which another rank has written, is not there; {right}")
 
 
 def verify(folder: Path) -> None:
@@ -63,7 +98,7 @@ def verify(folder: Path) -> None:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{str(path)!r} is missing")
-        if _digest(path) != digest:
+        if digest_of(path) != digest:
             raise CheckpointError(f"{str(path)!r} is not what was written: its checksum differs")
 
 
@@ -107,7 +142,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Size and checksum of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -26,6 +26,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
+from async_rlhf.run.background import ShardedSaves
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.checkpoint import save_learner
 from async_rlhf.run.choices import make_generator
@@ -280,7 +281,8 @@ def train(run: Run) -> OnlineTrainerState:
         generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads)))
         if run.resumed is not None:
             generator.agreement.restore(run.resumed.values["agreement"])
-        stack.enter_context(run.scorer.started())
+        stack.enter_context(run.scorer.started(trace))
+        generator.on_arrival = run.scorer.begin
         run.require_folder()
         logs = {}
         if run.ranks.leads:
@@ -294,7 +296,9 @@ def train(run: Run) -> OnlineTrainerState:
         if run.ranks.leads:
             names = log_names(run.config, run.eval_prompts is not None)
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
-        state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked).train()
+        sharded = run.config.checkpoint_format == "sharded"
+        saves = stack.enter_context(ShardedSaves(run).finishing()) if sharded else None
+        state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked, saves).train()
         stack.close()
         run.watch.close()
     return state

@@ -58,6 +58,7 @@ from async_rlhf.run.choices import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
 from async_rlhf.run.record import Record, of_python
 from async_rlhf.run.schedule import read_schedule
+from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.determinism import prepare_deterministic
@@ -192,12 +193,15 @@ def _build(
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     require_optimizer(config, parallel, inputs.optimizers[0])
+    right = f'must be "ddp" or "fsdp" to go on from {folder.checkpoint}, which is sharded'
+    legible = parallel.takes_shards or resumed is None or not resumed.sharded
+    require(legible, "parallel.strategy", config.parallel.strategy, right)
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
     config = with_checkpointing(config, trained, _frozen(config, algorithm, models, device), parallel, device)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
-    if folder.checkpoint is not None and resumed is not None:
+    if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
     learner = Learner(
         models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
@@ -319,19 +323,24 @@ def _load_models(
     trust, ref_model = config.trust_remote_code, inputs.ref_model
     if parallel.spreads_weights:
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
-    policy = _policy(config, inputs.model, device)
+    unread = _reads_shares(inputs, parallel)
+    policy = _policy(config, inputs.model, device, unread)
     check_positions(policy, config.prompt_cap, config.generation.response_length)
     params = _sampling(config, policy, tokenizer)
     # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward = None
     if inputs.reward_model is not None:
-        place = reward_device(config, device)
-        reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, config.reward_model_bits)
-    reference = load_policy(ref_model, device, "ref_model", trust=trust) if isinstance(ref_model, str) else ref_model
+        place, here = reward_device(config, device), config.ray.reward_workers == 0  # actors get whole weights
+        bits = config.reward_model_bits
+        reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, bits, unread=unread and here)
+    if isinstance(ref_model, str):
+        reference: PreTrainedModel | None = load_policy(ref_model, device, "ref_model", trust=trust, unread=unread)
+    else:
+        reference = None if ref_model is None else ref_model.to(device)
     if reference is not None:
-        check_embeddings(reference.to(device), tokenizer, "ref_model")
-    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device)
+        check_embeddings(reference, tokenizer, "ref_model")
+    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, unread)
     for key, each in (("model", policy), ("ref_model", reference), ("reward_model", reward), ("value_model", value)):
         if isinstance(each, PreTrainedModel):
             use_attention(each, config, key)
@@ -343,11 +352,21 @@ def _load_models(
     return _Models(policy, params, reference, reward, value)
 
 
-def _policy(config: OnlineConfig, model: Model, device: torch.device) -> PreTrainedModel:
+def _reads_shares(inputs: Inputs, parallel: Parallel) -> bool:
+    """Whether models that are named stay without weights until they are sharded; the log names those that are not."""
+    keys = ("model", "ref_model", "reward_model", "value_model")
+    given = [key for key in keys if isinstance(getattr(inputs, key), PreTrainedModel)]
+    if parallel.reads_shares and given and parallel.ranks.leads:
+        told = "given as models, not by name, so every rank holds all of their weights before it keeps its share"
+        logger.info("%s: %s", ", ".join(given), told)
+    return parallel.reads_shares
+
+
+def _policy(config: OnlineConfig, model: Model, device: torch.device, unread: bool) -> PreTrainedModel:
     if not isinstance(model, str):
         return in_float32(unwrap(model).to(device))
     if config.lora.base_bits is None:
-        return load_policy(model, device, trust=config.trust_remote_code)
+        return load_policy(model, device, trust=config.trust_remote_code, unread=unread)
     computed = autocast_dtype(config) or torch.float32
     return load_in_four_bits(model, device, computed, trust=config.trust_remote_code)
 
@@ -370,6 +389,7 @@ def _value(
     reward_model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
+    unread: bool,
 ) -> PreTrainedModel | nn.Linear | None:
     """The value model: as given, else a copy of the reward model, else built on the policy's body; or a value head."""
     needs = algorithm.needs(config)
@@ -380,9 +400,9 @@ def _value(
         if not (given is None or isinstance(given, str)):
             raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
         return new_value_head(policy, given).to(device)
-    value = value_model_for(given, reward_model, policy, device, config.trust_remote_code)
+    value = value_model_for(given, reward_model, policy, device, config.trust_remote_code, unread)
     check_embeddings(value, tokenizer, "value_model")
-    value = in_float32(value).to(device).requires_grad_(True)
+    value = in_float32(value).requires_grad_(True)
     if config.lora.rank > 0:
         add_adapters(value, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
     return value
@@ -413,6 +433,7 @@ def _restore(run: Run, resumed: ResumeState) -> None:
         how = "" if exact else "; what follows is equal up to rounding, as deterministic is false"
         logger.info("resuming after batch %d, from %s%s", resumed.batch, checkpoint, how)
     run.callbacks.restore_state(checkpoint)
-    restore_learner(run.learner, resumed.tensors, resumed.values["learner"])
+    tensors = load_shards(run.learner, checkpoint / "resume" / SHARDS) if resumed.sharded else resumed.tensors
+    restore_learner(run.learner, tensors, resumed.values["learner"])
     resumed.forget_weights()
     resumed.read_ahead(checkpoint, run.prompts)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from async_rlhf.models.frozen import at_hand
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes
 from async_rlhf.ranks.parallel import ALONE, Parallel
+from async_rlhf.reports.trace import Trace
+from async_rlhf.scoring.early import EarlyRewards
 from async_rlhf.scoring.functions import (
     RewardError,
     RewardFunction,
@@ -40,6 +42,16 @@ from async_rlhf.scoring.functions import (
 )
 from async_rlhf.scoring.stoppable import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
+
+
+class _Judged(NamedTuple):
+    """Rewards that no rank of the learner computes."""
+
+    by_model_R: Tensor | None
+    by_functions: dict[str, list[float | None]]
+    """None where a function does not apply, NaN where it failed."""
+    seconds: float
+    """That the functions took."""
 
 
 class Scorer:
@@ -59,6 +71,9 @@ class Scorer:
     Raises:
         ConfigError: there are not as many ``reward_weights`` as functions, or a function's state does not fit a file.
     """
+
+    model_elsewhere = False
+    """Whether the reward model computes in other processes than the learner's."""
 
     def __init__(
         self,
@@ -89,6 +104,7 @@ class Scorer:
         self._weights = dict(zip(names, weights, strict=True))
         here = config.launch == "local" or config.ray.reward_workers == 0  # else actors call them
         limit = config.reward_timeout if here else None
+        self._early = EarlyRewards(self._judge)
         self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
@@ -103,14 +119,17 @@ class Scorer:
         Raises:
             RewardError: without ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
-        by_model_R = None if self.reward_model is None else self._model_scores(batch.samples)
+        here = self.reward_model is not None and not self.model_elsewhere
+        by_model_R = self._model_scores(batch.samples) if here else None
         scores_PK, metrics = self._score(batch, by_model_R) if self.ranks.leads else (torch.zeros(0, 0), {})
         self.ranks.meet(f"scores of batch {batch.index}")
         return ScoredBatch(batch, scores_PK, metrics)
 
     def _score(self, batch: Batch, by_model_R: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Scores (P, K) and metrics, given the reward model's scores."""
+        """Scores (P, K) and metrics, given the scores of a reward model that computes in this process."""
         samples = batch.samples
+        judged = self._early.of(batch)
+        by_model_R = judged.by_model_R if by_model_R is None else by_model_R
         rewards: dict[str, Tensor] = {}
         failed_R = torch.zeros(len(samples), dtype=torch.bool)
         metrics: dict[str, float] = {}
@@ -118,13 +137,11 @@ class Scorer:
             message = "the reward model gave {score} for {text!r}"
             rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message)
             failed_R = rewards["model"].isnan()
+        for name, values in judged.by_functions.items():
+            rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
+            failed_R |= torch.tensor([has_failed(value) for value in values])
         if self.reward_funcs:
-            self._prepare()
-            started = time.monotonic()
-            for name, values in self._function_scores(batch.groups).items():
-                rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
-                failed_R |= torch.tensor([has_failed(value) for value in values])
-            metrics["time/reward_funcs"] = time.monotonic() - started
+            metrics["time/reward_funcs"] = judged.seconds
         scores_R = self._sum(rewards, failed_R, samples)
         ended_R = torch.tensor([sample.finish_reason == "stop" for sample in samples])
         if self.config.non_eos_penalty:
@@ -135,9 +152,30 @@ class Scorer:
         metrics |= _metrics(scores_R, rewards, ended_R, samples)
         return scores_R.view(len(batch.groups), -1), metrics
 
+    def begin(self, index: int, groups: Sequence[Group]) -> None:
+        """Say that a batch has been sampled: what needs no rank of the learner is computed from now on, unless a
+        function keeps a state, and so has to see the batches in their turn. From any thread of rank 0.
+        """
+        if not self.state():
+            self._early.begin(index, groups)
+
+    def _judge(self, groups: Sequence[Group]) -> _Judged:
+        """What reward functions say, and a reward model that computes elsewhere."""
+        samples = [sample for group in groups for sample in group.samples]
+        by_model_R = self._model_scores(samples) if self.reward_model is not None and self.model_elsewhere else None
+        started = time.monotonic()
+        if not self.reward_funcs:
+            return _Judged(by_model_R, {}, 0.0)
+        self._prepare()
+        by_functions = self._function_scores(groups)
+        return _Judged(by_model_R, by_functions, time.monotonic() - started)
+
     @contextmanager
-    def started(self) -> Iterator[None]:
-        """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop."""
+    def started(self, trace: Trace | None = None) -> Iterator[None]:
+        """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop.
+
+        ``trace`` gets spans of rewards that are computed before their batch's turn.
+        """
         if not self.ranks.leads:
             yield
             return
@@ -147,7 +185,8 @@ class Scorer:
                     warn_unstoppable(name, why)
         try:
             self._prepare()
-            yield
+            with self._early.running(trace):
+                yield
         finally:
             for function in self._stoppable():
                 function.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -25,8 +26,10 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks import loss_scale
+from async_rlhf.run import wiring
 from async_rlhf.run.trainer import OnlineTrainer
 
+READS_SHARES = wiring._reads_shares
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
 
@@ -63,6 +66,9 @@ def break_down(rank: int, how: str, after: float = 0.0) -> None:
         print("FAILING", flush=True)
         if how == "raise":
             raise RuntimeError("told to fail")
+        if how == "full":  # the disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+            return
         if how in LEFT_OUT:
             setattr(*LEFT_OUT[how], lambda *_: {})
             return
@@ -104,10 +110,18 @@ def train(
     first_scale: float = loss_scale.FIRST,
     lora_targets: list[str] | None = None,
     head_rows: int | None = None,
+    models: str | None = None,
+    whole: bool = False,
     **changes,
 ) -> None:
-    """One run, as its arguments say."""
+    """One run, as its arguments say.
+
+    Its models are made here; or they are ``policy`` and ``reward_model`` in a folder; "{rank}" in its name is the
+    number of the rank.
+    """
     rank = int(os.environ.get("RANK", 0))
+    wiring._reads_shares = (lambda *_: False) if whole else READS_SHARES
+    named = None if models is None else Path(models.format(rank=rank))
     loss_scale.FIRST = first_scale
     if head_rows is not None:
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
@@ -120,11 +134,11 @@ def train(
         **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
     )
     trainer = OnlineTrainer(
-        new_policy(),
+        new_policy() if named is None else str(named / "policy"),
         args,
         PROMPTS,
         reward_funcs=unsteady(slow_rewards, no_reward_at, missing_rewards),
-        reward_model=new_reward_model() if reward_model else None,
+        reward_model=None if not reward_model else str(named / "reward_model") if named else new_reward_model(),
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,
     )

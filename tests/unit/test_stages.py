@@ -376,10 +376,3 @@ def test_sft_continues_a_model_and_learns(tmp_path, make_policy, tokenizer):
     assert run_sft(replace(config, eval=config.train))["eval_perplexity"] < 1.5
     with pytest.raises(ConfigError, match=r"row 1 of train has no prompt \(`query`"):
         run_sft(replace(config, completion_only=True, output_dir=str(tmp_path / "none")))
-
-
-def test_the_supervised_stages_refuse_several_processes(tmp_path, monkeypatch):
-    write_rows(tmp_path / "sft.jsonl", ROWS)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="sft: started in 2 processes"):
-        run_sft(sft_config(tmp_path))

@@ -14,10 +14,10 @@ _IDLE = {
     "max_steps": f"{IDLE_HERE}: num_epochs decides how long the stage is",
     "adam_beta1 adam_beta2 adam_epsilon": f"{IDLE_HERE}: AdamW has torch's defaults, 0.9, 0.999 and 1e-8",
     "max_grad_norm": f"{IDLE_HERE}: gradients are clipped to norm 1",
-    "save_steps save_strategy save_total_limit": f"{IDLE_HERE}: the finished model is what a stage writes",
-    "resume_from_checkpoint": f"{IDLE_HERE}: a stage is done anew, or is done already",
+    "save_steps save_strategy save_total_limit": f"{IDLE_HERE}: checkpoints only serve resuming, by save_steps here",
+    "resume_from_checkpoint": f"{IDLE_HERE}: --resume goes on from the stage's own",
     "run_name": f"{IDLE_HERE}: the output folder names the run",
-    "use_cpu no_cuda": f"{IDLE_HERE}: the first GPU, or the CPU",
+    "use_cpu no_cuda": f"{IDLE_HERE}: the first GPU, or the CPU, unless device says",
     "disable_tqdm ddp_timeout": f"{IDLE_HERE}: it has no counterpart",
 }
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.config import ConfigError, OnlineConfig, ParallelConfig
+from async_rlhf.config import ConfigError, ParallelConfig
+from async_rlhf.config.parallel import Trained
+from async_rlhf.models.sharded_loading import fill_in_turn
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Model, Parallel, require_finite
 
@@ -30,19 +32,22 @@ class ZeRO(Parallel):
         ConfigError: DeepSpeed is not installed.
     """
 
-    takes_optimizers = False
+    takes_optimizers, takes_shards = False, False
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         self.stage = int(config.strategy.removeprefix("zero"))
-        self.spreads_weights = self.stage == 3
+        self.spreads_weights = self.reads_shares = self.stage == 3
         self._deepspeed = _import_deepspeed(device, config.strategy)
 
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        super().prepare(model, parts, make)
+        super().prepare(model, parts, make)  # while weights have their shapes, which say what decays
+        read = {unread: weight for part in parts for unread, weight in self._read(part).items()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [read.get(parameter, parameter) for parameter in group["params"]]
         options = {"model": model, "optimizer": self.optimizer, "config": self._options(self.stage)}
         self._engine, self._zero, *_ = self._deepspeed.initialize(**options)
         self._zero.torch_autocast_gradscaler = None  # see LossScale
@@ -52,8 +57,26 @@ class ZeRO(Parallel):
         """With stage 3 an inference engine that shards the weights; a smaller stage shards nothing here."""
         if self.spreads_weights:
             options = {key: value for key, value in self._options(3).items() if key != "gradient_clipping"}
+            self._read(model)
             self._deepspeed.initialize(model=model, config=options)
         return model
+
+    def _read(self, model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+        """Spread an unread model. DeepSpeed gives each weight of rank 0 to all, of which each keeps its part.
+
+        Returns:
+            The parameters by those in whose place they are.
+        """
+        spread: list[Any] = []
+
+        def keep(parameter: nn.Parameter) -> None:
+            if spread:
+                spread[0].convert_to_zero_parameters(param_list=[parameter])
+            else:
+                self._deepspeed.zero.Init(module=_Only(parameter), config_dict_or_path=self._options(3))
+                spread.append(parameter)
+
+        return fill_in_turn(model, keep, self.ranks.leads)
 
     def forward(self, *args: Any) -> Any:
         return self._engine(*args)
@@ -161,6 +184,14 @@ class ZeRO(Parallel):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
+
+
+class _Only(nn.Module):
+    """A module that has nothing but a parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = parameter
 
 
 def _import_deepspeed(device: torch.device, strategy: str) -> Any:

@@ -14,9 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.config import OnlineConfig, ParallelConfig
+from async_rlhf.config import ParallelConfig
+from async_rlhf.config.parallel import Trained
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
+from async_rlhf.models.sharded_loading import fill
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Model, Parallel
 
@@ -34,9 +36,10 @@ class FullyShardedDataParallel(Parallel):
         run: precision.
     """
 
-    spreads_weights, casts_gathered, takes_optimizers = True, True, False
+    spreads_weights, reads_shares, casts_gathered, takes_optimizers = True, True, True, False
+    device: torch.device
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         size = self.shards
@@ -58,7 +61,7 @@ class FullyShardedDataParallel(Parallel):
         return model
 
     def _shard(self, model: nn.Module, offload: bool) -> None:
-        """Block by block, so that only one block's weights are whole at a time."""
+        """Block by block, so that only one block's weights are whole at a time; none of a model that is unread."""
         offload = offload and self._mesh.device_type != "cpu"  # where else would they be
         options: dict[str, Any] = {
             "mesh": self._mesh,
@@ -76,6 +79,7 @@ class FullyShardedDataParallel(Parallel):
             fully_shard(model, **options, **cast)
         else:
             fully_shard(model, **options)
+        fill(model, torch.device("cpu") if offload else self.device)
 
     @property
     def shards(self) -> int:
@@ -100,10 +104,16 @@ class FullyShardedDataParallel(Parallel):
 
     def share(self, number: int, tensor: Tensor) -> Tensor:
         like = self.trained[number]
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # such as the number of steps
-            return tensor
+        if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.shape != like.shape:
+            return tensor  # a share already, or of another shape, such as the number of steps
         tensor = tensor.to(like.device)
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+    def room_for(self, number: int, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        like = self.trained[number]
+        if not isinstance(like, DTensor) or size != like.shape:
+            return super().room_for(number, size, dtype)
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
     def settle(self, model: nn.Module) -> None:
         for module in model.modules():

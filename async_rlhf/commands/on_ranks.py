@@ -1,0 +1,49 @@
+"""A command on one rank or several: how it starts, and what rank 0 does before the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from async_rlhf.commands.stage import Stage
+from async_rlhf.config.parallel import OnRanks
+from async_rlhf.learner.launch import start_ranks
+from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.watch import Watch
+
+T = TypeVar("T")
+
+
+@contextmanager
+def on_ranks(config: OnRanks, command: str) -> Iterator[Ranks]:
+    """The ranks that were launched together. Within, the failure of one ends all, and rank 0 alone gives warnings.
+
+    Raises:
+        ConfigError: there are not as many as ``parallel.ranks`` says.
+    """
+    ranks = start_ranks(config, command)
+    watch, package = Watch(ranks), logging.getLogger("async_rlhf")
+    before = package.level
+    try:
+        if not ranks.leads:
+            package.setLevel(logging.ERROR)
+        with watch.watching():
+            yield ranks
+    finally:
+        package.setLevel(before)
+    watch.close()
+
+
+def done_by(stage: Stage, ranks: Ranks) -> dict[str, Any] | None:
+    """:meth:`Stage.done` by rank 0, which alone has the lock and writes, for all ranks."""
+    return ranks.from_lead("finished stage", stage.done)
+
+
+def lead_first(ranks: Ranks, place: str, compute: Callable[[], T]) -> T:
+    """What ``compute`` returns, by rank 0 first: the others find in caches what it has made there."""
+    if ranks.leads:
+        found = compute()
+    ranks.meet(place)
+    return found if ranks.leads else compute()

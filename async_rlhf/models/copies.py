@@ -1,0 +1,81 @@
+"""Copies of what is trained, in the standard format: taken at one moment, written later and in another thread."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from async_rlhf.models.adapters import has_adapters
+from async_rlhf.models.loading import VALUE_HEAD, plain_copy, write_copy
+from async_rlhf.models.snapshots import collected_weights, saved_buffers
+from async_rlhf.ranks.parallel import Parallel
+
+Write = Callable[[Path], None]
+WriteWith = Callable[[Path, Mapping[str, Tensor]], None]
+
+
+class ModelCopies:
+    """Takes copies of a model that is trained.
+
+    What a thread writes them with is its own: a copy of the model without weights, and one of the tokenizer. Both are
+    made here, for making a model in another thread could meet what the training thread does with transformers.
+
+    Args:
+        model: a policy, a value model, or a value head.
+        tokenizer: written beside a model.
+        parallel: how the weights are spread over ranks.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> None:
+        self._model, self._parallel = model, parallel
+        leads = parallel.ranks.leads
+        self._plain = plain_copy(model, tokenizer, parallel) if leads and isinstance(model, PreTrainedModel) else None
+        self._tokenizer = copy.deepcopy(tokenizer) if leads else None
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether the shards that the ranks write hold all parameters, so that none has to be gathered for this."""
+        return self._parallel.spreads_weights and all(parameter.requires_grad for parameter in self._model.parameters())
+
+    def take(self, at_hand: Mapping[str, Tensor]) -> WriteWith:
+        """Copy the weights as they are now into the memory of rank 0's host. Every rank must call it.
+
+        Args:
+            at_hand: copies that are there already, under the model's names of parameters.
+
+        Returns:
+            A function that writes them into a folder, on rank 0; it may be called in any thread. It also gets the
+            parameters, if they are :attr:`in_shards`.
+        """
+        model, parallel = self._model, self._parallel
+        if self.in_shards:
+            return partial(
+                self._write, {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}, None
+            )
+        changed = has_adapters(model) or parallel.spreads_weights  # the files then hold other tensors than this rank
+        adapters = None
+        if has_adapters(model) and isinstance(model, PreTrainedModel) and model.can_generate():
+            adapters = collected_weights(model, True, parallel, copied=True)
+        whole = collected_weights(model, False, parallel, copied=True, at_hand={} if changed else at_hand)
+        return partial(self._write, whole, adapters)
+
+    def _write(
+        self,
+        whole: dict[str, Tensor],
+        adapters: dict[str, Tensor] | None,
+        folder: Path,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        whole = {**whole, **parameters}
+        if self._plain is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(whole, folder / VALUE_HEAD)
+            return
+        assert self._tokenizer is not None
+        write_copy(self._plain, self._tokenizer, folder, whole, adapters)

@@ -1,0 +1,335 @@
+"""Models whose weights are read after they have been sharded: each rank reads its own share from the files.
+
+Such a model is built on the meta device: it has all modules, hooks and buffers, but its weights are only names and
+shapes. What else is asked of whole weights, their checksums and what a file lacks, comes from the files, a few
+megabytes at a time. Once the model is sharded, :func:`fill` makes room for this rank's share and reads it, tensor by
+tensor.
+
+Every rank reads for itself; rank 0 does not read for all. FSDP shards rows, and rows lie side by side in a file, so
+the ranks of a host together read it once, at the same time, and nothing goes over the network. Each host needs the
+files, as it needs the configuration and the tokenizer: on a file system that it shares, or in the hub's cache, which
+locks what it downloads, so that a host downloads it once. That all hosts have the same files is found by their
+checksums (:func:`share_digests`). DeepSpeed's ZeRO-3 spreads whole weights of rank 0 by itself: :func:`fill_in_turn`
+gives it one at a time.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from async_rlhf.models.origins import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
+from async_rlhf.models.quantised import stored
+from async_rlhf.models.snapshots import digest, digests, named_weights, saved_buffers
+from async_rlhf.ranks.collectives import Ranks
+
+_SOURCE = "_weights_to_read"
+"""The attribute of a model that says where its weights are."""
+
+
+@dataclass
+class Source:
+    """Where the weights of a model come from that has none yet."""
+
+    origins: dict[str, Origin]
+    """By the name of the parameter, in the model's order; a tied one has its first name."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of the weights in float32, as far as they are known."""
+
+    def digest(self, name: str) -> str:
+        """The checksum of a weight, as :func:`~async_rlhf.models.snapshots.digests` gives it for the whole tensor."""
+        if name not in self.digests:
+            origin = self.origins[name]
+            self.digests[name] = digest(DTYPE, tuple(origin.shape), rows(origin))
+        return self.digests[name]
+
+    def identity(self) -> Any:
+        """Equal on two ranks only if both read the same tensors from the same files of the same host."""
+        files = {file for origin in self.origins.values() if not isinstance(origin, Tensor) for file in origin.files}
+        found = [Path(file).stat() for file in sorted(files)]
+        said = [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
+        return socket.gethostname(), said, list(self.origins)
+
+
+def source_of(model: nn.Module) -> Source | None:
+    """Where the weights of a model are that has not read them yet; None for any other."""
+    return getattr(model, _SOURCE, None)
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Whether a model has not read its weights yet."""
+    return source_of(model) is not None
+
+
+def unread_model(kind: Any, config: PretrainedConfig, files: Sequence[str]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model without weights, in evaluation mode.
+
+    Args:
+        kind: transformers' class that chooses the model's by the configuration, such as AutoModelForCausalLM.
+        config: of the model.
+        files: in the format of safetensors.
+
+    Returns:
+        The model, and what its files lack and have too much, as ``from_pretrained`` reports it.
+
+    Raises:
+        OnlyWholeError: it can only be read whole.
+        ValueError: a tensor has another shape in the file.
+    """
+    model = _without_weights(kind, config)
+    found, unexpected = origins_of(model, files)
+    origins: dict[str, Origin] = {}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    missing = set()
+    for parameter, same in names.items():
+        held = [name for name in same if name in found]
+        if len(held) > 1:
+            raise OnlyWholeError("its files hold tied weights more than once")
+        if held:
+            origins[same[0]] = _fitting(held[0], found[held[0]], parameter)
+        else:
+            missing.add(same[0])
+    missing |= _fill_buffers(model, found)
+    report = LoadStateDictInfo(set(missing), unexpected, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(report)
+    if not report.missing_keys and missing:
+        raise OnlyWholeError(f"its files may lack {min(missing)}, which transformers then makes")
+    setattr(model, _SOURCE, Source(origins))
+    return model, report.to_dict()
+
+
+def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+    chosen = kind._model_mapping.get(type(config), None)
+    if getattr(config, "quantization_config", None) is not None:
+        raise OnlyWholeError("it is quantised")
+    if kind.__name__ in (getattr(config, "auto_map", None) or {}):
+        raise OnlyWholeError("it brings code of its own")
+    if chosen is None or isinstance(chosen, (tuple, list)) or chosen.is_custom_code():
+        raise OnlyWholeError("transformers has no model of its own for it")
+    if "text_config" in config.sub_configs or getattr(config, "transformers_weights", None) is not None:
+        raise OnlyWholeError("it is a part of another model")
+    try:
+        with torch.device("meta"):
+            model = chosen._from_config(config, dtype=DTYPE)
+    except (RuntimeError, NotImplementedError) as error:
+        raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
+    if any(parameter.dtype != DTYPE for parameter in model.parameters()):
+        raise OnlyWholeError("not all of its weights are float32")
+    return model.eval()
+
+
+def _fitting(name: str, origin: Origin, tensor: Tensor) -> Origin:
+    if tuple(origin.shape) != tuple(tensor.shape):
+        right = f"must be of the shape {tuple(tensor.shape)}, as the model's configuration says"
+        raise ValueError(f"{name}: got a tensor of the shape {tuple(origin.shape)}; {right}")
+    return origin
+
+
+def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Origin]) -> set[str]:
+    """Give the buffers their values: those in the files, and what transformers computes, such as frequencies.
+
+    Returns:
+        Names that the files lack.
+    """
+    missing = set()
+    saved = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        owner, _, own = name.rpartition(".")
+        value = torch.empty_like(buffer, device="cpu")
+        if name in found:
+            value.copy_(torch.cat(list(rows(_fitting(name, found[name], buffer)))))
+            value._is_hf_initialized = True  # type: ignore[attr-defined]
+        elif name in saved:
+            missing.add(name)
+        setattr(model.get_submodule(owner), own, value)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()  # only what is not marked so, as in from_pretrained
+    return missing
+
+
+def parameter_digests(model: nn.Module, which: Callable[[Tensor], bool] = lambda _: True) -> dict[str, str]:
+    """Checksums of a model's parameters, in order; the model, or parts of it, may be unread.
+
+    Args:
+        model: its adapters are not merged.
+        which: chooses parameters.
+    """
+    parts = [(f"{path}." if path else "", source_of(module)) for path, module in model.named_modules()]
+    unread = [(prefix, source) for prefix, source in parts if source is not None]
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not which(parameter):
+            continue
+        if parameter.is_meta:
+            prefix, source = next((prefix, source) for prefix, source in unread if name.startswith(prefix))
+            found[name] = source.digest(_without_adapters(name.removeprefix(prefix)))
+        else:
+            found |= digests(stored(name, parameter))
+    return found
+
+
+def weight_digests(model: nn.Module) -> dict[str, str]:
+    """Checksums of all that decides a model's output, in order; of an unread one's adapters by themselves."""
+    if not is_unread(model):
+        return digests(named_weights(model))
+    return {**parameter_digests(model), **digests(dict(saved_buffers(model)))}
+
+
+def _without_adapters(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def share_digests(ranks: Ranks, models: Mapping[str, nn.Module | None]) -> None:
+    """Compute the checksums of all unread weights. Ranks that read the same files of a host compute a share each.
+
+    Every rank must call it, with as many models.
+    """
+    sources = {key: source for key, model in models.items() if model is not None and (source := source_of(model))}
+    mine = {key: source.identity() for key, source in sources.items()}
+    everyone = ranks.gather("files of models", mine)
+    same = {key: [rank for rank, theirs in enumerate(everyone) if theirs.get(key) == mine[key]] for key in mine}
+    shares = {}
+    for key, source in sources.items():
+        names = list(source.origins)[same[key].index(ranks.rank) :: len(same[key])]
+        shares[key] = {name: source.digest(name) for name in names}
+    for rank, theirs in enumerate(ranks.gather("checksums of models", shares)):
+        for key, source in sources.items():
+            if rank in same[key]:
+                source.digests.update(theirs[key])
+
+
+def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
+    """A value model with the body of an unread policy and a head, named ``score``, of zeros; unread as well.
+
+    Args:
+        model: is completed; on the meta device.
+        policy: has not read its weights.
+
+    Raises:
+        KeyError: the policy lacks a weight.
+    """
+    source = source_of(policy)
+    assert source is not None
+    origins: dict[str, Origin] = {}
+    for name, parameter in model.named_parameters():
+        if name == "score.weight":
+            origins[name] = torch.zeros((), dtype=DTYPE).expand(parameter.shape)
+        else:
+            body = name.removeprefix(f"{model.base_model_prefix}.")
+            origins[name] = source.origins[f"{policy.base_model_prefix}.{body}"]
+    _fill_buffers(model, {})
+    buffers = dict(policy.base_model.named_buffers())
+    for name, buffer in model.base_model.named_buffers():
+        buffer.copy_(buffers[name])
+    setattr(model, _SOURCE, Source(origins))
+    return model
+
+
+def take_weights(model: PreTrainedModel, saved: PreTrainedModel, within: str = "") -> None:
+    """Give a model the weights of another of its kind: at once, or, if it is unread, when it is sharded.
+
+    Args:
+        model: gets them.
+        saved: has all of them; or is unread, if ``model`` is.
+        within: the name of a part; only its weights then.
+    """
+    source, theirs = source_of(model), source_of(saved)
+    if source is None:
+        model.get_submodule(within).load_state_dict(saved.get_submodule(within).state_dict())
+        return
+    whole = dict(saved.named_parameters())
+    for name in source.origins:
+        if name.startswith(within):
+            source.origins[name] = whole[name].data if theirs is None else theirs.origins[name]
+            source.digests.pop(name, None)
+    own = dict(model.named_buffers())
+    for name, buffer in saved.named_buffers():
+        if name.startswith(within):
+            own[name].copy_(buffer)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, device: torch.device) -> None:
+    """Read this rank's share of an unread model, one tensor at a time; does nothing to any other.
+
+    Args:
+        model: is sharded.
+        device: where its shards belong.
+    """
+    source = source_of(model)
+    if source is None:
+        return
+    delattr(model, _SOURCE)
+    unread = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
+    # As to_empty does, which would also empty what has values.
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor)
+    with reading() as read:
+        for name, parameter in model.named_parameters():
+            if name in unread:
+                _fill(parameter, source.origins[_without_adapters(name)], read)
+
+
+def _fill(parameter: nn.Parameter, origin: Origin, read: Read) -> None:
+    mine, sizes, starts = parameter.data, tuple(parameter.shape), (0,) * parameter.dim()
+    if isinstance(parameter, DTensor):
+        mine = parameter.to_local()
+        sizes, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    if mine.numel() > 0:  # ranks at the end may have no rows
+        mine.copy_(read(origin, tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))))
+
+
+@torch.no_grad()
+def fill_in_turn(
+    model: nn.Module, keep: Callable[[nn.Parameter], None], reads: bool
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make each weight of an unread model whole, one after the other, for others to spread; nothing for any other.
+
+    Args:
+        model: on the meta device.
+        keep: takes each whole weight, and leaves what this rank keeps.
+        reads: whether this rank reads them; where it does not, they have no values.
+
+    Returns:
+        The new parameters, by those in whose place they are.
+    """
+    source = source_of(model)
+    if source is None:
+        return {}
+    delattr(model, _SOURCE)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # several modules may share one
+    for path, module in model.named_modules():
+        for name, unread in module._parameters.items():
+            if unread is None or not unread.is_meta:
+                continue
+            if unread not in made:
+                whole = torch.empty(unread.shape, dtype=unread.dtype)
+                if reads:
+                    _copy(whole, source.origins[_without_adapters(f"{path}.{name}" if path else name)])
+                made[unread] = nn.Parameter(whole, requires_grad=unread.requires_grad)
+                keep(made[unread])
+            module._parameters[name] = made[unread]
+    return made
+
+
+def _copy(whole: Tensor, origin: Origin) -> None:
+    start = 0
+    whole = whole if whole.dim() else whole[None]
+    for part in rows(origin):
+        part = part if part.dim() else part[None]
+        whole[start : start + len(part)].copy_(part)
+        start += len(part)

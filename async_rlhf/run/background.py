@@ -1,0 +1,167 @@
+"""Checkpoints that are written beside training: what goes into one is copied at once, and written by a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from async_rlhf.learner.learner import Learner
+from async_rlhf.models.copies import ModelCopies, Write, WriteWith
+from async_rlhf.run.manifest import appearing, require_written, seal
+from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards
+from async_rlhf.run.wiring import Run
+from async_rlhf.system.signals import RankError
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedSaves:
+    """Writes sharded checkpoints, one at a time. Every rank has one, and starts and awaits the same ones.
+
+    A checkpoint appears when all ranks have written their files and rank 0 the manifest: until then it has a name that
+    does not count. If a rank cannot write, all ranks raise the error when they next ask.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._group = run.ranks.apart()
+        self._stager = make_stager(run.device)
+        learner, tokenizer = run.learner, run.tokenizer
+        self._models = {
+            place: (prefix, ModelCopies(model, tokenizer, learner.parallel))
+            for place, prefix, model in _models_of(learner)
+        }
+        self._thread: threading.Thread | None = None
+        self._path = Path()
+        self._batch = 0
+        self._failure: BaseException | None = None
+
+    def start(
+        self, path: Path, batch: int, now: Sequence[Write], later: Sequence[Write], then: Callable[[], None]
+    ) -> None:
+        """Copy what is trained, and begin to write it. Every rank must call it, when no other save is under way.
+
+        Args:
+            path: of the checkpoint.
+            batch: after which it is.
+            now: functions that write into the folder what may change at once; on rank 0.
+            later: functions that write what stays as it is.
+            then: called on rank 0 when the checkpoint is whole.
+        """
+        assert self._thread is None, "a save is under way"
+        ranks = self._run.ranks
+        with ExitStack() as stack:
+            made = [stack.enter_context(appearing(path))] if ranks.leads else []
+            for part in now if made else ():
+                part(made[0])
+            folder = ranks.from_lead("folder of a checkpoint", lambda: made[0])
+            state: Any = self._stager.stage(own_state(self._run.learner))
+            models = {place: self._copy(place, state) for place in self._models}
+            self._path, self._batch = path, batch
+            work = partial(self._write, state, models, folder, stack.pop_all(), later if ranks.leads else (), then)
+        self._thread = threading.Thread(target=work, name=f"saving {path.name}", daemon=True)
+        self._thread.start()
+
+    def _copy(self, place: str, state: Mapping[str, Tensor]) -> WriteWith:
+        prefix, copies = self._models[place]
+        name = f"{WEIGHT}{prefix}"
+        return copies.take({key.removeprefix(name): tensor for key, tensor in state.items() if key.startswith(name)})
+
+    def _write(
+        self,
+        state: Mapping[str, Tensor],
+        models: Mapping[str, WriteWith],
+        folder: Path,
+        stack: ExitStack,
+        later: Sequence[Write],
+        then: Callable[[], None],
+    ) -> None:
+        """The thread."""
+        shards, leads = folder / "resume" / SHARDS, self._run.ranks.leads
+
+        def write_models(in_shards: bool) -> None:
+            for place, write in models.items():
+                prefix, copies = self._models[place]
+                if leads and copies.in_shards == in_shards:
+                    write(folder / place, whole_weights(shards, prefix) if in_shards else {})
+
+        def write_rest() -> None:
+            write_models(in_shards=False)
+            for part in later:
+                part(folder)
+
+        def commit(digests: Mapping[str, str]) -> None:
+            require_written(shards, digests)
+            write_models(in_shards=True)
+            self._run.require_folder()
+            seal(folder, {str(Path("resume", SHARDS, name)): digest for name, digest in digests.items()})
+            stack.close()
+
+        try:
+            with stack:  # if anything fails, nothing is left of the folder
+                write_shards(state, shards, self._group, write_rest, commit)
+            if leads:
+                then()
+        except BaseException as error:  # of any kind: it is raised where the run next asks
+            self._failure = error
+
+    def finished(self, wait: bool = False) -> int | None:
+        """The batch of a checkpoint that has become whole since the last call, if one has.
+
+        Args:
+            wait: for the save that is under way.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._thread is None or not (wait or not self._thread.is_alive()):
+            return None
+        self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self._batch
+
+    @contextmanager
+    def finishing(self) -> Iterator[ShardedSaves]:
+        """Within, saves may be started. One that is under way when an error ends the run is finished first, unless
+        another rank has failed, without which it cannot be.
+        """
+        try:
+            yield self
+        except RankError:
+            self._give_up()
+            raise
+        except BaseException:
+            if self._thread is not None:
+                logger.warning("finishing %s before the run ends", self._path.name)
+                try:
+                    self.finished(wait=True)
+                except KeyboardInterrupt:
+                    self._give_up()
+                except BaseException as error:  # the run ends with its own
+                    logger.error("%s was not written: %s: %s", self._path.name, type(error).__name__, error)
+            raise
+        self._stager.close()
+
+    def _give_up(self) -> None:
+        if self._thread is not None:
+            logger.error("%s is not whole, and does not count", self._path.name)
+
+
+def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:
+    """Where in a checkpoint each model goes, how its parameters' names begin in the learner's model, and the model."""
+    yield "", "policy.", learner.policy
+    if learner.value is not None:
+        yield "value_model", "value.", learner.value

@@ -1,0 +1,77 @@
+"""Commands in this process, which is one of several ranks or alone, one after the other; and the data that they read.
+
+torchrun --nproc-per-node 2 tests/distributed/stages.py '[["sft", "--train=texts.jsonl", "--output_dir=sft"]]'
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from tiny import byte_tokenizer, new_policy, new_reward_model
+
+from async_rlhf.cli import _run
+from async_rlhf.commands.training import StageTrainer
+from async_rlhf.commands.unfinished import Unfinished
+from async_rlhf.models.loading import write_model
+from async_rlhf.ranks.parallel import decayed_groups, trainable
+
+
+def smooth_adamw(trainer: StageTrainer) -> torch.optim.Optimizer:
+    """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
+    config = trainer.config
+    groups = decayed_groups(trainable(trainer.model), config.learning_rate, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay, eps=1e-2)
+
+
+def write_inputs(folder: Path) -> None:
+    """Models, and data of rows with different lengths."""
+    write_model(new_policy(), byte_tokenizer(), folder / "policy")
+    write_model(new_reward_model(), byte_tokenizer(), folder / "judge")
+    rows = {
+        "texts": [
+            {"query": f"q{i}:", "query_reference_response": f"q{i}:{'ab' * (i % 9)} {i % 7}", "score": i % 5}
+            for i in range(45)
+        ],
+        "pairs": [
+            {
+                "prompt": f"p{i}",
+                "chosen": f" {'ab'[i % 3 > 0]}{'d' * (i % 6)}",
+                "rejected": f" {'ab'[i % 3 < 1]}{'d' * (i % 4)}",
+            }
+            for i in range(45)
+        ],
+        "rated": [{"text": f"a{'b' * (i % 8)}{i}", "score": (i % 5) * 2.0} for i in range(45)],
+    }
+    for name, each in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+    (folder / "letters.py").write_text(
+        "import os\n\n\n"
+        "def letters(prompts, completions, **columns):\n"
+        "    assert os.environ.get('RANK', '0') == '0', 'functions are called on rank 0 alone'\n"
+        "    return [sum(map(ord, text)) % 97 + 0.01 * len(text) for text in completions]\n"
+    )
+
+
+def save_twice(unfinished: Unfinished, step: int, *rest: object) -> None:
+    """Leave what there is after the fourth step as if the stage had been killed then, under another name."""
+    SAVE(unfinished, step, *rest)
+    if step == 4:
+        shutil.copytree(unfinished.folder, unfinished.folder.with_name(f".again {unfinished.folder.name[1:]}"))
+
+
+SAVE = Unfinished.save
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    Unfinished.save = save_twice
+    StageTrainer._adamw = smooth_adamw
+    for words in json.loads(sys.argv[1]):
+        code = _run(words[0], words[1:])
+        if code:
+            sys.exit(code)

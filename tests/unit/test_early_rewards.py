@@ -1,0 +1,137 @@
+"""Rewards are computed as soon as a batch has been sampled, beside training; what comes out does not change."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from async_rlhf import KLConfig
+from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.scoring import Scorer
+from async_rlhf.scoring.early import EarlyRewards
+from async_rlhf.scoring.functions import RewardError
+from async_rlhf.types import Batch, Group, Prompt
+
+EARLY = "early rewards"
+
+
+class Slow:
+    """Takes a while, and notes who called it and when."""
+
+    def __init__(self, seconds: float = 0.3) -> None:
+        self.seconds, self.at_once, self.most = seconds, 0, 0
+        self.calls: list[float] = []
+
+    def __call__(self, completions, **_):
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        self.calls.append(time.monotonic())
+        time.sleep(self.seconds)
+        self.at_once -= 1
+        return [float(len(set(text))) for text in completions]
+
+
+class Stateful(Slow):
+    """Counts its calls in a checkpoint."""
+
+    def state_dict(self):
+        return {"calls": len(self.calls)}
+
+    def load_state_dict(self, state):
+        self.before = state["calls"]
+
+
+def run(policy, tokenizer, prompts, args, function, **more) -> list[dict[str, float]]:
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=function, processing_class=tokenizer, **more)
+    trainer.train()
+    return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def spans(folder: str, name: str) -> list[tuple[int, float, float]]:
+    """Batch, start and end."""
+    found = []
+    for line in (Path(folder) / "trace.json").read_text().splitlines():
+        if f'"name": "{name}", "ph": "X"' in line:
+            event = json.loads(line.rstrip(","))
+            found.append((event["args"]["batch"], event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def asynchronous(make_args, name, **changes):
+    return make_args(name, {"placement": "process"}, "grpo", samples_per_prompt=2, staleness=1,
+                     kl=KLConfig(coef=0.02), **changes)  # fmt: skip
+
+
+def test_rewards_overlap_training_and_change_nothing(make_policy, tokenizer, prompts, make_args, monkeypatch):
+    early = asynchronous(make_args, "early", num_epochs=3)
+    fast = run(make_policy(), tokenizer, prompts, early, Slow())
+    judged = {batch: (start, end) for batch, start, end in spans(early.output_dir, "rewards")}
+    assert sorted(judged) == [1, 2, 3, 4, 5, 6]
+    trained = spans(early.output_dir, "train")
+    assert any(start < judged[batch + 1][1] and judged[batch + 1][0] < end for batch, start, end in trained[:-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "begin", lambda *_: None)
+        slow = run(make_policy(), tokenizer, prompts, asynchronous(make_args, "late", num_epochs=3), Slow())
+    for one, other in zip(fast, slow, strict=True):
+        timed = {name for name in one if name.startswith("time/") or name == "eps"}
+        assert {n: x for n, x in one.items() if n not in timed} == {n: x for n, x in other.items() if n not in timed}
+    waited = [sum(line["time/score"] for line in lines[1:]) for lines in (fast, slow)]
+    assert waited[0] < waited[1]
+    assert all(line["time/reward_funcs"] >= 0.3 for line in fast)
+
+
+def test_a_function_with_a_state_sees_each_batch_in_its_turn(make_policy, tokenizer, prompts, make_args):
+    args, function = asynchronous(make_args, "run", save_steps=2), Stateful(0.0)
+    run(make_policy(), tokenizer, prompts, args, function)
+    assert spans(args.output_dir, "rewards") == []
+    state = json.loads((Path(args.output_dir) / "checkpoint-2" / "resume" / "state.json").read_text())
+    assert state["values"]["rewards"] == {"Stateful": {"calls": 2}}
+
+
+def test_evaluation_never_calls_a_function_beside_itself(make_policy, tokenizer, prompts, make_args):
+    args, function = asynchronous(make_args, "run", eval_steps=1), Slow(0.1)
+    run(make_policy(), tokenizer, prompts, args, function, eval_dataset=prompts[:4])
+    assert function.most == 1
+    assert len(function.calls) == 12
+
+
+def test_an_error_stops_the_run_when_its_batch_has_its_turn(make_policy, tokenizer, prompts, make_args):
+    args, calls = asynchronous(make_args, "run"), []
+
+    def fails_third(completions, **_):
+        calls.append(threading.current_thread().name)
+        if len(calls) == 3:
+            raise ValueError("no more")
+        return [float(len(text)) for text in completions]
+
+    with pytest.raises(RewardError, match="fails_third"):
+        run(make_policy(), tokenizer, prompts, args, fails_third)
+    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [1, 2]
+
+
+def test_only_the_very_completions_that_were_judged_are_taken():
+    groups = tuple(Group(Prompt(i, i, (1,)), ()) for i in range(2))
+    others = tuple(replace(group, samples=(None,)) for group in groups)  # a share that was sampled again
+    asked: list[object] = []
+
+    def judge(given):
+        asked.append(given)
+        return len(asked)
+
+    rewards = EarlyRewards(judge)
+    with rewards.running(None):
+        rewards.begin(1, groups)
+        assert rewards.of(Batch(1, 0, groups, 0.0)) == 1
+        rewards.begin(2, groups)
+        deadline = time.monotonic() + 60
+        while len(asked) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert rewards.of(Batch(2, 0, others, 0.0)) == 3
+        assert rewards.of(Batch(3, 0, groups, 0.0)) == 4
+    assert asked == [groups, groups, others, groups]

@@ -1,0 +1,228 @@
+"""Supervised stages: passes by tokens, the loss history, and what happens after an end in the middle."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import new_policy
+
+from async_rlhf.cli import _spelt_out
+from async_rlhf.commands.reward import run_reward
+from async_rlhf.commands.sft import SFTTrainer, run_sft
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.commands.training import StageTrainer
+from async_rlhf.commands.unfinished import Unfinished
+from async_rlhf.config import AdapterConfig, ConfigError, ParallelConfig, RewardConfig, SFTConfig
+from async_rlhf.models.loading import write_model
+
+TEXTS = [{"query": f"q{i}:", "query_reference_response": f"q{i}:{'ab' * (i % 9)} {i % 7}"} for i in range(40)]
+PAIRS = [{"prompt": f"p{i}", "chosen": f" good{'d' * (i % 6)}", "rejected": f" bad{'x' * (i % 4)}"} for i in range(40)]
+
+
+@pytest.fixture
+def sft(tmp_path, tokenizer) -> SFTConfig:
+    """Two epochs of five steps."""
+    write_model(new_policy(), tokenizer, tmp_path / "base")
+    (tmp_path / "texts.jsonl").write_text(json_lines(TEXTS))
+    return SFTConfig(
+        train=str(tmp_path / "texts.jsonl"),
+        output_dir=str(tmp_path / "whole"),
+        model=str(tmp_path / "base"),
+        eval=str(tmp_path / "texts.jsonl"),
+        num_epochs=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        logging_steps=2,
+        eval_steps=4,
+        weight_decay=0.1,
+    )
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def same_weights(one: str | Path, other: str | Path) -> bool:
+    """Bit for bit."""
+    left, right = weights(one), weights(other)
+    return left.keys() == right.keys() and all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+def history(folder: str | Path) -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """In place of kill -9: nothing cleans up."""
+
+
+def stop_after(step: int, patch: pytest.MonkeyPatch, written: bool = True) -> None:
+    """End the process, as it were, after the checkpoint of that step, or in the middle of writing it."""
+    real = Unfinished.save
+
+    def save(unfinished, number, *rest):
+        if number == step and not written:
+            half = unfinished.folder / f".checkpoint-{number}.tmp"
+            half.mkdir()
+            (half / "state.json").write_text("{")
+            raise Killed
+        real(unfinished, number, *rest)
+        if number == step:
+            raise Killed
+
+    patch.setattr(Unfinished, "save", save)
+
+
+def interrupted(run, config, step: int, written: bool = True) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(step, patch, written)
+        with pytest.raises(Killed):
+            run(config)
+    gc.collect()  # a process that has ended holds no lock
+    assert not Path(config.output_dir).exists()
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_a_resumed_stage_is_the_uninterrupted_one(sft, tmp_path, monkeypatch, adapters):
+    """Bit for bit: weights, results, and every line of the loss history; after two ends, once in the middle of
+    writing a checkpoint, and after more lines than the checkpoint knows. The model draws random numbers in each pass.
+    """
+    plain = SFTTrainer.loss_sum
+    monkeypatch.setattr(SFTTrainer, "loss_sum", lambda *args: plain(*args) * (1 + torch.rand(()) / 2))
+    sft = replace(sft, lora=AdapterConfig(adapters), lr_scheduler_type="cosine", save_steps=3)
+    whole = run_sft(sft)
+    cut = replace(sft, output_dir=str(tmp_path / "cut"), resume=True)
+    interrupted(run_sft, cut, 6)
+    place = tmp_path / ".cut.unfinished"
+    assert [path.name for path in place.glob("checkpoint-*")] == ["checkpoint-6"]
+    with (place / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7}\n')
+    interrupted(run_sft, cut, 9, written=False)
+    assert run_sft(cut) == whole
+    assert history(cut.output_dir) == history(sft.output_dir)
+    assert same_weights(cut.output_dir, sft.output_dir)
+    assert not place.exists()
+
+
+def test_a_reward_model_is_resumed_too(sft, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text(json_lines(PAIRS))
+    sizes = {"per_device_train_batch_size": 4, "num_epochs": 2, "save_steps": 5}
+    config = RewardConfig(str(tmp_path / "pairs.jsonl"), str(tmp_path / "r"), model=str(tmp_path / "base"), **sizes)
+    whole = run_reward(config)
+    cut = replace(config, output_dir=str(tmp_path / "cut"), resume=True)
+    interrupted(run_reward, cut, 10)
+    assert run_reward(cut) == whole
+    assert all(
+        torch.equal(weights(cut.output_dir)[name], tensor) for name, tensor in weights(config.output_dir).items()
+    )
+    assert whole["score_offset"] != 0
+
+
+def test_what_is_unfinished_is_neither_lost_nor_taken_for_another(sft, tmp_path, caplog):
+    cut = replace(sft, output_dir=str(tmp_path / "cut"), save_steps=3)
+    interrupted(run_sft, cut, 3)
+    with pytest.raises(
+        ConfigError, match=r"'.*cut' is unfinished, with checkpoint-3 in .*; set resume .* or overwrite"
+    ):
+        run_sft(cut)
+    resumed = replace(cut, resume=True)
+    with pytest.raises(ConfigError, match=r"another run, .*:\n  learning_rate: was 0\.001, is 0\.01\n"):
+        run_sft(replace(resumed, learning_rate=0.01))
+    (tmp_path / "more.jsonl").write_text(json_lines(TEXTS[:30]))
+    with pytest.raises(ConfigError, match=r"another run, .*:\n  inputs\.train: was 'xxh3"):
+        run_sft(replace(resumed, train=str(tmp_path / "more.jsonl")))
+    (place,) = (tmp_path / ".cut.unfinished").glob("checkpoint-*")
+    tensors = place / "tensors.safetensors"
+    before = tensors.read_bytes()
+    tensors.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    right = r"resume: checkpoint-3 in '.*' is damaged, and there is no other; set overwrite"
+    with pytest.raises(ConfigError, match=right):
+        run_sft(resumed)
+    assert "checkpoint-3 is damaged and is passed over" in caplog.text
+    run_sft(replace(resumed, overwrite=True))  # from the beginning
+    assert [line["step"] for line in history(cut.output_dir) if "loss" in line] == [2, 4, 6, 8, 10]
+    interrupted(run_sft, replace(cut, output_dir=str(tmp_path / "again")), 3)
+    run_sft(replace(cut, output_dir=str(tmp_path / "again"), overwrite=True))
+    assert same_weights(tmp_path / "again", tmp_path / "cut")
+
+
+def test_keys_that_change_no_weight_may_change_on_resume(sft, tmp_path):
+    run_sft(sft)
+    cut = replace(sft, output_dir=str(tmp_path / "cut"), save_steps=3)
+    interrupted(run_sft, cut, 6)
+    run_sft(replace(cut, resume=True, save_steps=4, logging_steps=5, eval_steps=0))
+    assert all(
+        torch.equal(weights(tmp_path / "cut")[name], tensor) for name, tensor in weights(tmp_path / "whole").items()
+    )
+
+
+def test_the_loss_history(sft, tmp_path):
+    results = run_sft(sft)
+    lines = history(sft.output_dir)
+    losses = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in losses] == [2, 4, 6, 8, 10]
+    assert all(line.keys() == {"step", "epoch", "loss", "grad_norm", "lr", "tokens"} for line in losses)
+    assert sum(line["loss"] for line in losses) / 5 == pytest.approx(results["train_loss"], rel=1e-12)
+    assert [line["epoch"] for line in losses] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert losses[-1]["tokens"] == 2 * sum(len(row["query_reference_response"]) + 1 for row in TEXTS)
+    rates = [line["lr"] for line in losses]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(1e-3 * 9 / 9)  # the second step, after a warm-up of one
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 10]
+    assert lines[-1]["eval_loss"] == results["eval_loss"]
+
+
+@pytest.mark.parametrize("tokens", [1, 30, "auto"])
+def test_tokens_limit_passes_and_change_no_weight(sft, tmp_path, monkeypatch, tokens):
+    sft = replace(sft, model=None, new_model=replace(sft.new_model, vocab_size=300, hidden_size=16, num_layers=1))
+    sft = replace(sft, bf16=False, learning_rate=1e-2, num_epochs=1)
+    monkeypatch.setattr(StageTrainer, "_adamw", lambda self: torch.optim.SGD(self.model.parameters(), 0.1))
+    run_sft(sft)
+    seen = []
+    real = SFTTrainer.collate
+    monkeypatch.setattr(SFTTrainer, "collate", lambda self, rows: seen.append(rows) or real(self, rows))
+    limited = replace(sft, output_dir=str(tmp_path / "limited"), max_tokens_per_pass=tokens)
+    results = run_sft(limited)
+    sizes = [sum(len(row.tokens) for row in rows) for rows in seen]
+    most = {1: 1, 30: 30, "auto": 2048}[tokens]
+    assert all(size <= most or len(rows) == 1 for size, rows in zip(sizes, seen, strict=True))
+    assert {1: len(seen) == 40, 30: 5 < len(seen) < 40, "auto": len(seen) == 5}[tokens]
+    for name, tensor in weights(sft.output_dir).items():
+        assert torch.allclose(weights(limited.output_dir)[name], tensor, rtol=0, atol=1e-6), name
+    ours, theirs = history(limited.output_dir), history(sft.output_dir)
+    assert [line["loss"] for line in ours[:2]] == pytest.approx([line["loss"] for line in theirs[:2]], rel=1e-5)
+    assert results["rows"] == 40
+
+
+def test_ranks_that_were_not_launched_are_refused_before_anything_is_read(tmp_path):
+    config = SFTConfig("nowhere.jsonl", str(tmp_path / "sft"), parallel=ParallelConfig(ranks=2))
+    right = r"parallel\.ranks: got 2; start the command with torchrun .* -m async_rlhf\.cli sft"
+    with pytest.raises(ConfigError, match=right):
+        run_sft(config)
+    with pytest.raises(
+        ConfigError, match=r"device: got 'cuda:1'; must be null, \"cpu\" or \"cuda\" with parallel.ranks"
+    ):
+        replace(config, device="cuda:1")
+
+
+def test_resume_is_a_flag():
+    assert _spelt_out("sft", ["--resume", "--train", "d"]) == ["--resume=true", "--train", "d"]
+    assert _spelt_out("reward", ["--resume", "false"]) == ["--resume", "false"]
+    assert _spelt_out("sft", ["--resume-anyway"]) == ["--resume_anyway=true"]
+
+
+def test_what_others_have_put_beside_is_kept(sft, tmp_path, caplog):
+    place = tmp_path / ".whole.unfinished"
+    place.mkdir()
+    (place / "thesis.txt").write_text("years of work")
+    run_sft(sft)
+    assert [path.name for path in place.iterdir()] == ["thesis.txt"]
+    assert "thesis.txt was not written by a stage" in caplog.text
+    shutil.rmtree(place)
