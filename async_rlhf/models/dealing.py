@@ -13,6 +13,8 @@ from torch import Tensor
 from async_rlhf.models.rows import dealt
 from async_rlhf.ranks.collectives import Ranks
 
+_SENT = {torch.int64: torch.int32}
+"""Types of what is sent, where they differ: tokens and lengths are below 2^31."""
 _AHEAD = 2
 """Rounds under way at a time: that which is computed, and the next."""
 
@@ -64,7 +66,7 @@ class Deal:
         if ranks.count > 1:
             self._sizes, types, self.told = ranks.from_lead(place, plan)
             # The largest first, so that each begins where its type may.
-            self._types = dict(sorted(types.items(), key=lambda item: -item[1].itemsize))
+            self._types = dict(sorted(types.items(), key=lambda item: -_sent(item[1]).itemsize))
             passes = len(self._sizes)
         self._hands = [list(dealt(range(passes), rank, ranks.count)) for rank in range(ranks.count)]
 
@@ -96,18 +98,24 @@ class Deal:
 
     def _packed(self, number: int) -> Tensor:
         rows = self._rows(number)
-        return torch.cat([rows[name].reshape(-1).view(torch.uint8) for name in self._types])
+        return torch.cat(
+            [rows[name].to(_sent(dtype)).view(-1).view(torch.uint8) for name, dtype in self._types.items()]
+        )
 
     def _unpacked(self, message: Tensor, number: int) -> dict[str, Tensor]:
         parts = message.split(self._bytes(number))
         return {
-            name: part.view(dtype).view(self._shape(name, number))
+            name: part.view(_sent(dtype)).view(self._shape(name, number)).to(dtype)
             for (name, dtype), part in zip(self._types.items(), parts, strict=True)
         }
 
     def _bytes(self, number: int) -> list[int]:
         """Of each tensor of a pass."""
-        return [prod(self._shape(name, number)) * dtype.itemsize for name, dtype in self._types.items()]
+        return [prod(self._shape(name, number)) * _sent(dtype).itemsize for name, dtype in self._types.items()]
 
     def _shape(self, name: str, number: int) -> list[int]:
         return [self._sizes[number][letter] for letter in name.rpartition("_")[2]]
+
+
+def _sent(dtype: torch.dtype) -> torch.dtype:
+    return _SENT.get(dtype, dtype)

@@ -67,10 +67,9 @@ def step(folder: str, planted: bool = False) -> None:
     found = {"bytes": counted.bytes, "rows": len(experience), "metrics": len(metrics)}
     if ranks.leads:
         tensors = experience.tensors()
-        tokens = sum(tensor.element_size() for name, tensor in tensors.items() if name.endswith("_BT"))
-        seen = sum(tensors[name].element_size() for name in ("tokens_BT", "sampled_BT"))
-        # Twice to annotate, by the reference and by the policy, and once to train.
-        found["all"] = int(experience.lengths_B.sum()) * (2 * seen + tokens)
+        # 4 bytes a number, tokens too: two numbers twice to annotate, by reference and policy, and all to train.
+        numbers = 2 * 2 + sum(name.endswith("_BT") for name in tensors)
+        found["all"] = int(experience.lengths_B.sum()) * 4 * numbers
     path = Path(folder) / f"{'planted' if planted else 'right'}-{ranks.rank}.json"
     path.write_text(json.dumps(found))
 

@@ -13,7 +13,7 @@ WORKER = {"generation": {"placement": "process"}}
 
 REFUSED = {
     "tokens of the learner left on the host": (
-        Fault("learner.learner:Learner._add", "part.tokens_BT.to(device)", "part.tokens_BT"),
+        Fault("learner.learner:Learner._add", 'part["tokens_BT"].to(device)', 'part["tokens_BT"]'),
         GRPO,
         DEVICES,
     ),
