@@ -98,28 +98,7 @@ class Learner:
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
             load(self.model)
-        models = {"policy": policy, "reference policy": own_reference, "value model": value}
-        whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
-        unread = {name: whole.pop(name) for name, model in list(whole.items()) if is_unread(model)}
-        pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, policy))
-        pack(whole)
-        for model in (policy, value):
-            if isinstance(model, PreTrainedModel):
-                compile_blocks(model, config)
-            if config.gradient_checkpointing is True and isinstance(model, PreTrainedModel):
-                model.gradient_checkpointing_enable()
-                model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
-        # From here on the weights may be sharded, so no code may rely on having all of them.
-        self.reference = None if own_reference is None else frozen(own_reference, config, self.parallel)
-        self._reference_at_hand = at_hand(self.reference, config, self.parallel)
-        parts = [self.policy] if self.value is None else [self.policy, self.value]
-        if config.fp16:
-            self.parallel.loss_scale = LossScale()
-        self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, optimizers[0]))
-        with self._autocast():
-            pack(unread, device=self.parallel.device)  # it computes with their weights
-        for model in unread.values():
-            self.parallel.settle(model)
+        self._prepare(own_reference, optimizers[0])
         self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
@@ -133,6 +112,32 @@ class Learner:
         self._batch_coef = self.kl_coef
         """That of the current batch, on rank 0."""
         self.model.train()
+
+    def _prepare(self, reference: PreTrainedModel | None, own: torch.optim.Optimizer | None) -> None:
+        """Choose how the models compute, hand their weights to the strategy, and make the optimiser."""
+        config, value = self.config, self.value
+        models = {"policy": self.policy, "reference policy": reference, "value model": value}
+        whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
+        unread = {name: whole.pop(name) for name, model in list(whole.items()) if is_unread(model)}
+        pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, self.policy))
+        pack(whole)
+        for model in (self.policy, value):
+            if isinstance(model, PreTrainedModel):
+                compile_blocks(model, config)
+            if config.gradient_checkpointing is True and isinstance(model, PreTrainedModel):
+                model.gradient_checkpointing_enable()
+                model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
+        # From here on the weights may be sharded, so no code may rely on having all of them.
+        self.reference = None if reference is None else frozen(reference, config, self.parallel)
+        self._reference_at_hand = at_hand(self.reference, config, self.parallel)
+        parts = [self.policy] if value is None else [self.policy, value]
+        if config.fp16:
+            self.parallel.loss_scale = LossScale()
+        self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, own))
+        with self._autocast():
+            pack(unread, device=self.parallel.device)  # it computes with their weights
+        for model in unread.values():
+            self.parallel.settle(model)
 
     def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
         """A separate model, or None if none is needed: there is no KL, or adapters can be switched off."""
