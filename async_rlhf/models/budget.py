@@ -148,7 +148,7 @@ def with_checkpointing(
         return config
     if device.type != "cuda":
         return replace(config, gradient_checkpointing=False)
-    room = _USED * torch.cuda.get_device_properties(device).total_memory
+    room = _USED * torch.cuda.mem_get_info(device)[1]
     needed = bytes_without_checkpointing(config, trained, frozen, parallel)
     needed = max(parallel.ranks.gather("gradient_checkpointing", needed))
     told = "on" if needed > room else "off"

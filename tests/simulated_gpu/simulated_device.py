@@ -371,6 +371,7 @@ def install() -> None:
     cuda.set_device = lambda device: None
     cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.get_device_name = lambda device=None: "simulated GPU"
+    cuda.mem_get_info = lambda device=None: (80 * 10**9, 80 * 10**9)
     cuda.get_device_capability = lambda *args: (9, 0)
     cuda.manual_seed_all = cuda.manual_seed = lambda seed: None
     cuda.get_rng_state_all = lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(GPUS)]

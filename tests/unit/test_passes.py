@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,8 +191,7 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
 def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
     """With so much of the memory that all activations need."""
     needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel())
-    properties = SimpleNamespace(total_memory=share * needed / 0.8)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, share * needed / 0.8))
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
         decided = with_checkpointing(config, [new_policy()], [], Parallel(), gpu)
