@@ -65,7 +65,9 @@ REFUSED = {
         INDEX,
     ),
     "the reward model is not moved": (
-        Fault("models.loading:reward_model_for", "check_reward_model(model).to(device)", "check_reward_model(model)"),
+        Fault(
+            "models.loading:reward_model_for", "_placed(check_reward_model(model), device)", "check_reward_model(model)"
+        ),
         GRPO,
         r"is on the wrong device",  # it would score, on the CPU
     ),
