@@ -142,7 +142,7 @@ class TrainingLoop:
         ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
         if not self.run.ranks.leads:
             return None
-        random_tensors, random_values = random_state.capture()
+        random_tensors, random_values = self.run.scorer.random_state()
         return ResumeState(
             batch=batch,
             config=as_saved(self.run.config, self.run.algorithm.name),

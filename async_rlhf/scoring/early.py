@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from async_rlhf.reports.trace import Trace
+from async_rlhf.system.random_state import RandomState, capture
 from async_rlhf.types import Batch, Group
 
 Judged = TypeVar("Judged")
@@ -43,6 +44,9 @@ class EarlyRewards(Generic[Judged]):
         self._alone = threading.Lock()
         self._waiting: queue.SimpleQueue[_Job[Judged] | None] = queue.SimpleQueue()
         self._jobs: dict[int, _Job[Judged]] = {}
+        self._beginning = threading.Lock()
+        self._random: dict[int, RandomState] = {}
+        """By batch that is judged before its turn: the state of the global random generators before that."""
 
     @contextmanager
     def running(self, trace: Trace | None) -> Iterator[None]:
@@ -61,25 +65,39 @@ class EarlyRewards(Generic[Judged]):
         self._jobs[index] = job
         self._waiting.put(job)
 
+    def random_state(self) -> RandomState:
+        """The state of the global random generators, from which the batches that have not had their turn yet draw."""
+        with self._beginning:
+            return self._random[min(self._random)] if self._random else capture()
+
     def of(self, batch: Batch) -> Judged:
         """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
         job = self._jobs.pop(batch.index, None)
-        if job is not None and not job.done.cancel() and job.is_of(batch):  # under way, or done
-            return job.done.result()
-        with self._alone:
-            return self._judge(batch.groups)
+        try:
+            if job is not None and not job.done.cancel() and job.is_of(batch):  # under way, or done
+                return job.done.result()
+            with self._alone:
+                return self._judge(batch.groups)
+        finally:
+            with self._beginning:
+                self._random.pop(batch.index, None)
 
     def _work(self, trace: Trace | None) -> None:
         while (job := self._waiting.get()) is not None:
+            with self._alone:
+                self._do(job, trace)
+
+    def _do(self, job: _Job[Judged], trace: Trace | None) -> None:
+        with self._beginning:
             if not job.done.set_running_or_notify_cancel():
-                continue
-            started = time.monotonic()
-            try:
-                with self._alone:
-                    judged = self._judge(job.groups)
-            except BaseException as error:  # whatever it is, it is raised where the batch has its turn
-                job.done.set_exception(error)
-            else:
-                job.done.set_result(judged)
-            if trace is not None:
-                trace.add("rewards", started, time.monotonic(), "rewards", batch=job.index)
+                return
+            self._random[job.index] = capture()
+        started = time.monotonic()
+        try:
+            judged = self._judge(job.groups)
+        except BaseException as error:  # whatever it is, it is raised where the batch has its turn
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(judged)
+        if trace is not None:
+            trace.add("rewards", started, time.monotonic(), "rewards", batch=job.index)

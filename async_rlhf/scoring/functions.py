@@ -26,9 +26,11 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 
 None instead of a number says that the function does not apply to that completion, and leaves its reward to the others.
 
-Every call is made in a new thread, with a new event loop for an async function, so anything that belongs to one thread
-or loop (a database connection, an HTTP session) must be opened within the call. Functions of one batch run at the same
-time, so a function that draws random numbers needs its own generator if the run is to be repeatable.
+A batch is judged as soon as it has been sampled, beside training on the one before, unless a function keeps a state
+(`load_state_dict`), or an evaluation comes first. Every call is made in a new thread, with a new event loop for an
+async function, so anything that belongs to one thread or loop (a database connection, an HTTP session) must be opened
+within the call. Functions of one batch run at the same time, so a function that draws random numbers needs its own
+generator if the run is to be repeatable.
 """
 
 

@@ -41,6 +41,7 @@ from async_rlhf.scoring.functions import (
     raise_or_warn,
 )
 from async_rlhf.scoring.stoppable import Source, StoppableFunction, source_of, warn_unstoppable
+from async_rlhf.system.random_state import RandomState
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
 
@@ -156,8 +157,13 @@ class Scorer:
         """Say that a batch has been sampled: what needs no rank of the learner is computed from now on, unless a
         function keeps a state, and so has to see the batches in their turn. From any thread of rank 0.
         """
-        if not self.state():
+        evaluating = self.config.eval_steps > 0 and (index - 1) % self.config.eval_steps == 0
+        if not self.state() and not (evaluating and index > 1):  # an evaluation calls the functions before
             self._early.begin(index, groups)
+
+    def random_state(self) -> RandomState:
+        """The state of the global random generators, from which the rewards of the next batch draw."""
+        return self._early.random_state()
 
     def _judge(self, groups: Sequence[Group]) -> _Judged:
         """What reward functions say, and a reward model that computes elsewhere."""

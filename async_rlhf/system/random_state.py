@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+RandomState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors, and values for JSON."""
 
-def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:
+
+def capture() -> RandomState:
     """The states of Python's, numpy's and torch's generators, as tensors and as values for JSON."""
     tensors = {"random.torch": torch.get_rng_state()}
     if torch.cuda.is_available():

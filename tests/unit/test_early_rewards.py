@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from async_rlhf import KLConfig
 from async_rlhf.run.trainer import OnlineTrainer
@@ -113,6 +116,38 @@ def test_an_error_stops_the_run_when_its_batch_has_its_turn(make_policy, tokeniz
         run(make_policy(), tokenizer, prompts, args, fails_third)
     lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
     assert [line["batch"] for line in lines] == [1, 2]
+
+
+class Drawing(Slow):
+    """Draws from the global generators."""
+
+    def __call__(self, completions, **_):
+        super().__call__(completions)
+        return [random.random() + float(torch.rand(())) for _ in completions]
+
+
+class WaitForTheNext(TrainerCallback):
+    """Holds each batch up until the next one has been judged."""
+
+    def __init__(self, function: Slow) -> None:
+        self.function = function
+
+    def on_step_end(self, args, state, control, **_):
+        deadline = time.monotonic() + 60
+        while len(self.function.calls) <= state.global_step < state.max_steps and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def test_a_checkpoint_has_the_random_numbers_that_the_next_batch_was_judged_with(
+    make_policy, tokenizer, prompts, make_args
+):
+    whole, function = asynchronous(make_args, "whole", save_steps=1), Drawing(0.0)
+    lines = run(make_policy(), tokenizer, prompts, whole, function, callbacks=[WaitForTheNext(function)])
+    assert len(function.calls) == 6
+    again = replace(whole, output_dir=f"{whole.output_dir}-again", resume_from=f"{whole.output_dir}/checkpoint-3")
+    random.seed(5)
+    found = run(make_policy(), tokenizer, prompts, again, Drawing(0.0))
+    assert [line["objective/scores"] for line in found][-3:] == [line["objective/scores"] for line in lines][3:]
 
 
 def test_only_the_very_completions_that_were_judged_are_taken():
