@@ -198,6 +198,7 @@ def _build(
     require(legible, "parallel.strategy", config.parallel.strategy, right)
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
+    record = inputs.record or of_python(config, algorithm.name, inputs)  # as asked for
     config = with_checkpointing(config, trained, _frozen(config, algorithm, models, device), parallel, device)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
@@ -209,7 +210,6 @@ def _build(
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
     temperature = config.eval_temperature or config.generation.temperature
     one_each = replace(models.params, samples_per_prompt=1, temperature=temperature)
-    record = inputs.record or of_python(config, algorithm.name, inputs)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if inputs.optimizers[0] is not None:
         fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)

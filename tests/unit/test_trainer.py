@@ -198,9 +198,10 @@ def test_the_trace_shows_sampling_and_training_side_by_side(make_policy, tokeniz
     train(make_policy, tokenizer, prompts, args)
     events = json.loads((Path(args.output_dir) / "trace.json").read_text())
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert set(tracks.values()) == {"learner", "generator 0"}
+    assert set(tracks.values()) == {"learner", "generator 0", "rewards"}
     spans = [(tracks[e["tid"]], e["name"], e["args"].get("batch")) for e in events if e["ph"] == "X"]
-    for name, track in {"wait": "learner", "score": "learner", "train": "learner", "generate": "generator 0"}.items():
+    places = {"wait": "learner", "score": "learner", "train": "learner", "generate": "generator 0"}
+    for name, track in places.items():
         assert sorted(b for t, n, b in spans if (t, n) == (track, name)) == [1, 2, 3, 4, 5, 6]
     # Version 5 and 6 sample nothing in a run of six batches with one batch of lag, so they are not published.
     published = [e["args"]["version"] for e in events if e["name"] == "publish"]
