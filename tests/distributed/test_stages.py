@@ -18,6 +18,8 @@ from async_rlhf.commands.training import StageTrainer
 
 pytestmark = pytest.mark.distributed
 
+STAGES = SCRIPT.with_name("stages.py")
+
 COMMON = ["--device=cpu", "--learning_rate=1e-2", "--logging_steps=2", "--eval_steps=3", "--num_epochs=2"]
 TRAINED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     # 45 rows are 5 batches and 5 rows more: a step with an odd number of passes.
@@ -100,9 +102,8 @@ def spread(tmp_path_factory) -> Path:
 def started(folder: Path, commands: list[list[str]], timeout: float) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("launching.SCRIPT", SCRIPT.with_name("stages.py"))
         options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
-        return finish(start_ranks(commands, options, folder / "log"), folder / "log", timeout)
+        return finish(start_ranks(commands, options, folder / "log", STAGES), folder / "log", timeout)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -167,8 +168,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_stage_goes_on_exactly(tmp
     options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        patch.setattr("launching.SCRIPT", SCRIPT.with_name("stages.py"))
-        process = start_ranks([whole, cut], options, log)
+        process = start_ranks([whole, cut], options, log, STAGES)
     try:
         place = tmp_path / ".cut.unfinished"
         deadline = time.monotonic() + 120
