@@ -158,7 +158,7 @@ def make_inputs(folder: Path) -> None:
     import torch
     from transformers import GPTNeoXForCausalLM
 
-    from async_rlhf.models.loading import write_model
+    from async_rlhf.models.saving import write_model
 
     torch.manual_seed(0)
     write_model(GPTNeoXForCausalLM(tiny_config()), byte_tokenizer(), folder / "base")

@@ -175,6 +175,12 @@ class Counted:
         return counting
 
 
+def tiny_config(length: int) -> GPTNeoXConfig:
+    """Of models whose weights do not matter, with so many positions."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    return GPTNeoXConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=length, num_labels=1, pad_token_id=0)
+
+
 def step(rows: int, length: int, rank: int, ranks: int) -> None:
     """One batch up to the first micro-batch, on one rank; then the process prints what it has found, and ends."""
     config = GRPOConfig(
@@ -192,16 +198,7 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
         parallel=ParallelConfig(strategy="ddp", ranks=ranks),
         device="cpu",
     )
-    small = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-        max_position_embeddings=length,
-        num_labels=1,
-        pad_token_id=0,
-    )
+    small = tiny_config(length)
     policy, reward = GPTNeoXForCausalLM(small), GPTNeoXForSequenceClassification(small)
     group = dist.new_group(backend="gloo") if ranks > 1 else None
     parallel = make_parallel(config, Ranks(rank, ranks, rank, ranks, group))

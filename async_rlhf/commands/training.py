@@ -29,10 +29,11 @@ from async_rlhf.config.stages import StageConfig
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.strategies.choice import from_accelerate, spread_over
 from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens, memory_of
-from async_rlhf.models.loading import require_alike, write_model
+from async_rlhf.models.loading import require_alike
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import dealt
+from async_rlhf.models.saving import write_model
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 

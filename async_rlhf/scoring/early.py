@@ -74,8 +74,10 @@ class EarlyRewards(Generic[Judged]):
         """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
         job = self._jobs.pop(batch.index, None)
         try:
-            if job is not None and not job.done.cancel() and job.is_of(batch):  # under way, or done
+            if job is not None and job.is_of(batch):
                 return job.done.result()
+            if job is not None:
+                job.done.cancel()
             with self._alone:
                 return self._judge(batch.groups)
         finally:

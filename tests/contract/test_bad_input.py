@@ -21,7 +21,8 @@ from async_rlhf.config import ConfigError, GroupConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.generation import placement
-from async_rlhf.models.loading import load_policy, load_reward_model, write_model
+from async_rlhf.models.loading import load_policy, load_reward_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
 from async_rlhf.scoring import RewardError

@@ -34,7 +34,7 @@ from async_rlhf.generation import process
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import verify

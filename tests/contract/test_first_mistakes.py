@@ -14,7 +14,7 @@ from async_rlhf.cli import COMMANDS, _find, main
 from async_rlhf.config.parsing import _main_keys
 from async_rlhf.config.spelling import _ELSEWHERE, keys_of
 from async_rlhf.config.yaml_text import key_lines
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.reports import integrations
 from async_rlhf.run.config import RunConfig
 

@@ -70,7 +70,7 @@ from async_rlhf.generation.shared import shared_engine
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.strategies.deepspeed import ZeRO
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace

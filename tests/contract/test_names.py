@@ -16,7 +16,7 @@ from tiny import PROMPTS
 
 import async_rlhf
 from async_rlhf.cli import COMMANDS
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 ROWS = [line.split("|")[2] for line in PAGE.splitlines() if re.match(r"\| (?!original|TRL \||---)", line)]

@@ -19,7 +19,8 @@ from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.evaluation.penalties import Penalties, training_penalties
 from async_rlhf.evaluation.tables import format_table
 from async_rlhf.models import loading
-from async_rlhf.models.loading import load_policy, new_reward_model, write_model
+from async_rlhf.models.loading import load_policy, new_reward_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.reports import progress
 from async_rlhf.reports.progress import Lines, progress_bar
 from async_rlhf.reports.summary import training_summary

@@ -12,7 +12,7 @@ from tiny import byte_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from async_rlhf.cli import main
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"

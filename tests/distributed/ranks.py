@@ -92,6 +92,20 @@ def unsteady(slow: float = 0.0, none_at: int = 0, missing: int = 0):
     return rewards
 
 
+def require_no_batch(trainer: OnlineTrainer) -> None:
+    """This rank is not 0: it must get no completions, scores or annotated rows."""
+    annotate = trainer.learner.annotate
+
+    def without_batch(scored):
+        assert scored.batch.groups == ()
+        assert scored.scores_PK.numel() == 0
+        experience, metrics = annotate(scored)
+        assert (len(experience), metrics) == (0, {})
+        return experience, metrics
+
+    trainer.learner.annotate = without_batch
+
+
 def train(
     folder: str,
     name: str,
@@ -143,16 +157,7 @@ def train(
         eval_dataset=PROMPTS[:5] if evaluate else None,
     )
     if rank > 0:
-        alone = trainer.learner.annotate
-
-        def without_batch(scored):
-            assert scored.batch.groups == ()
-            assert scored.scores_PK.numel() == 0
-            experience, metrics = alone(scored)
-            assert (len(experience), metrics) == (0, {})
-            return experience, metrics
-
-        trainer.learner.annotate = without_batch
+        require_no_batch(trainer)
     if fail is not None:
         annotate, batches = trainer.learner.annotate, count(1)
 

@@ -18,7 +18,7 @@ from tiny import byte_tokenizer, new_policy, new_reward_model
 from async_rlhf.cli import _run
 from async_rlhf.commands.training import StageTrainer
 from async_rlhf.commands.unfinished import Unfinished
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.ranks.parallel import decayed_groups, trainable
 
 

@@ -26,7 +26,7 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import ConfigError, RayConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+
+import torch
+from tiny import PROMPTS, new_args
 
 from async_rlhf.commands.quickstart import stage_configs
+from async_rlhf.commands.train import run_train
 from async_rlhf.config.quickstart import QuickstartConfig
+from async_rlhf.generation.placement import threads_side_by_side
+from async_rlhf.models.saving import write_model
 from async_rlhf.reports.asynchrony import asynchrony, better_threads, read_rows
+from async_rlhf.run.config import DataConfig, RunConfig
 
 
 def rows(batch: float, generate: float, warm_up: float = 9.0) -> list[dict[str, float]]:
@@ -58,3 +66,29 @@ def test_threads_should_go_where_the_other_side_waits():
     even = [{"time/batch": 1.0, "time/generate": 1.0, "time/wait": 0.05}] * 5
     assert better_threads(even, 4, 1, 4) == ""
     assert better_threads(waiting, 1, 1, 1) == ""  # two cores cannot be divided otherwise
+
+
+def test_only_runs_that_share_one_cpu_are_told_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr("async_rlhf.generation.placement.available_cores", lambda: 8)
+    cpu, together = torch.device("cpu"), {"staleness": 1, "num_threads": None}
+    args = new_args(tmp_path, generation={"placement": "process", "num_threads": 2, "workers": 2}, **together)
+    assert threads_side_by_side(args, cpu, ranks=1) == (2, 2, 4)
+    assert threads_side_by_side(args, torch.device("cuda"), ranks=1) is None
+    assert threads_side_by_side(args, cpu, ranks=2) is None
+    assert threads_side_by_side(new_args(tmp_path), cpu, ranks=1) is None
+
+
+def test_the_command_says_it_at_the_end(tmp_path, make_policy, tokenizer, monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr("async_rlhf.commands.train.better_threads", lambda *given: asked.append(given) or "Do this.")
+    write_model(make_policy(), tokenizer, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    (tmp_path / "gold.py").write_text("def gold(completions, **_):\n    return [float(len(x)) for x in completions]\n")
+    args = new_args(tmp_path, generation={"placement": "process"}, staleness=1, total_episodes=16)
+    data = DataConfig(str(tmp_path / "rows.jsonl"))
+    with caplog.at_level(logging.INFO):
+        run_train(RunConfig(str(tmp_path / "model"), data, reward_funcs=[f"{tmp_path}/gold.py:gold"], train=args))
+    assert "Do this." in caplog.messages
+    ((rows, *threads),) = asked
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert threads == [1, 1, 1]

@@ -15,7 +15,7 @@ from tiny import PROMPTS
 
 from async_rlhf.config import ConfigError, SFTConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 
 FILE = {"model": "m", "train": "d", "output_dir": "out"}
 

@@ -26,7 +26,7 @@ from async_rlhf.evaluation.statistics import (
     wilson,
     win_rate,
 )
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
 

@@ -17,7 +17,8 @@ from async_rlhf.evaluation.likelihood import EncodedRow, original_perplexity, re
 from async_rlhf.evaluation.statistics import length_controlled_win_rate, outcomes
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import score_rows
-from async_rlhf.models.loading import load_policy, load_reward_model, write_model
+from async_rlhf.models.loading import load_policy, load_reward_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.system.files import whole_lines
 
 REWARD = """

@@ -19,7 +19,8 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, RewardConfig, SFTConfig
 from async_rlhf.data.formats import first_words, identity, prompt_identity
 from async_rlhf.data.held_out import hold_out
-from async_rlhf.models.loading import load_tokenizer, write_model
+from async_rlhf.models.loading import load_tokenizer
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 
 TEXTS = [{"text": f"one {i % 20} two {'word ' * (i % 4)}end.", "score": i % 5} for i in range(40)]

@@ -37,7 +37,7 @@ from async_rlhf.data.json_lines import JsonLines
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import read_ratings
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 
 TEMPLATE = (
@@ -299,7 +299,7 @@ from tiny import byte_tokenizer, new_args
 from async_rlhf.data import cache, token_cache
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 cache.CACHED_FROM = 1
 tokenizer = byte_tokenizer()

@@ -28,8 +28,9 @@ from async_rlhf.config import (
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.data.templates import CHATML, read_template, use_template
 from async_rlhf.data.tokenizer import train_tokenizer
-from async_rlhf.models.loading import load_policy, load_tokenizer, write_model
+from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import new_language_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.models.snapshots import checksum, named_weights
 from async_rlhf.run.config import DataConfig, RunConfig
 

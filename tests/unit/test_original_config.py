@@ -19,7 +19,7 @@ from async_rlhf.compat.original.keys import KEYS
 from async_rlhf.compat.original.translation import our_default
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 
 MODEL_KEYS = """
     model_name_or_path model_revision torch_dtype trust_remote_code attn_implementation use_peft lora_r lora_alpha

@@ -24,7 +24,7 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.plan import WorkloadConfig
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.planning.roofline import batch_of
 from async_rlhf.run.config import RunConfig
 from async_rlhf.types import Experience, PolicyOutput

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 
@@ -260,3 +261,14 @@ def test_every_model_of_the_learner_is_compiled(
     learner = trainer.run.learner
     models = (learner.policy, learner.reference, learner.value, trainer.run.scorer.reward_model)
     assert {id(block) for model in models for block in model.gpt_neox.layers} == {id(block) for block in asked}
+
+
+def test_what_is_decided_of_recomputing_reaches_the_model(make_policy, tokenizer, prompts, make_args, monkeypatch):
+    for decided in (True, False):
+        monkeypatch.setattr(
+            "async_rlhf.run.wiring.with_checkpointing",
+            lambda config, *_, to=decided: replace(config, gradient_checkpointing=to),
+        )
+        args = make_args(f"run-{decided}", total_episodes=8)
+        trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        assert trainer.learner.policy.is_gradient_checkpointing is decided

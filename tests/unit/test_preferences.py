@@ -22,7 +22,8 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.commands.training import train
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.models.loading import load_reward_model, write_model
+from async_rlhf.models.loading import load_reward_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.types import Prompt, Sample
 
 

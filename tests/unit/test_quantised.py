@@ -23,7 +23,8 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError, EvaluateConfig, PairsConfig, RelabelConfig
 from async_rlhf.models import quantised
 from async_rlhf.models.forward import score_rows
-from async_rlhf.models.loading import frozen_checksum, load_reward_model, write_model
+from async_rlhf.models.loading import frozen_checksum, load_reward_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 
 needs_it = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="pip install 'async-rlhf[quantized]'")

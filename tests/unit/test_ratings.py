@@ -29,7 +29,8 @@ from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import draw_pairs
 from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.models.forward import score_rows
-from async_rlhf.models.loading import load_reward_model, load_tokenizer, write_model
+from async_rlhf.models.loading import load_reward_model, load_tokenizer
+from async_rlhf.models.saving import write_model
 
 RATED = [{"text": f"{'x' * (i % 7)} {'yz'[i % 2] * 3} {i}", "score": 40.0 + 10 * (i % 2)} for i in range(120)]
 

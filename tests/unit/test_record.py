@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from async_rlhf import OnlineDPOTrainer, RLOOTrainer
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.callbacks import TRACKERS, training_arguments
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, of_python, without_secret_words

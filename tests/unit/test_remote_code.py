@@ -25,14 +25,8 @@ from async_rlhf.commands.sft import run_sft
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, PairsConfig, RewardConfig, SFTConfig
 from async_rlhf.config.stages import RelabelConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.models.loading import (
-    brings_code,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-    new_reward_model,
-    write_model,
-)
+from async_rlhf.models.loading import brings_code, load_policy, load_reward_model, load_tokenizer, new_reward_model
+from async_rlhf.models.saving import write_model
 
 PACKAGE = Path(load_rows.__code__.co_filename).parents[1]
 CODE = """

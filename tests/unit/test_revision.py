@@ -12,7 +12,8 @@ import pytest
 from async_rlhf.commands.serve import arguments
 from async_rlhf.commands.stage import fingerprint
 from async_rlhf.config import ConfigError, ServeConfig
-from async_rlhf.models.loading import load_policy, with_revision, write_model
+from async_rlhf.models.loading import load_policy, with_revision
+from async_rlhf.models.saving import write_model
 
 PROGRAM = """
 import json, sys

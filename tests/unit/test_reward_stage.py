@@ -23,7 +23,8 @@ from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardC
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.forward import score_rows
-from async_rlhf.models.loading import load_reward_model, load_tokenizer, new_reward_model, write_model
+from async_rlhf.models.loading import load_reward_model, load_tokenizer, new_reward_model
+from async_rlhf.models.saving import write_model
 
 PAIRS = [{"prompt": f"p{i}", "chosen": f" good{i % 3}", "rejected": f" bad{i % 4}"} for i in range(40)]
 ROWS = [(65 + i, 66, *range(70, 72 + i), 256) for i in range(9)]

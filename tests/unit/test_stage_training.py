@@ -20,7 +20,7 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.commands.training import StageTrainer
 from async_rlhf.commands.unfinished import Unfinished
 from async_rlhf.config import AdapterConfig, ConfigError, ParallelConfig, RewardConfig, SFTConfig
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 
 TEXTS = [{"query": f"q{i}:", "query_reference_response": f"q{i}:{'ab' * (i % 9)} {i % 7}"} for i in range(40)]
 PAIRS = [{"prompt": f"p{i}", "chosen": f" good{'d' * (i % 6)}", "rejected": f" bad{'x' * (i % 4)}"} for i in range(40)]

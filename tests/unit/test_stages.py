@@ -24,7 +24,8 @@ from async_rlhf.commands.training import LengthBatches, train
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
 from async_rlhf.evaluation.likelihood import EncodedRow
-from async_rlhf.models.loading import load_policy, load_tokenizer, write_model
+from async_rlhf.models.loading import load_policy, load_tokenizer
+from async_rlhf.models.saving import write_model
 from async_rlhf.models.snapshots import checksum, named_weights
 
 # ---------------------------------------------------------------- stages

@@ -8,8 +8,9 @@ from transformers import AutoTokenizer
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses, split_text, train_tokenizer
-from async_rlhf.models.loading import load_tokenizer, write_model
+from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.models.new import new_language_model
+from async_rlhf.models.saving import write_model
 
 TEXTS = ["def read_file(path): Return the content.", "def write_file(path, text): Write the text."] * 20
 HARD = ["", " two  spaces ", "tab\tand\nline\r\n", "naïve Ünïcode — 漢字 🙂", "don't , stop .", "<|endoftext|x"]

@@ -13,7 +13,7 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.online import TOTAL_EPISODES
 from async_rlhf.data.unsized import UnsizedPrompts, is_unsized
-from async_rlhf.models.loading import write_model
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer, formatted
 

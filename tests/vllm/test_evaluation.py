@@ -18,7 +18,8 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import GenerateConfig, VLLMConfig
 from async_rlhf.evaluation.likelihood import EncodedRow, response_logprob_sums
 from async_rlhf.models.forward import score_rows
-from async_rlhf.models.loading import load_policy, load_reward_model, write_model
+from async_rlhf.models.loading import load_policy, load_reward_model
+from async_rlhf.models.saving import write_model
 
 pytestmark = pytest.mark.vllm
 
