@@ -22,7 +22,7 @@ from async_rlhf import OnlineDPOTrainer  # noqa: E402
 from async_rlhf.commands.evaluate import run_evaluate  # noqa: E402
 from async_rlhf.commands.sft import run_sft  # noqa: E402
 from async_rlhf.config import EvaluateConfig, SFTConfig  # noqa: E402
-from async_rlhf.models.loading import write_model  # noqa: E402
+from async_rlhf.models.saving import write_model  # noqa: E402
 from async_rlhf.run.callbacks import TRACKERS, training_arguments  # noqa: E402
 
 GENERATION = {"response_length": 6, "num_threads": 1}
