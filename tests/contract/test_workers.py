@@ -26,7 +26,6 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.run import choices
 from async_rlhf.run.trainer import OnlineTrainer
 
-
 SEEDS = int(os.environ.get("TEST_SEEDS", "1"))
 """How many runs whose workers come and go; more take longer."""
 
