@@ -126,8 +126,8 @@ def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(tmp_path
     saved = as_saved(before, "online_dpo")
     del saved["learning_rate"], saved["generation.top_k"]
     found = r"\n  generation.top_k: was 0, is 5\n  learning_rate: was [^,]*, is 0.5\n"
+    after = replace(before, learning_rate=0.5, generation=replace(before.generation, top_k=5))
     with pytest.raises(ConfigError, match=found):
-        after = replace(before, learning_rate=0.5, generation=replace(before.generation, top_k=5))
         ResumeState(0, saved, {}, {}, {}).check(after, "online_dpo")
 
 
