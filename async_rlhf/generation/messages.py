@@ -68,15 +68,22 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One worker's share of a batch."""
+    """Some prompts of a batch, for one worker."""
 
     batch: int
+    unit: int
+    """Its number among the batch's units, from 0."""
     version: int | None
     """None for the newest when the worker starts."""
     prompts: tuple[Prompt, ...]
     probe: bool = False
     in_flight: bool = False
     """Switch to newer weights as soon as there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is built: the worker can take requests."""
 
 
 @dataclass(frozen=True, slots=True)
