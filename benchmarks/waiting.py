@@ -74,9 +74,9 @@ def _small(vocabulary: int, positions: int) -> GPTNeoXConfig:
 
 
 class CountingModel(GPTNeoXForCausalLM):
-    """Counts down: after token n comes n - 1, and after token 1 the last of the vocabulary. So the last token of a prompt
-    is the length of its answer. Each step of decoding takes the same time, however many rows it has, as on a device that
-    mostly reads weights; a token of any other pass takes ``config.token_seconds``.
+    """Counts down: after token n comes n - 1, and after token 1 the last of the vocabulary. So the last token of a
+    prompt is the length of its answer. Each step of decoding takes the same time, however many rows it has, as on a
+    device that mostly reads weights; a token of any other pass takes ``config.token_seconds``.
     """
 
     @functools.wraps(GPTNeoXForCausalLM.forward)

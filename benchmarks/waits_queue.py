@@ -3,7 +3,8 @@
     python benchmarks/waits_queue.py [--json] [--batches 9]
 
 The real trainer, S = 2, one generator process with 32 places and 512 rows a batch, whose lengths are lognormal
-(sigma 1). Its model waits for each step of decoding as on a device of its own (waiting.py), so that cores do not matter.
+(sigma 1). Its model waits for each step of decoding as on a device of its own (waiting.py), so that cores do not
+matter.
 For each, means over the batches after the first two and before the last two:
 
     places      share of the places that were taken, over all steps of decoding

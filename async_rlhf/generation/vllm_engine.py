@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ class VLLMEngine:
         self.params = params
         self.version = -1
         self.occupancy = Occupancy()
+        self._names = count()
+        self._finished: dict[str, Any] = {}
+        """Outputs that nobody has taken yet, by the request's name."""
         self.refresh: Callable[[], None] | None = None
         self._spec = spec
         self._heartbeat: Callable[[], None] = lambda: None
@@ -124,31 +128,29 @@ class VLLMEngine:
 
         seeds = request_seeds(self.params.seed, prompts)
         params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
-        outputs = self._run([prompt.tokens for prompt in prompts], params, progress)
+        outputs = self._run([prompt.tokens for prompt in prompts], params, progress, self.refresh)
         return [_samples(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
         """See :class:`~async_rlhf.generation.protocol.Engine`. vLLM's scheduler fills the places."""
         from vllm import SamplingParams as VLLMParams
 
-        engine, under_way, taken = self._llm.llm_engine, dict[int, Prompt](), 0
-        places = max(1, self.params.batch_size // self.params.samples_per_prompt)
+        under_way: dict[str, tuple[int, Prompt]] = {}
+        places, numbers = max(1, self.params.batch_size // self.params.samples_per_prompt), count()
         while True:
             prompts = more(places - len(under_way)) if len(under_way) < places else ()
-            for prompt, seed in zip(prompts, request_seeds(self.params.seed, prompts), strict=True):
+            for prompt in prompts:
+                (seed,) = request_seeds(self.params.seed, [prompt])
                 params = VLLMParams(**request_fields(self.params, seed), detokenize=False)
-                self._add(taken, prompt.tokens, params)
-                under_way[taken] = prompt
-                taken += 1
+                under_way[self._add(prompt.tokens, params)] = next(numbers), prompt
             if not under_way:
                 return
             if self.refresh is not None:
                 self.refresh()
-            for output in engine.step():
-                if output.finished:
-                    number = int(output.request_id)
-                    yield number, _samples(under_way.pop(number), output)
-            self._heartbeat()
+            self._step()
+            for request in under_way.keys() & self._finished.keys():
+                number, prompt = under_way.pop(request)
+                yield number, _samples(prompt, self._finished.pop(request))
 
     def probe(self) -> list[float]:
         """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
@@ -180,30 +182,38 @@ class VLLMEngine:
         del self._llm
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[Any], progress: Callable[[int], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Any],
+        progress: Callable[[int], None] | None = None,
+        refresh: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """vLLM's outputs, in the order of the prompts."""
-        engine = self._llm.llm_engine
-        for i, (tokens, given) in enumerate(zip(prompts, params, strict=True)):
-            self._add(i, tokens, given)
-        finished: dict[int, Any] = {}
-        while engine.has_unfinished_requests():
-            if self.refresh is not None:
-                self.refresh()
-            for output in engine.step():
-                if output.finished:
-                    finished[int(output.request_id)] = output
-                    if progress is not None:
-                        progress(len(finished))
-            self._heartbeat()
-        return [finished[i] for i in range(len(prompts))]
+        """vLLM's outputs, in the order of the prompts. Others that are under way go on."""
+        requests = [self._add(tokens, given) for tokens, given in zip(prompts, params, strict=True)]
+        left, done = set(requests), 0
+        while left:
+            if refresh is not None:
+                refresh()
+            self._step()
+            left -= self._finished.keys()
+            if progress is not None and len(requests) - len(left) > done:
+                done = len(requests) - len(left)
+                progress(done)
+        return [self._finished.pop(request) for request in requests]
 
-    def _add(self, number: int, tokens: Sequence[int], params: Any) -> None:
+    def _add(self, tokens: Sequence[int], params: Any) -> str:
+        """Begin a request. Returns its name."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        prompt = {"prompt_token_ids": list(tokens)}
-        self._llm.llm_engine.add_request(str(number), prompt, params, lora_request=self._adapter)
+        request, prompt = str(next(self._names)), {"prompt_token_ids": list(tokens)}
+        self._llm.llm_engine.add_request(request, prompt, params, lora_request=self._adapter)
+        return request
+
+    def _step(self) -> None:
+        """One step of vLLM's scheduler, for all that is under way."""
+        self._finished |= {output.request_id: output for output in self._llm.llm_engine.step() if output.finished}
+        self._heartbeat()
 
 
 def _samples(prompt: Prompt, output: Any) -> tuple[Sample, ...]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from faulty_worker import run_slow_worker
 from tiny import count_letters
+from transformers import TrainerCallback
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.stream import PromptStream
@@ -25,9 +26,11 @@ from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import drawn_versions
 
 
-def run(make_policy, tokenizer, prompts, args, algorithm="online_dpo", reward=count_letters):
+def run(make_policy, tokenizer, prompts, args, algorithm="online_dpo", reward=count_letters, callbacks=()):
     policy = make_policy()
-    OnlineTrainer(policy, args, prompts, reward_funcs=reward, processing_class=tokenizer).train()
+    OnlineTrainer(
+        policy, args, prompts, reward_funcs=reward, processing_class=tokenizer, callbacks=list(callbacks)
+    ).train()
     folder = Path(args.output_dir)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
@@ -136,6 +139,36 @@ def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
         assert row["engine/logprob_difference_max"] < 1e-4  # each token by the weights it is recorded with
         assert 0 <= row["schedule/lag_mean"] <= row["schedule/lag"] <= 2
     assert any(row["schedule/lag_mean"] < row["schedule/lag"] for row in metrics)
+
+
+def test_a_worker_that_dies_in_flight_has_its_completions_sampled_again(
+    make_policy, tokenizer, prompts, make_args, monkeypatch
+):
+    """With several requests of several batches under way: none is lost, and none is answered twice."""
+    monkeypatch.setattr(process, "run_worker", run_slow_worker)
+    held = []
+
+    class Killed(TrainerCallback):
+        def on_step_begin(self, arguments, state, control, **_):
+            worker = made[0].workers[0]
+            if state.global_step in (2, 4):
+                held.append({request.batch for request in worker.open})
+                os.kill(worker.process.pid, signal.SIGKILL)
+
+    made = []
+    build = process.ProcessGenerator.__init__
+    monkeypatch.setattr(
+        process.ProcessGenerator, "__init__", lambda self, *a, **k: made.append(self) or build(self, *a, **k)
+    )
+    generation = {"placement": "process", "in_flight": True, "response_length": 30, "workers": 2}
+    args = make_args("killed", generation, staleness=2, staleness_mode="bounded", total_episodes=64)
+    _, metrics, _ = run(make_policy, tokenizer, prompts, args, callbacks=[Killed()])
+    assert [row["batch"] for row in metrics] == list(range(1, 9))
+    assert len(held) == 2
+    assert max(map(len, held)) > 1, "requests of more than one batch were under way"
+    for row in metrics:
+        assert row["engine/logprob_difference_max"] < 1e-4
+        assert row["schedule/lag"] <= 2
 
 
 def test_a_record_that_does_not_fit_is_named(tmp_path, make_policy, tokenizer, prompts, make_args):

@@ -44,9 +44,9 @@ def batch(index: int, units: int) -> list[Request]:
     return [Request(index, unit, 0, (), probe=True) for unit in range(units)]
 
 
-def make(count: int, clock: Clock | None = None) -> tuple[list[Worker], Dispatcher]:
+def make(count: int, clock: Clock | None = None, at_once: int = 1) -> tuple[list[Worker], Dispatcher]:
     workers = [Worker(number) for number in range(count)]
-    return workers, Dispatcher(workers, clock or Clock())
+    return workers, Dispatcher(workers, clock or Clock(), at_once)
 
 
 def test_free_workers_take_the_next_units_in_order_across_batches():
@@ -60,6 +60,28 @@ def test_free_workers_take_the_next_units_in_order_across_batches():
     assert (first.given, second.given) == ([(1, 0)], [(1, 1), (1, 2), (2, 0), (2, 1)])
     dispatcher.answered(first)
     assert first.open == []
+
+
+def test_workers_that_take_several_at_a_time_have_about_equally_many_and_answer_in_any_order():
+    clock = Clock()
+    (first, second), dispatcher = make(2, clock, at_once=3)
+    dispatcher.add(batch(1, 4))
+    dispatcher.add(batch(2, 4))
+    assert first.given == [(1, 0), (1, 2), (2, 0)]
+    assert second.given == [(1, 1), (1, 3), (2, 1)]
+    clock.now = 2.0
+    answered = dispatcher.answered(first, 2, 0)
+    assert (answered.batch, answered.unit) == (2, 0)
+    assert [(request.batch, request.unit) for request in first.open] == [(1, 0), (1, 2), (2, 2)]
+    lost = dispatcher.lost(second)
+    assert [(request.batch, request.unit) for request in lost] == [(1, 1), (1, 3), (2, 1)]
+    for batch_and_unit in ((1, 0), (1, 2), (2, 2)):
+        dispatcher.answered(first, *batch_and_unit)
+    assert first.given[4:] == [(1, 1), (1, 3), (2, 1)], "what the other had comes before what nobody had"
+    clock.now = 4.0
+    dispatcher.answered(first, 1, 3)
+    dispatcher.answered(first, 1, 1)
+    assert dispatcher.idle_share(1) == 0, "as long as it has something, a worker is busy"
 
 
 def test_what_a_lost_worker_had_comes_first():
