@@ -18,6 +18,8 @@ class SecondsConfig(Checked):
 
     generate: float | None = key(None, above(0), main="where times come from")
     """Time of each generator for its share, including loading the weights."""
+    rewards: float = key(0.0, at_least(0))
+    """Seconds of the reward functions of a batch. They judge a batch as soon as it is sampled, beside training."""
     score: float = key(0.0, at_least(0))
     """Time of rewards, and of the reference and value models' passes over the batch."""
     train: float | None = key(None, above(0), main="where times come from")

@@ -15,7 +15,7 @@ from async_rlhf.reports.trace import LEARNER
 METRICS, TRACE = "metrics.jsonl", "trace.json"
 FEWEST = 4
 """Least number of batches that must remain to measure anything."""
-_WORK = ("time/mismatch", "time/score", "time/annotate", "time/train")
+_WORK = ("time/mismatch", "time/annotate", "time/train")
 _SPANS = ("time/wait", "time/score", "time/annotate", "time/train", "time/publish")
 
 
@@ -71,10 +71,16 @@ def _row(log: dict[str, float], generate: tuple[float, ...]) -> BatchTimes:
     return BatchTimes(generate, *_learner(log))
 
 
-def _learner(log: dict[str, float]) -> tuple[float, float, float]:
-    """Seconds of work, of publishing, and of the rest. Comparing engine and learner is work, but done within "wait"."""
+def _learner(log: dict[str, float]) -> tuple[float, float, float, float]:
+    """Seconds of work, of publishing, of the rest, and of reward functions, which run beside all of that.
+
+    Comparing engine and learner is work, but done within "wait". What "score" takes beyond the functions is the reward
+    model's; of functions that ran beside training it has only what was waited for.
+    """
     other = log["time/batch"] - sum(log.get(name, 0.0) for name in _SPANS)
-    return sum(log.get(name, 0.0) for name in _WORK), log["time/publish"], max(0.0, other)
+    rewards = log.get("time/reward_funcs", 0.0)
+    work = max(0.0, log["time/score"] - rewards) + sum(log.get(name, 0.0) for name in _WORK)
+    return work, log["time/publish"], max(0.0, other), rewards
 
 
 def _by_generator(path: Path) -> tuple[dict[int, tuple[float, ...]], bool]:
@@ -92,7 +98,8 @@ def _by_generator(path: Path) -> tuple[dict[int, tuple[float, ...]], bool]:
         if event["name"] == "load":  # comes right before the samples of these weights
             loading[track] = event["dur"] / 1e6
         elif event["name"] == "generate":
-            found[event["args"]["batch"]][track] = event["dur"] / 1e6 + loading.pop(track, 0.0)
+            seconds = found[event["args"]["batch"]]  # of all requests of the batch
+            seconds[track] = seconds.get(track, 0.0) + event["dur"] / 1e6 + loading.pop(track, 0.0)
     in_turn = any(LEARNER in seconds for seconds in found.values())
     return {batch: tuple(seconds[name] for name in sorted(seconds)) for batch, seconds in found.items()}, in_turn
 

@@ -2,7 +2,8 @@
 
 Version v of the weights is published after batch v; batch b is sampled by version max(0, b - 1 - S), so publishing
 version v lets batches up to v + 1 + S begin. Every generator samples its share of each batch, one batch after the
-other. The learner takes the batches in order, each as soon as all its shares are ready.
+other. Reward functions judge a batch as soon as all its shares are ready, one batch after the other, and the learner
+takes the batches in order, each as soon as it is judged.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class Work:
         learn: seconds of the learner for each batch, up to the update.
         publish: seconds of publishing version 0, 1, ...
         other: seconds of the learner after each batch.
+        rewards: seconds of the reward functions for each batch; none if empty.
     """
 
     generate: Sequence[Sequence[float]]
     learn: Sequence[float]
     publish: Sequence[float]
     other: Sequence[float]
+    rewards: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class _Generators:
         count = len(generate[0])
         self.missing = [count] * len(generate)
         """Shares of each batch that are still to come."""
+        self.sampled = [math.inf] * len(generate)
+        """When the last share of each batch came."""
         self.spans: list[Span] = []
         self._released = 0
         self._next = [0] * count
@@ -113,6 +118,8 @@ class _Generators:
         batch = self._next[generator]
         self._next[generator] += 1
         self.missing[batch] -= 1
+        if not self.missing[batch]:
+            self.sampled[batch] = now
         self.spans.append(Span(generator, "generate", batch + 1, started, now))
         self._begin(generator, now)
 
@@ -139,15 +146,11 @@ def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
     """
     generators = _Generators(work.generate)
     spans = generators.spans
-    now = 0.0
+    now = judged = 0.0
     for name, batch, seconds in _learner(work, staleness):
         started, left = now, seconds
         if name == "wait":
-            while generators.missing[batch - 1]:
-                seconds = generators.left()
-                now += seconds
-                generators.work(seconds)
-                generators.finish(now)
+            now, judged = _wait(generators, batch, work.rewards, now, judged)
             continue
         while (until := generators.left()) < left:
             now += until * slowdown
@@ -160,6 +163,37 @@ def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
         if name == "publish":
             generators.release(batch + 1 + staleness, now)
     return _outcome(spans, len(work.generate[0]), len(work.learn), staleness)
+
+
+def _wait(
+    generators: _Generators, batch: int, rewards: Sequence[float], now: float, judged: float
+) -> tuple[float, float]:
+    """Let time pass until a batch is sampled and its reward functions are done.
+
+    Args:
+        generators: which go on with other batches.
+        batch: from 1.
+        rewards: seconds of the functions for each batch, one batch after the other; none if empty.
+        now: the time.
+        judged: when the functions were done with the batch before.
+
+    Returns:
+        The time then, and when the functions were done.
+    """
+    while generators.missing[batch - 1]:
+        seconds = generators.left()
+        now += seconds
+        generators.work(seconds)
+        generators.finish(now)
+    judged = max(judged, generators.sampled[batch - 1]) + (rewards[batch - 1] if rewards else 0.0)
+    while (until := generators.left()) < judged - now:
+        now += until
+        generators.work(until)
+        generators.finish(now)
+    if judged > now:
+        generators.work(judged - now)
+        now = judged
+    return now, judged
 
 
 def _outcome(spans: list[Span], generators: int, batches: int, staleness: int) -> Outcome:

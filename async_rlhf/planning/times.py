@@ -32,12 +32,14 @@ class BatchTimes:
         learn: of the learner up to the update.
         publish: of publishing the weights.
         other: of the learner after the batch.
+        rewards: of the reward functions, which run beside training.
     """
 
     generate: tuple[float, ...]
     learn: float
     publish: float
     other: float = 0.0
+    rewards: float = 0.0
 
 
 class DoesNotFitError(ValueError):
@@ -87,6 +89,7 @@ class Scaled:
                 row.learn * learn,
                 0.0 if split.in_turn else row.publish,
                 row.other,
+                row.rewards,
             )
             for i, row in enumerate(self.rows)
         ]
@@ -108,7 +111,8 @@ def given(seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None) -
     assert seconds.train is not None
     measured = Split(scaling.generators or 1, scaling.learners)
     learn = seconds.score + seconds.train
-    row = BatchTimes((seconds.generate,) * measured.generators, learn, seconds.publish, seconds.other)
+    generate = (seconds.generate,) * measured.generators
+    row = BatchTimes(generate, learn, seconds.publish, seconds.other, seconds.rewards)
     return Scaled([row], measured, scaling, prompts)
 
 
@@ -128,13 +132,13 @@ def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, s
     rounds = math.ceil(batches / len(rows))
     order_B = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:batches]
     generate_BG = np.array([row.generate for row in rows])
-    learn_B, publish_B, other_B = (np.array([getattr(row, name) for row in rows]) for name in _LEARNERS)
+    learn_B, *rest = (np.array([getattr(row, name) for row in rows]) for name in _LEARNERS)
     learn_B = _varied(learn_B[:, None], variation.learn, order_B, rng)[:, 0]
     generate_BG = _varied(generate_BG, variation.generate, order_B, rng)
-    return Work(generate_BG.tolist(), learn_B.tolist(), publish_B[order_B].tolist(), other_B[order_B].tolist())
+    return Work(generate_BG.tolist(), learn_B.tolist(), *(seconds_B[order_B].tolist() for seconds_B in rest))
 
 
-_LEARNERS = ("learn", "publish", "other")
+_LEARNERS = ("learn", "publish", "other", "rewards")
 
 
 def _varied(rows_BX: np.ndarray, variation: float | None, order_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -42,10 +42,10 @@ from async_rlhf.types import Batch, Group, Prompt, Sample
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def constant(generate, learn, publish=0.0, other=0.0, batches=60) -> Work:
+def constant(generate, learn, publish=0.0, other=0.0, batches=60, rewards=0.0) -> Work:
     """Batches that are all alike; ``generate`` is one number, or one for each generator."""
     shares = generate if isinstance(generate, tuple) else (generate,)
-    return Work([shares] * batches, [learn] * batches, [publish] * batches, [other] * batches)
+    return Work([shares] * batches, *([seconds] * batches for seconds in (learn, publish, other, rewards)))
 
 
 def spans(outcome: Outcome, name: str) -> list[tuple[int, float, float]]:
@@ -60,7 +60,7 @@ class ClockedGenerator:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.now = 0.0
+        self.now = self.judged = 0.0
         self.free = [0.0] * len(work.generate[0])
         self.ready: dict[int, tuple[float, int]] = {}
 
@@ -70,7 +70,8 @@ class ClockedGenerator:
     def submit(self, index: int, version: int, prompts: object) -> None:
         seconds = self.work.generate[index - 1]
         self.free = [max(free, self.now) + s for free, s in zip(self.free, seconds, strict=True)]
-        self.ready[index] = (max(self.free), version)
+        self.judged = max(self.judged, *self.free) + (self.work.rewards[index - 1] if self.work.rewards else 0.0)
+        self.ready[index] = (self.judged, version)
 
     def collect(self, index: int) -> Batch:
         ready, version = self.ready.pop(index)
@@ -113,7 +114,7 @@ def works(draw):
     def rows(n: int) -> list[float]:
         return draw(st.lists(seconds, min_size=n, max_size=n))
 
-    return Work([rows(generators) for _ in range(batches)], rows(batches), rows(batches), rows(batches))
+    return Work([rows(generators) for _ in range(batches)], *(rows(batches) for _ in range(4)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,6 +329,29 @@ def test_a_run_is_predicted_from_its_own_files(tmp_path, staleness, generators):
         assert (row.learn, row.publish, row.other) == pytest.approx((learn, publish, other))
     again = try_split(Scaled(run.rows, run.split, ScalingConfig()), run.split, PlanConfig()).outcomes[staleness]
     assert again.step_seconds == pytest.approx(outcome.step_seconds, rel=0.03)
+
+
+@pytest.mark.parametrize(("staleness", "seconds"), [(0, 2.5), (1, 1.25), (2, 1.0), (3, 1.0)])
+def test_reward_functions_add_nothing_once_enough_batches_are_under_way(staleness, seconds):
+    """A batch passes through sampling, rewards and training while S + 1 batches do."""
+    assert simulate(constant(1.0, 1.0, rewards=0.5), staleness).step_seconds == pytest.approx(seconds)
+    assert simulate(constant(1.0, 1.0, rewards=3.0), staleness).step_seconds == pytest.approx(
+        max(3.0, 5 / (staleness + 1))
+    )
+
+
+@pytest.mark.parametrize("waited", [0.5, 0.1])
+def test_rewards_are_told_from_the_work_of_the_learner(tmp_path, waited):
+    """Functions in their turn, and beside training, where "score" is only what was waited for them."""
+    rows = [
+        {"batch": b, "eps": 8.0, "time/batch": 2.0, "time/wait": 0.3, "time/score": waited, "time/reward_funcs": 0.5}
+        | {"time/annotate": 0.2, "time/train": 0.6, "time/publish": 0.1, "time/generate": 1.0, "schedule/lag": 1}
+        for b in range(1, 20)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path, warm_up=4)
+    assert run.rows[0].rewards == 0.5
+    assert run.rows[0].learn == pytest.approx(0.8)
 
 
 def test_a_run_without_its_trace_is_read_too(tmp_path):
