@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, VLLMConfig
-from async_rlhf.generation.protocol import Completions
+from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.loading import brings_code
 from async_rlhf.models.quantised import is_quantised, unquantised
@@ -77,6 +77,8 @@ class Request:
     probe: bool = False
     in_flight: bool = False
     """Switch to newer weights as soon as there are any."""
+    params: SamplingParams | None = None
+    """How to sample, if not as for training: it is a share of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,21 @@ class RemoteGenerator:
         if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
 
-    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
+    def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Give each worker its share of the held-out prompts."""
+        self.submit(-version, version, prompts, params)
+
+    def collect_evaluation(self, version: int) -> tuple[Group, ...]:
+        """Wait for every share of them; raises what :meth:`collect` does."""
+        with self.trace.span("wait", evaluation=version):
+            replies = self._await(-version)
+        self.parallel.ranks.meet(f"answers of version {version}")
+        completions = [group for reply in replies for group in reply.completions]
+        return tuple(Group(p, c) for p, c in zip(self._prompts.pop(-version), completions, strict=True))
+
+    def submit(
+        self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> None:
         """Give each worker its share of the batch."""
         self._prompts[index] = prompts
         self._replies[index] = {}
@@ -109,8 +123,9 @@ class RemoteGenerator:
             own = version[worker.number] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
             stripped = tuple(replace(prompt, columns={}) for prompt in share)
-            probe = self._probing and (own is None or own in self._probes)
-            worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight))
+            probe = self._probing and (own is None or own in self._probes) and params is None
+            in_flight = self.config.in_flight and params is None
+            worker.submit(Request(index, own, stripped, probe, in_flight, params))
 
     def collect(self, index: int) -> Batch:
         """Wait for every share of the batch.
@@ -126,7 +141,7 @@ class RemoteGenerator:
 
     def note(self, worker: Worker, reply: Reply) -> None:
         """Note an answer at the moment that it arrives, in any thread: :meth:`collect` may be called much later."""
-        if self.on_arrival is None:
+        if self.on_arrival is None or reply.batch < 0:
             return
         with self._arriving:
             shares = self._here.setdefault(reply.batch, {})
@@ -178,7 +193,7 @@ class RemoteGenerator:
         who = f"{worker.label} answered batch {reply.batch}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        check_completions(who, request.prompts, reply.completions, self._params, self._vocabulary)
+        check_completions(who, request.prompts, reply.completions, request.params or self._params, self._vocabulary)
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])

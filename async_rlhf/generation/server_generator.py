@@ -68,7 +68,7 @@ class ServerGenerator(RemoteGenerator):
         trace: Trace,
         parallel: Parallel = ALONE,
     ) -> None:
-        generation, slots = config.generation, config.staleness + 1
+        generation, slots = config.generation, config.snapshots
         urls, dtype = generation.urls, getattr(torch, generation.dtype)
         described = [check_server(url, policy.config, generation, config.max_length) for url in urls]
         run = uuid.uuid4().hex[:12]
@@ -262,7 +262,7 @@ class _Server:
         if request.in_flight:
             groups = await self._generate_in_flight(client, request.prompts, held)
         else:
-            groups = await self._generate(client, request.prompts)
+            groups = await self._generate(client, request.prompts, request.params or self.params)
         ended = time.monotonic()
         probe = (
             (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
@@ -290,10 +290,12 @@ class _Server:
         await client.resume()
         return expected
 
-    async def _generate(self, client: ServerClient, prompts: Sequence[Prompt]) -> list[tuple[Sample, ...]]:
-        seeds = request_seeds(self.params.seed, prompts)
+    async def _generate(
+        self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[tuple[Sample, ...]]:
+        seeds = request_seeds(params.seed, prompts)
         return await _together(
-            client.generate(prompt.tokens, self.params, seed, self._prefix)
+            client.generate(prompt.tokens, params, seed, self._prefix)
             for prompt, seed in zip(prompts, seeds, strict=True)
         )
 
@@ -305,7 +307,7 @@ class _Server:
 
         async def sample() -> list[tuple[Sample, ...]]:
             try:
-                return await self._generate(client, prompts)
+                return await self._generate(client, prompts, self.params)
             finally:
                 ended.set()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
-from async_rlhf.generation.protocol import Engine, SamplingParams
+from async_rlhf.generation.protocol import Engine, SamplingParams, drawing
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.snapshots import SnapshotRing
@@ -80,7 +80,8 @@ class RequestHandler:
         self._load(version)
         loaded = time.monotonic()
         engine.refresh = (lambda: self._load(self.weights.newest)) if request.in_flight else None
-        completions = engine.generate(request.prompts)
+        with drawing(engine, request.params):
+            completions = engine.generate(request.prompts)
         ended = time.monotonic()
         probe = (engine.version, engine.probe()) if request.probe else None
         held, self._held = self._held, {engine.version: self._held[engine.version]}
