@@ -281,9 +281,9 @@ class Callbacks:
             vars(callback).update(saved.stateful_callbacks.get(name, {}).get("attributes", {}))
 
     def _stateful(self) -> dict[str, Any]:
-        """Callbacks that have a state, by class name and number among all callbacks."""
-        every = enumerate(self._handler.callbacks)
-        return {f"{type(c).__name__}_{i}": c for i, c in every if isinstance(c, ExportableState)}
+        """Callbacks that have a state, by class name and, of the user's, number among all callbacks."""
+        stateful = {i: c for i, c in enumerate(self._handler.callbacks) if isinstance(c, ExportableState)}
+        return {f"{type(c).__name__}{'' if isinstance(c, StopAtPeak) else f'_{i}'}": c for i, c in stateful.items()}
 
     def begin(self) -> None:
         """Before the first batch."""

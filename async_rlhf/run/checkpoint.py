@@ -152,7 +152,7 @@ class ResumeState:
         if ranks.from_lead("evaluation under way", lambda: same):
             (self.evaluation,) = found
         elif ranks.leads:
-            logger.warning("WARNING: the evaluation that was under way is left out: eval_dataset has other prompts")
+            logger.warning("WARNING: the evaluation that was under way is left out: eval_dataset is another, or none")
 
     def forget_weights(self) -> None:
         """Free the tensors that the learner has loaded; those of the random generators are still needed."""

@@ -8,7 +8,6 @@ for, or the run ends.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from async_rlhf.generation.protocol import drawing
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Run
 from async_rlhf.types import Batch, Group, ScoredBatch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,10 +43,7 @@ class Evaluations:
         resumed = self.run.resumed
         if resumed is None or resumed.evaluation is None:
             return
-        if self.run.eval_prompts is None:
-            told = "the evaluation after batch %d, which was under way, is left out: there is no eval_dataset"
-            logger.warning(told, resumed.evaluation.version)
-        elif resumed.evaluation.version == resumed.batch:
+        if resumed.evaluation.version == resumed.batch:
             self.ask(resumed.batch)
         else:
             self.asked, self._answers = resumed.evaluation.version, resumed.evaluation.groups

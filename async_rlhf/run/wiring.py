@@ -447,4 +447,4 @@ def _restore(run: Run, resumed: ResumeState) -> None:
     resumed.forget_weights()
     resumed.read_ahead(checkpoint, run.prompts)
     resumed.read_evaluation(checkpoint, run.eval_prompts, run.ranks)
-    run.callbacks.unjudged = resumed.values.get("unjudged")
+    run.callbacks.unjudged = None if resumed.evaluation is None else resumed.values.get("unjudged")
