@@ -1,21 +1,20 @@
-"""What all generators outside the learner's process share: numbered snapshots, shares of a batch, proof of both."""
+"""What all generators outside the learner's process share: numbered snapshots, units of a batch, proof of both."""
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.messages import Failure, Reply, Request
+from async_rlhf.generation.dispatch import Dispatcher, Worker, cut
+from async_rlhf.generation.messages import Reply, Request, work
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
@@ -25,30 +24,9 @@ from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
-logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 5.0
-
-
-class Worker(Protocol):
-    """One process or server and its open requests, in order."""
-
-    number: int
-    label: str
-    open: list[Request]
-
-    def submit(self, request: Request) -> None:
-        """Send a request. Returns at once."""
-
-    def answered(self) -> Request:
-        """Remove and return the request that was just answered."""
-
-    def close(self) -> None:
-        """End it."""
-
 
 class RemoteGenerator:
-    """Workers that share the prompts of every batch; subclasses wait for them.
+    """Workers that sample the units of every batch, each the next one when it is free; subclasses wait for them.
 
     Only rank 0 has workers. The other ranks use this class itself, without workers.
 
@@ -74,6 +52,7 @@ class RemoteGenerator:
     ) -> None:
         self.parallel = parallel
         self.workers = workers
+        self.dispatcher = Dispatcher(workers)
         self.snapshots = snapshots
         self.config = config.generation
         self.trace = trace
@@ -83,8 +62,14 @@ class RemoteGenerator:
         self.agreement = Agreement(self.config, params, getattr(torch, self.config.dtype), self._autocast, parallel)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
+        self._submitted = 0
+        """The batch that was submitted last."""
         self._prompts: dict[int, Sequence[Prompt]] = {}
-        self._replies: dict[int, dict[int, Reply]] = {}
+        """By batch, or minus the version that is evaluated; as units and replies."""
+        self._units: dict[int, int] = {}
+        """By batch: how many there are."""
+        self._replies: dict[int, dict[int, tuple[str, Reply]]] = {}
+        """By batch and unit: who answered, and what."""
         self.on_arrival: Callable[[int, Sequence[Group]], None] | None = None
         """Called as soon as all completions of a batch are here, in any thread and before they are checked."""
         self._here: dict[int, dict[int, Completions]] = {}
@@ -99,71 +84,89 @@ class RemoteGenerator:
         if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
 
+    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
+        """Cut the batch into units, of which each free worker takes the next."""
+        self._submit(index, version, prompts)
+        self._submitted = index
+
     def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Give each worker its share of the held-out prompts."""
-        self.submit(-version, version, prompts, params)
+        """The same with held-out prompts, behind the batches that were submitted before."""
+        self._submit(-version, version, prompts, params)
 
     def collect_evaluation(self, version: int) -> tuple[Group, ...]:
-        """Wait for every share of them; raises what :meth:`collect` does."""
+        """Wait for every unit of them; raises what :meth:`collect` does."""
         with self.trace.span("wait", evaluation=version):
             replies = self._await(-version)
-        self.parallel.ranks.meet(f"answers of version {version}")
-        completions = [group for reply in replies for group in reply.completions]
+            self.parallel.ranks.meet(f"answers of version {version}")
+        if self.parallel.ranks.leads:
+            self.dispatcher.idle_share(-version)
+        completions = [group for _, reply in replies for group in reply.completions]
         return tuple(Group(p, c) for p, c in zip(self._prompts.pop(-version), completions, strict=True))
 
-    def submit(
+    def _submit(
         self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> None:
-        """Give each worker its share of the batch."""
-        self._prompts[index] = prompts
-        self._replies[index] = {}
-        count = len(self.workers)
-        for worker in self.workers:
-            share = prompts[worker.number * len(prompts) // count : (worker.number + 1) * len(prompts) // count]
-            own = version[worker.number] if isinstance(version, tuple) else version
+        number = min(self.config.shares, len(prompts))  # held-out prompts may be few
+        parts = cut(prompts, number, self.config.prompts_per_request)
+        self._prompts[index], self._units[index], self._replies[index] = prompts, len(parts), {}
+        requests = []
+        for unit, part in enumerate(parts):
+            own = version[unit] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
-            stripped = tuple(replace(prompt, columns={}) for prompt in share)
+            stripped = tuple(replace(prompt, columns={}) for prompt in part)
             probe = self._probing and (own is None or own in self._probes) and params is None
             in_flight = self.config.in_flight and params is None
-            worker.submit(Request(index, own, stripped, probe, in_flight, params))
+            requests.append(Request(index, unit, own, stripped, probe, in_flight, params, self._submitted))
+        self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:
-        """Wait for every share of the batch.
+        """Wait for every unit of the batch.
 
         Raises:
-            GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
+            GeneratorError: a worker raised, all died too often, one answered with other weights, or none answered.
         """
         replies = self._await(index)
-        seconds, shares = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: _course(replies))
-        completions = [group for reply in replies for group in reply.completions]
+        course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
+        seconds, versions, idle = course
+        completions = [group for _, reply in replies for group in reply.completions]
         groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
-        return Batch(index, min(shares), groups, seconds, shares, self._measure(index, replies, groups))
+        metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle}
+        return Batch(index, min(versions), groups, seconds, versions, metrics)
 
-    def note(self, worker: Worker, reply: Reply) -> None:
-        """Note an answer at the moment that it arrives, in any thread: :meth:`collect` may be called much later."""
-        if self.on_arrival is None or reply.batch < 0:
-            return
+    def taken(self, worker: Worker, reply: Reply) -> Request:
+        """Give the worker its next unit at the moment that its answer arrives, in any thread: :meth:`collect` may be
+        called much later. Returns the request that was answered.
+        """
+        request = self.dispatcher.answered(worker)
+        if self.on_arrival is None or request.params is not None:
+            return request
         with self._arriving:
-            shares = self._here.setdefault(reply.batch, {})
-            shares[worker.number] = reply.completions
-            if len(shares) < len(self.workers):
-                return
-            del self._here[reply.batch]
-        completions = [samples for number in sorted(shares) for samples in shares[number]]
-        prompts = self._prompts.get(reply.batch, ())
+            here = self._here.setdefault(request.batch, {})
+            here[request.unit] = reply.completions
+            if len(here) < self._units[request.batch]:
+                return request
+            del self._here[request.batch]
+        completions = [samples for unit in sorted(here) for samples in here[unit]]
+        prompts = self._prompts.get(request.batch, ())
         if len(prompts) == len(completions):  # else collect() says what is wrong
-            self.on_arrival(reply.batch, tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True)))
+            self.on_arrival(request.batch, tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True)))
+        return request
 
-    def _await(self, index: int) -> list[Reply]:
-        """Every worker's share, in the workers' order."""
-        replies = self._replies[index]
+    def _await(self, index: int) -> list[tuple[str, Reply]]:
+        """Every unit's reply, in order, and who gave it."""
+        replies, units = self._replies[index], self._units[index]
         deadline = time.monotonic() + self.config.timeout
-        while len(replies) < len(self.workers):
+        while len(replies) < units:
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
-        del self._replies[index]
-        return [replies[worker.number] for worker in self.workers]
+        del self._replies[index], self._units[index]
+        return [replies[unit] for unit in range(units)]
+
+    def _course(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[float, tuple[int, ...], float]:
+        """The seconds that completions took, the oldest version in each unit, and the workers' idle share."""
+        seconds = max(reply.ended for _, reply in replies) - min(reply.started for _, reply in replies)
+        return seconds, tuple(_oldest(reply) for _, reply in replies), self.dispatcher.idle_share(index)
 
     def close(self) -> None:
         """End the workers."""
@@ -175,22 +178,23 @@ class RemoteGenerator:
         """Wait this long for an answer. Returns whether one came."""
         raise NotImplementedError
 
-    def _accept(self, worker: Worker, reply: Reply) -> None:
+    def _accept(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
-        self._check(worker, worker.answered(), reply)
-        self._replies[reply.batch][worker.number] = reply
+        self._check(worker, request, reply)
+        self._replies[request.batch][request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
-        self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
+        done = {"batch": reply.batch} if request.params is None else {"evaluation": reply.version}
+        self.trace.add("generate", loaded, reply.ended, worker.label, **done, version=reply.version)
 
     def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Require the complete weights that the request names, and completions that are possible."""
         if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
             raise GeneratorError(
-                f"{worker.label} answered batch {reply.batch} with weights of version {reply.version}; batch "
-                f"{request.batch} needs version {request.version}"
+                f"{worker.label} answered {work(reply.batch)} with weights of version {reply.version}; "
+                f"{work(request.batch)} needs version {request.version}"
             )
-        who = f"{worker.label} answered batch {reply.batch}"
+        who = f"{worker.label} answered {work(reply.batch)}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
         check_completions(who, request.prompts, reply.completions, request.params or self._params, self._vocabulary)
@@ -199,151 +203,28 @@ class RemoteGenerator:
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
             if wrong:
                 raise GeneratorError(
-                    f"{worker.label} sampled batch {reply.batch} with weights that are not those of version "
+                    f"{worker.label} sampled {work(reply.batch)} with weights that are not those of version "
                     f"{version}: {wrong}"
                 )
 
-    def _measure(self, index: int, replies: Sequence[Reply], groups: tuple[Group, ...]) -> dict[str, float]:
+    def _measure(self, index: int, replies: Sequence[tuple[str, Reply]], groups: tuple[Group, ...]) -> dict[str, float]:
         """Require that the engine computes and draws what the learner would, and return how far they differ."""
         assert self._policy is not None
-        probed = []
-        for worker, reply in zip(self.workers, replies, strict=True):
+        probed: list[Tensor] = []
+        for label, reply in replies:
             if reply.probe is not None and reply.probe[0] in self._probes:
                 version, logprobs = reply.probe
                 found_N = differences(logprobs, self._probes[version])
-                who = f"{worker.label} holds the weights of version {version}"
-                self.agreement.probe_noise.require(who, found_N, "the probe")
-                probed.append(found_N.mean().item())
-        metrics = {"weights/probe_difference": max(probed)} if probed else {}
+                # How many workers were probed depends on timing; workers that compute alike are one measurement.
+                if any(torch.equal(found_N, other_N) for other_N in probed):
+                    continue
+                self.agreement.probe_noise.require(
+                    f"{label} holds the weights of version {version}", found_N, "the probe"
+                )
+                probed.append(found_N)
+        worst = {"weights/probe_difference": max(found_N.mean().item() for found_N in probed)} if probed else {}
         with self.trace.span("mismatch", batch=index):
-            return metrics | self.agreement.measure(index, self._policy, self.snapshots.views, groups)
-
-
-class MortalWorker(Worker, Protocol):
-    """A worker that can be restarted when it was lost, and gets its requests again."""
-
-    starts: int
-    """How often it was started; answers from an earlier start are ignored."""
-    since: float
-    """When its silence may have begun."""
-
-    has_begun: bool
-    """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
-
-    def silent_for(self) -> float:
-        """Seconds since its last sign of life, or its start, while it had something to do; 0 if unknown."""
-
-    def end(self) -> str:
-        """Make sure that it has ended, and describe how it ended."""
-
-    def kill(self) -> None:
-        """End it, whatever it is doing."""
-
-    def start(self) -> None:
-        """Start it, the first time or again."""
-
-    def send(self, request: Request) -> None:
-        """Send a request without recording it as open."""
-
-
-class Arrivals(queue.SimpleQueue[tuple[Any, int, Any]]):
-    """(worker, number of its start, answer), put by other threads; a reply is noted at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.note: Callable[[Any, Reply], None] | None = None
-
-    def put(self, item: tuple[Any, int, Any], block: bool = True, timeout: float | None = None) -> None:
-        worker, start, answer = item
-        if self.note is not None and isinstance(answer, Reply) and start == worker.starts:
-            self.note(worker, answer)
-        super().put(item, block, timeout)
-
-
-class RestartingGenerator(RemoteGenerator):
-    """Workers that may die or hang: they are restarted and get their open requests again; the weights are still there.
-    Subclasses make the workers, which put (worker, number of its start, answer) into ``_arrived``; the answer is None
-    when the worker has died.
-    """
-
-    kind: str
-    """What messages call a worker."""
-    workers: Sequence[Any]
-    """Each a :class:`MortalWorker`."""
-
-    def __init__(self, arrived: Arrivals, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        arrived.note = self.note
-        self._arrived = arrived
-        self._restarts = 0
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait for an answer, but wake up in between to see which workers hang. Returns whether one came."""
-        quarter = min(self.config.heartbeat_timeout, self.config.start_timeout) / 4
-        pause, asked = min(max(seconds, 0.0), quarter, _LOOK_SECONDS), time.monotonic()
-        try:
-            worker, start, answer = self._arrived.get(timeout=pause)
-        except queue.Empty:
-            if time.monotonic() - asked > pause + quarter:  # this process itself was stopped for a while
-                for worker in self.workers:
-                    worker.since = time.monotonic()
-                return True
-            self._look_for_the_silent(seconds)
-            return False
-        return start == worker.starts and self._receive(worker, answer)
-
-    def _look_for_the_silent(self, seconds: float) -> None:
-        busy = [worker for worker in self.workers if worker.open]
-        if seconds <= 0:
-            raise GeneratorError(
-                f"no answer from {self.kind} {', '.join(str(worker.number) for worker in busy)} "
-                f"for {self.config.timeout:g} s (generation.timeout)"
-            )
-        for worker in busy:
-            key = "heartbeat_timeout" if worker.has_begun else "start_timeout"
-            limit = self.config.heartbeat_timeout if worker.has_begun else self.config.start_timeout
-            if worker.silent_for() > limit:
-                worker.kill()
-                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.{key})")
-
-    def _receive(self, worker: MortalWorker, reply: Reply | Failure | None) -> bool:
-        if reply is None:  # it died, perhaps in the middle of a message
-            self._restart(worker)
-            return False
-        if isinstance(reply, Failure) and reply.out_of_memory:
-            self._restart(worker, f"ran out of memory: {reply.message}")
-            return False
-        if isinstance(reply, Failure) and reply.is_config:
-            raise ConfigError(reply.message)
-        if isinstance(reply, Failure):
-            raise GeneratorError(f"{self.kind} {worker.number}: {reply.message}\n\n{reply.traceback}")
-        self._accept(worker, reply)
-        return True
-
-    def _restart(self, worker: MortalWorker, why: str = "") -> None:
-        ended = worker.end()
-        why = why or ended
-        if self._restarts >= self.config.max_restarts:
-            raise GeneratorError(
-                f"{self.kind} {worker.number} {why} after {self._restarts} restarts (generation.max_restarts)"
-            )
-        self._restarts += 1
-        logger.warning(
-            "%s %d %s; starting it again, to sample batch %s again",
-            self.kind,
-            worker.number,
-            why,
-            ", ".join(str(request.batch) for request in worker.open),
-        )
-        worker.start()
-        for request in worker.open:
-            worker.send(request)
-
-
-def _course(replies: Sequence[Reply]) -> tuple[float, tuple[int, ...]]:
-    """The seconds that completions took, and the oldest version in each worker's share."""
-    seconds = max(reply.ended for reply in replies) - min(reply.started for reply in replies)
-    return seconds, tuple(_oldest(reply) for reply in replies)
+            return worst | self.agreement.measure(index, self._policy, self.snapshots.views, groups)
 
 
 def _oldest(reply: Reply) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.config import ConfigError
-from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
+from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
 from async_rlhf.generation.protocol import Engine, SamplingParams, drawing
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -113,12 +113,13 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the learner, which ends its workers
     logging.getLogger("transformers").setLevel(logging.ERROR)
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-    replies: queue.SimpleQueue[Reply | Failure | None] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Ready | Reply | Failure | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, requests), daemon=True).start()
     sender = threading.Thread(target=_send, args=(pipe, replies))
     sender.start()
     try:
         handler = RequestHandler(spec, params, ring, heartbeat=lambda: setattr(heartbeat, "value", time.monotonic()))
+        replies.put(Ready())
         while (request := requests.get()) is not None:
             replies.put(handler.answer(request))
     except Exception as error:
@@ -140,7 +141,7 @@ def _read(pipe: Connection, requests: queue.SimpleQueue[Request | None]) -> None
         os._exit(0)  # the learner is gone: nobody needs what this process is computing
 
 
-def _send(pipe: Connection, replies: queue.SimpleQueue[Reply | Failure | None]) -> None:
+def _send(pipe: Connection, replies: queue.SimpleQueue[Ready | Reply | Failure | None]) -> None:
     try:
         while (reply := replies.get()) is not None:
             pipe.send(reply)

@@ -96,7 +96,8 @@ class HereGenerator(RemoteGenerator):
 
     def _wait(self, seconds: float) -> bool:
         worker = self.workers[0]
-        self._accept(worker, worker.handler.answer(worker.open[0]))
+        reply = worker.handler.answer(worker.open[0])
+        self._accept(worker, self.taken(worker, reply), reply)
         return True
 
     def sample(self, batch: int) -> Batch:
