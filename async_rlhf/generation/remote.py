@@ -184,8 +184,10 @@ class RemoteGenerator:
         self._replies[request.batch][request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
-        done = {"batch": reply.batch} if request.params is None else {"evaluation": reply.version}
-        self.trace.add("generate", loaded, reply.ended, worker.label, **done, version=reply.version)
+        if request.params is None:
+            self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
+        else:
+            self.trace.add("evaluate", loaded, reply.ended, worker.label, version=reply.version)
 
     def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Require the complete weights that the request names, and completions that are possible."""
