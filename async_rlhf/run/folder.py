@@ -103,9 +103,9 @@ class Checkpoints:
             return
         paths = self.all()
         names = {Path(one).name for one in wanted}
-        kept = [path for path in paths if path.name in names]
-        room = limit - len(kept)
-        kept += [path for path in reversed(paths) if path not in kept][: max(room, 1)]
+        kept = [path for path in paths if path.name in names or path == paths[-1]]
+        room = max(limit - len(kept), 0)
+        kept += [path for path in reversed(paths) if path not in kept][:room]
         for path in paths:
             if path not in kept and (stranger := stranger_in(path)) is None:
                 delete_whole(path)

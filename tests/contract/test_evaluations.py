@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import count_letters
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.data.stream import PromptStream
@@ -286,7 +286,8 @@ def test_a_run_ends_when_it_is_past_its_peak(make_policy, tokenizer, prompts, ma
     state = trainer.callbacks.state
     assert state.global_step == 4 + staleness
     assert (state.best_metric, Path(state.best_model_checkpoint).name) == (3.0, "checkpoint-2")
-    assert (Path(args.output_dir) / "checkpoint-2").is_dir()
+    kept = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", f"checkpoint-{4 + staleness}"]
     told = "stopped: eval_reward/rising peaked at batch 2 with 3; 2 evaluations since were no better"
     assert caplog.text.count(told) == 1
     evaluated = [row["batch"] for row in lines(args, "metrics.jsonl") if "eval_reward/rising" in row]
@@ -302,6 +303,14 @@ def test_a_resumed_run_ends_at_the_same_batch(make_policy, tokenizer, prompts, m
     state = train(make_policy, tokenizer, prompts, again, reward=Rising()).callbacks.state
     assert (state.global_step, Path(state.best_model_checkpoint).name) == (5, "checkpoint-2")
     assert lines(again, "metrics.jsonl") == lines(whole, "metrics.jsonl")
+
+
+def test_the_callback_of_transformers_stops_as_well(make_policy, tokenizer, prompts, make_args):
+    """It compares with the best checkpoint."""
+    args = make_args(staleness=1, eval_steps=1, save_steps=1, metric_for_best_model="eval_reward/rising")
+    stopping = EarlyStoppingCallback(early_stopping_patience=1)
+    state = train(make_policy, tokenizer, prompts, args, reward=Rising(), callbacks=[stopping]).callbacks.state
+    assert (state.global_step, Path(state.best_model_checkpoint).name) == (4, "checkpoint-2")
 
 
 def test_smaller_can_be_better(make_policy, tokenizer, prompts, make_args):
