@@ -33,8 +33,37 @@ class WaitingModel(GPTNeoXForCausalLM):
 
 def waiting_policy(vocabulary: int, positions: int, variation: float) -> WaitingModel:
     """So small that the waiting is all of its time."""
+    config = _small(vocabulary, positions)
+    config.variation = variation
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
+    return WaitingModel(config)
+
+
+class SleepingModel(GPTNeoXForCausalLM):
+    """Each pass ends when a device of ``config.speed`` would have done it; speed 1 takes ``config.seconds`` a row. What
+    the host does meanwhile costs nothing.
+    """
+
+    @functools.wraps(GPTNeoXForCausalLM.forward)
+    def forward(self, input_ids: Tensor, *others: Any, **options: Any) -> Any:
+        rows, length = input_ids.shape
+        began = time.monotonic() if length > 1 else self.done
+        out = super().forward(input_ids, *others, **options)
+        self.done = began + rows * self.config.seconds / self.config.speed
+        time.sleep(max(0.0, self.done - time.monotonic()))
+        return out
+
+
+def sleeping_policy(vocabulary: int, positions: int, seconds: float) -> SleepingModel:
+    """So small that sleeping is all of its time."""
+    config = _small(vocabulary, positions)
+    config.seconds, config.speed = seconds, 1.0
+    torch.manual_seed(0)
+    return SleepingModel(config)
+
+
+def _small(vocabulary: int, positions: int) -> GPTNeoXConfig:
+    return GPTNeoXConfig(
         vocab_size=vocabulary,
         hidden_size=16,
         num_hidden_layers=1,
@@ -42,5 +71,3 @@ def waiting_policy(vocabulary: int, positions: int, variation: float) -> Waiting
         intermediate_size=16,
         max_position_embeddings=positions,
     )
-    config.variation = variation
-    return WaitingModel(config)

@@ -176,11 +176,12 @@ class RayGenerator(RestartingGenerator):
         spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
         snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, parallel)
         arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        workers = [
-            _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
-            for number in range(generation.workers)
-        ]
+        self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
+        workers = list(map(self._make, range(generation.workers)))
         super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
+
+    def _make(self, number: int) -> _Worker:
+        return _Worker(number, *self._of_each)
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights into the object store, and have every actor fetch them."""

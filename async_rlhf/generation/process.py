@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -57,7 +58,8 @@ class ProcessGenerator(RestartingGenerator):
     ) -> None:
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
         dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
-        devices = [worker_device(generation.device, number, device) for number in range(generation.workers)]
+        self._device = partial(worker_device, generation.device, learner=device)
+        devices = list(map(self._device, range(generation.workers)))
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
         kind = DeviceRing if shared else SnapshotRing
         self.ring = kind.for_model(policy, dtype, config.snapshots, adapters_only, parallel)
@@ -76,13 +78,14 @@ class ProcessGenerator(RestartingGenerator):
                 config, generation=replace(generation, probe_steps=0)
             )  # vLLM gives no log-probabilities of prompts with an adapter
         arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        workers = [
-            _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
-            for number in range(generation.workers)
-        ]
+        self._worker = partial(_Worker, spec=spec, params=params, ring=self.ring, arrived=arrived)
+        workers = list(map(self._make, range(generation.workers)))
         super().__init__(arrived, config, policy, params, trace, parallel, self.ring, workers)
         # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
+
+    def _make(self, number: int) -> _Worker:
+        return self._worker(number, self._device(number))
 
     def close(self) -> None:
         """End the processes."""
@@ -104,6 +107,7 @@ class _Worker:
     def __init__(
         self,
         number: int,
+        device: str,
         spec: ModelSpec,
         params: SamplingParams,
         ring: SnapshotRing,
@@ -113,6 +117,7 @@ class _Worker:
         self.label = f"generator {number}"
         self.open: list[Request] = []
         self.starts = 0
+        spec = replace(spec, device=device)
         self._arguments = (spec, params, ring)
         self._method = "forkserver"
         self._environment: dict[str, str | None] = dict(NO_RANK)
