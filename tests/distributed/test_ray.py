@@ -128,7 +128,9 @@ def has_trained(process: subprocess.Popen[str], metrics: Path) -> bool:
 
 
 def without_clock(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in metrics]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "eval_time/")) and k != "eps"} for row in metrics
+    ]
 
 
 def outcome(trainer: OnlineDPOTrainer):
