@@ -223,9 +223,9 @@ class _Worker(Actor):
         version = self._snapshots.newest if request.version is None else request.version
         self.call(self._answer, "sample", request, version, self._snapshots.reference(version))
 
-    def answered(self) -> Request:
+    def answered(self, place: int) -> Request:
         self.at_rest()
-        return self.open.pop(0)
+        return self.open.pop(place)
 
     def close(self) -> None:
         self.kill()

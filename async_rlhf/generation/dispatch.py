@@ -26,13 +26,13 @@ class Worker(Protocol):
     number: int
     label: str
     open: list[Request]
-    """What it was given and has not answered: one request at most."""
+    """What it was given and has not answered."""
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
 
-    def answered(self) -> Request:
-        """Remove and return the request that was just answered."""
+    def answered(self, place: int) -> Request:
+        """Remove and return the request at a place of :attr:`open`, which was just answered."""
 
     def close(self) -> None:
         """End it."""
@@ -42,20 +42,24 @@ class Dispatcher:
     """Gives each free worker the next unit, at the moment that it becomes free. Every method is for any thread.
 
     Units go out in the order of their batches, and within a batch in their own; those of an evaluation behind the batch
-    that was submitted before them. No worker has more than one: what it
+    that was submitted before them. A worker that samples one unit after the other has no more than that one: what it
     would hold in reserve, nobody else could take, and at the end of a batch the slowest worker would hold it longest.
 
     Args:
         workers: who is there from the start.
         clock: seconds.
+        at_once: most units that a worker has at a time.
     """
 
-    def __init__(self, workers: Iterable[Worker], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, workers: Iterable[Worker], clock: Callable[[], float] = time.monotonic, at_once: int = 1
+    ) -> None:
         self._lock = threading.RLock()
         self._queue: list[Request] = []
         self._there: list[Worker] = []
-        self._given: dict[int, Request] = {}
-        """By number of a worker: what it has, as it lay in the queue."""
+        self._at_once = at_once
+        self._given: dict[int, dict[tuple[int, int], Request]] = {}
+        """By number of a worker, batch and unit: what it has, as it lay in the queue."""
         self._probed: dict[int, int] = {}
         """By number of a worker: the batch at which it was asked for a probe last."""
         self._unanswered: dict[int, int] = {}
@@ -86,12 +90,20 @@ class Dispatcher:
         with self._lock:
             return worker in self._there
 
-    def answered(self, worker: Worker) -> Request:
-        """Take back the request that a worker has just answered, and give it the next one."""
+    def answered(self, worker: Worker, batch: int | None = None, unit: int | None = None) -> Request:
+        """Take back the request that a worker has just answered, and give it the next one.
+
+        Args:
+            worker: who answered.
+            batch: what its answer names; only looked at if the worker has several requests.
+            unit: the same.
+        """
         with self._lock:
-            request, now = worker.answered(), self._clock()
-            del self._given[worker.number]
-            self._times.ended(worker.number, now)
+            place = next((i for i, each in enumerate(worker.open) if (each.batch, each.unit) == (batch, unit)), 0)
+            request, now = worker.answered(place), self._clock()
+            del self._given[worker.number][request.batch, request.unit]
+            if not worker.open:
+                self._times.ended(worker.number, now)
             self._unanswered[request.batch] -= 1
             if not self._unanswered[request.batch]:
                 del self._unanswered[request.batch]
@@ -102,7 +114,7 @@ class Dispatcher:
     def lost(self, worker: Worker) -> list[Request]:
         """Give to others what a worker had; it gets nothing until it joins again. Returns what it had."""
         with self._lock:
-            back = [self._given.pop(worker.number)] if worker.open else []
+            back = list(self._given.pop(worker.number, {}).values())
             worker.open = []
             self.leave(worker)
             for request in back:
@@ -129,13 +141,15 @@ class Dispatcher:
         insort(self._queue, request, key=lambda each: each.turn)
 
     def _hand_out(self) -> None:
-        for worker in self._there:
-            if worker.open or not self._queue:
-                continue
+        while self._queue and self._there:
+            worker = min(self._there, key=lambda each: len(each.open))  # the first of those that have least
+            if len(worker.open) >= self._at_once:
+                return
             request = self._queue.pop(0)
             # A worker has the same weights for all of its units of a batch, so one probe is enough.
             probe = request.probe and self._probed.get(worker.number) != request.batch
-            self._probed[worker.number], self._given[worker.number] = request.batch, request
+            self._probed[worker.number] = request.batch
+            self._given.setdefault(worker.number, {})[request.batch, request.unit] = request
             self._times.began(worker.number, request.batch, self._clock())
             worker.submit(replace(request, probe=probe))
 

@@ -43,10 +43,12 @@ class Timesheet:
     def began(self, worker: int, batch: int, now: float) -> None:
         """It got a unit of a batch."""
         self._began.setdefault(batch, now)
-        self._workers[worker].busy.append(_Span(now))
+        busy = self._workers[worker].busy
+        if not busy or busy[-1].end < math.inf:
+            busy.append(_Span(now))
 
     def ended(self, worker: int, now: float) -> None:
-        """It has answered, if it had something to answer."""
+        """It has answered all that it had, if it had something."""
         for span in self._workers[worker].busy[-1:]:
             span.end = min(span.end, now)
 

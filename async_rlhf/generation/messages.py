@@ -120,6 +120,10 @@ class Reply:
     load_seconds: float
     probe: tuple[int, list[float]] | None = None
     """Version, and its log-probabilities of the probe's sequences, if the request asked for them."""
+    unit: int = 0
+    """Of the batch, as in the request."""
+    occupancy: tuple[int, int] = (0, 0)
+    """Places that were taken, and places that there were, in all steps of decoding since the worker's last reply."""
 
 
 @dataclass(frozen=True, slots=True)

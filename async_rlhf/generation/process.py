@@ -45,7 +45,7 @@ class ProcessGenerator(RestartingGenerator):
         parallel: how the policy's weights are sharded over ranks.
     """
 
-    kind = "generator process"
+    kind, streams = "generator process", True
     workers: list[_Worker]
 
     def __init__(
@@ -171,9 +171,9 @@ class _Worker:
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
 
-    def answered(self) -> Request:
+    def answered(self, place: int) -> Request:
         """Remove and return the request that was just answered."""
-        return self.open.pop(0)
+        return self.open.pop(place)
 
     def submit(self, request: Request) -> None:
         """Send a request; its time begins. If the process has died, it is noticed by the thread that reads."""

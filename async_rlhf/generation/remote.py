@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 class RemoteGenerator:
     """Workers that sample the units of every batch, each the next one when it is free; subclasses wait for them.
 
-    Only rank 0 has workers. The other ranks use this class itself, without workers.
+    Only rank 0 has workers. The other ranks use this class itself, without workers. With weights that are loaded in
+    flight a worker that :attr:`streams` has so many units at a time that its places are full, of whichever batches.
 
     Args:
         config: of the run.
@@ -39,6 +41,9 @@ class RemoteGenerator:
         snapshots: where the workers find the weights.
         workers: at least one on rank 0.
     """
+
+    streams = False
+    """Whether a worker can sample several units at a time."""
 
     def __init__(
         self,
@@ -52,9 +57,11 @@ class RemoteGenerator:
     ) -> None:
         self.parallel = parallel
         self.workers = workers
-        self.dispatcher = Dispatcher(workers)
         self.snapshots = snapshots
         self.config = config.generation
+        streaming = self.streams and self.config.in_flight
+        self._size = self.config.prompts_per_request or (1 if streaming else None)
+        self.dispatcher = Dispatcher(workers, at_once=_in_flight(self._size, params) if streaming else 1)
         self.trace = trace
         self._autocast = autocast_dtype(config)
         self._probing = self.config.probe_steps > 0
@@ -106,8 +113,9 @@ class RemoteGenerator:
     def _submit(
         self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> None:
-        number = min(self.config.shares, len(prompts))  # held-out prompts may be few
-        parts = cut(prompts, number, self.config.prompts_per_request)
+        # Held-out prompts may be few, and are not sampled in flight.
+        size = self._size if params is None else self.config.prompts_per_request
+        parts = cut(prompts, min(self.config.shares, len(prompts)), size)
         self._prompts[index], self._units[index], self._replies[index] = prompts, len(parts), {}
         requests = []
         for unit, part in enumerate(parts):
@@ -130,14 +138,14 @@ class RemoteGenerator:
         seconds, versions, idle = course
         completions = [group for _, reply in replies for group in reply.completions]
         groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
-        metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle}
+        metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
         return Batch(index, min(versions), groups, seconds, versions, metrics)
 
     def taken(self, worker: Worker, reply: Reply) -> Request:
         """Give the worker its next unit at the moment that its answer arrives, in any thread: :meth:`collect` may be
         called much later. Returns the request that was answered.
         """
-        request = self.dispatcher.answered(worker)
+        request = self.dispatcher.answered(worker, reply.batch, reply.unit)
         if self.on_arrival is None or request.params is not None:
             return request
         with self._arriving:
@@ -227,6 +235,19 @@ class RemoteGenerator:
         worst = {"weights/probe_difference": max(found_N.mean().item() for found_N in probed)} if probed else {}
         with self.trace.span("mismatch", batch=index):
             return worst | self.agreement.measure(index, self._policy, self.snapshots.views, groups)
+
+
+def _in_flight(size: int | None, params: SamplingParams) -> int:
+    """Units that fill the places of a worker, and an eighth more that wait for places that become free."""
+    prompts = max(1, params.batch_size // params.samples_per_prompt)
+    units = math.ceil(prompts / (size or 1))
+    return units + max(1, units // 8)
+
+
+def _places(replies: Sequence[tuple[str, Reply]]) -> dict[str, float]:
+    """The share of the places for completions that were taken, if the engines can tell."""
+    taken, places = (sum(reply.occupancy[i] for _, reply in replies) for i in (0, 1))
+    return {"time/generate_places_taken": taken / places} if places else {}
 
 
 def _oldest(reply: Reply) -> int:

@@ -235,9 +235,9 @@ class _Server:
         self.open.append(request)
         self._requests.put(request)
 
-    def answered(self) -> Request:
+    def answered(self, place: int) -> Request:
         """The request that was just answered."""
-        return self.open.pop(0)
+        return self.open.pop(place)
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running and drops what is under way."""

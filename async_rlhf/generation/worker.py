@@ -22,11 +22,13 @@ from torch import Tensor
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
-from async_rlhf.generation.protocol import Engine, SamplingParams, drawing
+from async_rlhf.generation.protocol import Completions, Engine, Occupancy, SamplingParams, drawing
 from async_rlhf.generation.replies import fingerprint
+from async_rlhf.generation.streaming import serve
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.system.determinism import prepare_deterministic
+from async_rlhf.types import drawn_versions
 
 
 def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
@@ -77,18 +79,48 @@ class RequestHandler:
         """Load the weights and sample."""
         engine, started = self.engine, time.monotonic()
         version = self.weights.newest if request.version is None else request.version
-        self._load(version)
+        self.load(version)
         loaded = time.monotonic()
-        engine.refresh = (lambda: self._load(self.weights.newest)) if request.in_flight else None
+        engine.refresh = (lambda: self.load(self.weights.newest)) if request.in_flight else None
         with drawing(engine, request.params):
             completions = engine.generate(request.prompts)
-        ended = time.monotonic()
-        probe = (engine.version, engine.probe()) if request.probe else None
-        held, self._held = self._held, {engine.version: self._held[engine.version]}
-        asked = fingerprint(request.prompts)
-        return Reply(request.batch, version, held, asked, completions, started, ended, loaded - started, probe)
+        reply = self.reply(request, completions, version, started, loaded)
+        self.forget_before(engine.version)
+        return reply
 
-    def _load(self, version: int) -> None:
+    def reply(self, request: Request, completions: Completions, version: int, started: float, loaded: float) -> Reply:
+        """The answer, with proof of the weights.
+
+        Args:
+            request: what was asked.
+            completions: of its prompts.
+            version: of the weights that drew the first tokens.
+            started: when work on it began, on the monotonic clock.
+            loaded: when its first weights were loaded.
+        """
+        engine, ended = self.engine, time.monotonic()
+        versions = {version, *drawn_versions(sample for samples in completions for sample in samples)}
+        occupancy, engine.occupancy = engine.occupancy, Occupancy()
+        return Reply(
+            request.batch,
+            version,
+            {number: digests for number, digests in self._held.items() if number in versions},
+            fingerprint(request.prompts),
+            completions,
+            started,
+            ended,
+            loaded - started,
+            probe=(engine.version, engine.probe()) if request.probe else None,
+            unit=request.unit,
+            occupancy=(occupancy.taken, occupancy.places),
+        )
+
+    def forget_before(self, version: int) -> None:
+        """Forget the digests of older versions: nothing that they have drawn is still to be answered."""
+        self._held = {number: held for number, held in self._held.items() if number >= version}
+
+    def load(self, version: int) -> None:
+        """Make sure that the engine holds a version."""
         if version != self.engine.version:
             self._held[version] = self.engine.load(self.weights.views(version), version)
 
@@ -120,8 +152,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     try:
         handler = RequestHandler(spec, params, ring, heartbeat=lambda: setattr(heartbeat, "value", time.monotonic()))
         replies.put(Ready())
-        while (request := requests.get()) is not None:
-            replies.put(handler.answer(request))
+        serve(handler, requests, replies.put)
     except Exception as error:
         replies.put(to_failure(error))
     finally:

@@ -75,8 +75,8 @@ class HereWorker:
     def submit(self, request: Request) -> None:
         self.open.append(request)
 
-    def answered(self) -> Request:
-        return self.open.pop(0)
+    def answered(self, place: int) -> Request:
+        return self.open.pop(place)
 
     def close(self) -> None:
         pass

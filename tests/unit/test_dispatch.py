@@ -26,8 +26,8 @@ class Worker:
         if request.probe:
             self.probes.append(self.given[-1])
 
-    def answered(self) -> Request:
-        return self.open.pop(0)
+    def answered(self, place: int) -> Request:
+        return self.open.pop(place)
 
     def close(self) -> None:
         pass
