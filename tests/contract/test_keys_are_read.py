@@ -24,7 +24,7 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.cli import COMMANDS, _find
-from async_rlhf.commands import serve
+from async_rlhf.commands import serve, workers
 from async_rlhf.commands.config import MigrateConfig, run_config
 from async_rlhf.commands.data import run_data
 from async_rlhf.commands.evaluate import run_evaluate
@@ -65,6 +65,7 @@ from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.restarting import RestartingGenerator
+from async_rlhf.generation.roster import Roster
 from async_rlhf.generation.server_client import key_of
 from async_rlhf.generation.shared import shared_engine
 from async_rlhf.learner.launch import start_ranks
@@ -79,6 +80,7 @@ from async_rlhf.run.choices import make_generator
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
+from async_rlhf.system.lock import InUseError
 
 HAS_RAY = find_spec("ray") is not None
 Read = set[tuple[type, str]]
@@ -243,6 +245,10 @@ def _stop(*_: Any, **__: Any) -> Any:
     raise StopError
 
 
+def _in_use(_: Path) -> None:
+    raise InUseError("in use")
+
+
 def _give_up(_: Any, error: Exception) -> None:
     raise error
 
@@ -265,9 +271,13 @@ def _elsewhere(inputs: Inputs) -> None:
             with pytest.raises(StopError):
                 make_generator(config, engine, Trace(), 1)
         dead, often = SimpleNamespace(end=lambda: "died", number=0), {"_restarts": 3, "kind": "generator"}
-        often |= {"dispatcher": SimpleNamespace(lost=lambda _: []), "_give_up": _give_up}
+        often |= {"dispatcher": SimpleNamespace(lost=lambda _: []), "_give_up": _give_up, "_stopping": []}
         with pytest.raises(GeneratorError, match="max_restarts"):
             RestartingGenerator._replace(SimpleNamespace(config=served.generation, **often), dead)
+        Roster(inputs.folder).write([0])
+        patch.setattr(workers, "refuse_second", _in_use)
+        patch.setattr(workers, "_PATIENCE_SECONDS", 0.0)
+        workers.run_workers(workers.WorkersConfig(str(inputs.folder), 2))
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             patch.setenv(name, value)
         patch.setattr(dist, "init_process_group", _stop)
