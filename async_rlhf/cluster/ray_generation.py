@@ -174,7 +174,7 @@ class RayGenerator(RestartingGenerator):
         generation, place = config.generation, generator_place(config.ray)
         threads = generation.num_threads or place.threads
         spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
-        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.staleness + 1, parallel)
+        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, parallel)
         arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
         workers = list(map(self._make, range(generation.workers)))

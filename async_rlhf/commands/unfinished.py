@@ -185,7 +185,7 @@ class Unfinished:
 
         own = Checkpoints(self.folder)
         write_whole(own.path(step), [write])
-        own.delete_old(1, None)
+        own.delete_old(1, ())
 
     def publish(self, folder: Path) -> None:
         """Copy metrics.jsonl and logs/ into the output folder, on rank 0."""

@@ -49,6 +49,7 @@ def check_together(config: OnlineConfig) -> None:
     require(size is None or size <= config.batch_size, "generation.prompts_per_request", size, right)
     right = 'must be null with placement "inline", where nothing is sent'
     require(size is None or config.placement != "inline", "generation.prompts_per_request", size, right)
+    _check_evaluation(config)
     _check_generation(config)
     _check_precision_and_penalty(config)
     _check_parallel(config)
@@ -104,6 +105,23 @@ def _check_sizes(config: OnlineConfig) -> None:
         f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as "
         f"{max(1, round(config.total_episodes / config.batch_size)) * config.batch_size}; or say batches instead",
     )
+
+
+def _check_evaluation(config: OnlineConfig) -> None:
+    """Refuse temperatures that an engine cannot sample at, and ends that can never come."""
+    coldest = 0.01 if config.generation.engine == "vllm" else 0.0
+    right = 'must be at least 0.01 with generation.engine "vllm", which samples no colder'
+    require((config.eval_temperature or 1.0) >= coldest, "eval_temperature", config.eval_temperature, right)
+    name, patience = config.stop_at, config.stop_patience
+    if name is None:
+        right = "must be left out without stop_at"
+        require(patience == _default(config, "stop_patience"), "stop_patience", patience, right)
+        return
+    right = 'must be a result of evaluations, such as "eval_objective/scores" or "eval_reward/NAME"'
+    require(name.startswith("eval_"), "stop_at", name, right)
+    require(config.eval_steps > 0, "eval_steps", config.eval_steps, "must be at least 1 with stop_at")
+    right = f"must be null or {name!r}, which stop_at names: the peak is where the best checkpoint is"
+    require(config.best_metric == name, "metric_for_best_model", config.metric_for_best_model, right)
 
 
 def _check_generation(config: OnlineConfig) -> None:

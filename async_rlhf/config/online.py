@@ -58,6 +58,8 @@ UNITS_PER_PASS = 8
 ANNOTATED_ROWS = 64
 TOTAL_EPISODES = 131_072
 _LONGER = "the run becomes longer"
+_EVALUATION = "evaluation trains nothing"
+_ENDS = "it decides when the run ends, not what a batch trains"
 
 TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
 TokensPerPass = int | Literal["auto"] | None
@@ -236,15 +238,23 @@ class OnlineConfig(Checked):
     (torch.distributed.checkpoint) and the first the policy in the standard format. A run may be resumed with the other
     format. ZeRO has only "whole"."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
-    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
+    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept. null for that of stop_at."""
     greater_is_better: bool = key(True, may_change=_KEPT)
-    """Whether a larger metric is better."""
-    eval_steps: int = key(0, at_least(0), may_change="evaluation trains nothing")
-    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Every completion goes to
-    eval_samples.jsonl, with its score."""
-    eval_temperature: float | None = key(None, *TEMPERATURE, may_change="evaluation trains nothing")
+    """Whether a larger value is better, of metric_for_best_model and of stop_at."""
+    eval_steps: int = key(0, at_least(0), may_change=_EVALUATION)
+    """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
+    with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
+    and one more copy of the weights is held until then. Every completion goes to eval_samples.jsonl, with its score."""
+    eval_temperature: float | None = key(None, *TEMPERATURE, may_change=_EVALUATION)
     """Temperature of sampling in these evaluations, such as 0.01 for the likeliest answers; null for
     generation.temperature."""
+    eval_samples_per_prompt: int = key(1, at_least(1), may_change=_EVALUATION)
+    """Completions of each held-out prompt."""
+    stop_at: str | None = key(None, may_change=_ENDS)
+    """End the run when this result of the evaluations, such as "eval_objective/scores", is past its peak: the policy's
+    held-out reward falls again when it has learnt to please the reward model alone. null trains all batches."""
+    stop_patience: int = key(3, at_least(1), may_change=_ENDS)
+    """Evaluations in a row without a new best after which stop_at ends the run."""
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     report_to: list[str] = key([], role="log")
@@ -407,6 +417,25 @@ class OnlineConfig(Checked):
     def with_kl_penalty(self, penalty: KLConfig) -> OnlineConfig:
         """A copy with another penalty."""
         raise TypeError(f"{type(self).__name__} has no KL penalty")
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric by which the best checkpoint is chosen."""
+        return self.metric_for_best_model or self.stop_at
+
+    @property
+    def evaluation_delay(self) -> int:
+        """Batches after which the result of an evaluation is due: when the generators, which take it up behind the
+        batches that were asked for before, are to have sampled the batch after those. 0 where they are the learner.
+        """
+        if self.placement == "inline":
+            return 0
+        return min(self.staleness + 1, self.eval_steps or self.staleness)
+
+    @property
+    def snapshots(self) -> int:
+        """Copies of the weights that generators are offered: those of S + 1 versions, and of one that is evaluated."""
+        return max(self.staleness, self.evaluation_delay) + 1
 
     @property
     def placement(self) -> Literal["inline", "process", "server"]:

@@ -41,9 +41,9 @@ class Worker(Protocol):
 class Dispatcher:
     """Gives each free worker the next unit, at the moment that it becomes free. Every method is for any thread.
 
-    Units go out in the order of their batches, and within a batch in their own. A worker that samples one unit after
-    the other has no more than that one: what it would hold in reserve, nobody else could take, and at the end of a
-    batch the slowest worker would hold it longest.
+    Units go out in the order of their batches, and within a batch in their own; those of an evaluation behind the batch
+    that was submitted before them. A worker that samples one unit after the other has no more than that one: what it
+    would hold in reserve, nobody else could take, and at the end of a batch the slowest worker would hold it longest.
 
     Args:
         workers: who is there from the start.
@@ -138,7 +138,7 @@ class Dispatcher:
             return self._idle.pop(batch)
 
     def _insert(self, request: Request) -> None:
-        insort(self._queue, request, key=lambda each: (each.batch, each.unit))
+        insort(self._queue, request, key=lambda each: each.turn)
 
     def _hand_out(self) -> None:
         while self._queue and self._there:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.protocol import Completions, GeneratorError, Version
+from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version, drawing
 from async_rlhf.generation.replies import check_completions
 from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.models.snapshots import differing, digests, iterate_weights
@@ -39,6 +39,7 @@ class InlineGenerator:
         self._policy: PreTrainedModel | None = None
         self._version = engine.version
         self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
+        self._evaluation: tuple[int, Sequence[Prompt], SamplingParams] | None = None
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Note the version; the weights are already in place."""
@@ -68,6 +69,20 @@ class InlineGenerator:
         check_completions(f"the engine answered batch {index}", prompts, completions, self.engine.params, vocabulary)
         groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
         return Batch(index, version, groups, ended - started, (version,), self._measure(index, groups))
+
+    def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Note what to sample; :meth:`collect_evaluation` does it."""
+        self._evaluation = version, prompts, params
+
+    def collect_evaluation(self, version: int) -> tuple[Group, ...]:
+        """Sample the answers now."""
+        asked, self._evaluation = self._evaluation, None
+        if asked is None or not asked[0] == version == self._version:
+            raise ValueError(f"an evaluation asks for version {version}; inline weights are at {self._version}")
+        _, prompts, params = asked
+        with drawing(self.engine, params):
+            completions = self._generate(prompts)
+        return tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
 
     def close(self) -> None:
         """Do nothing."""

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, VLLMConfig
-from async_rlhf.generation.protocol import Completions
+from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.loading import brings_code
 from async_rlhf.models.quantised import is_quantised, unquantised
@@ -68,17 +68,33 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Some prompts of a batch, for one worker."""
+    """Some prompts of a batch, or of an evaluation, for one worker."""
 
     batch: int
+    """Number of the batch; of an evaluation, minus the version that is evaluated."""
     unit: int
-    """Its number among the batch's units, from 0."""
+    """Its number among the units of all those prompts, from 0."""
     version: int | None
     """None for the newest when the worker starts."""
     prompts: tuple[Prompt, ...]
     probe: bool = False
     in_flight: bool = False
     """Switch to newer weights as soon as there are any."""
+    params: SamplingParams | None = None
+    """How to sample in an evaluation; None for a batch, which is sampled as the worker was told at its start."""
+    behind: int = 0
+    """The batch behind which an evaluation is sampled."""
+
+    @property
+    def turn(self) -> tuple[int, bool, int]:
+        """Requests are sampled in this order."""
+        evaluates = self.params is not None
+        return self.behind if evaluates else self.batch, evaluates, self.unit
+
+
+def work(batch: int) -> str:
+    """What a request is for, in words, by its number."""
+    return f"batch {batch}" if batch >= 0 else f"the evaluation of version {-batch}"
 
 
 @dataclass(frozen=True, slots=True)

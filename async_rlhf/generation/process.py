@@ -62,7 +62,7 @@ class ProcessGenerator(RestartingGenerator):
         devices = list(map(self._device, range(generation.workers)))
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
         kind = DeviceRing if shared else SnapshotRing
-        self.ring = kind.for_model(policy, dtype, config.staleness + 1, adapters_only, parallel)
+        self.ring = kind.for_model(policy, dtype, config.snapshots, adapters_only, parallel)
         architecture = parallel.architecture_of(policy)
         if architecture.__module__ == "__main__":
             raise ConfigError(

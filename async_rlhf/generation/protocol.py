@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,8 +56,23 @@ class GeneratorError(RuntimeError):
 class Sampler(Protocol):
     """Samples with the current weights."""
 
+    params: SamplingParams
+    """How completions are drawn from now on."""
+
     def generate(self, prompts: Sequence[Prompt]) -> Completions:
         """K completions for each prompt. Equal (seed, draw, sample, position) give equal random numbers."""
+
+
+@contextmanager
+def drawing(engine: Sampler, params: SamplingParams | None) -> Iterator[None]:
+    """Within, an engine draws in another way; None changes nothing. Only what an engine takes with every call may
+    differ: temperature, top_p, top_k, samples for each prompt, and a response that is not longer.
+    """
+    own, engine.params = engine.params, params or engine.params
+    try:
+        yield
+    finally:
+        engine.params = own
 
 
 class Engine(Sampler, Protocol):
@@ -122,6 +138,14 @@ class Generator(Protocol):
 
     def collect(self, index: int) -> Batch:
         """Batch ``index``, with its completions on rank 0. Blocks until they are there; raises any failure."""
+
+    def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Ask for answers to held-out prompts by just the weights ``version``, which were published last, behind all
+        batches that have been asked for. Returns at once. There may be one evaluation at a time.
+        """
+
+    def collect_evaluation(self, version: int) -> tuple[Group, ...]:
+        """These answers, on rank 0, as :meth:`collect` gives those of a batch; they are measured by nobody."""
 
     def close(self) -> None:
         """End every process and free what is held. Safe to call twice."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.dispatch import Dispatcher, Worker, cut
-from async_rlhf.generation.messages import Reply, Request
+from async_rlhf.generation.messages import Reply, Request, work
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
@@ -69,7 +69,10 @@ class RemoteGenerator:
         self.agreement = Agreement(self.config, params, getattr(torch, self.config.dtype), self._autocast, parallel)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
+        self._submitted = 0
+        """The batch that was submitted last."""
         self._prompts: dict[int, Sequence[Prompt]] = {}
+        """By batch, or minus the version that is evaluated; as units and replies."""
         self._units: dict[int, int] = {}
         """By batch: how many there are."""
         self._replies: dict[int, dict[int, tuple[str, Reply]]] = {}
@@ -90,15 +93,38 @@ class RemoteGenerator:
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Cut the batch into units, of which each free worker takes the next."""
-        parts = cut(prompts, self.config.shares, self._size)
+        self._submit(index, version, prompts)
+        self._submitted = index
+
+    def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """The same with held-out prompts, behind the batches that were submitted before."""
+        self._submit(-version, version, prompts, params)
+
+    def collect_evaluation(self, version: int) -> tuple[Group, ...]:
+        """Wait for every unit of them; raises what :meth:`collect` does."""
+        with self.trace.span("wait", evaluation=version):
+            replies = self._await(-version)
+            self.parallel.ranks.meet(f"answers of version {version}")
+        if self.parallel.ranks.leads:
+            self.dispatcher.idle_share(-version)
+        completions = [group for _, reply in replies for group in reply.completions]
+        return tuple(Group(p, c) for p, c in zip(self._prompts.pop(-version), completions, strict=True))
+
+    def _submit(
+        self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> None:
+        # Held-out prompts may be few, and are not sampled in flight.
+        size = self._size if params is None else self.config.prompts_per_request
+        parts = cut(prompts, min(self.config.shares, len(prompts)), size)
         self._prompts[index], self._units[index], self._replies[index] = prompts, len(parts), {}
         requests = []
         for unit, part in enumerate(parts):
             own = version[unit] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
             stripped = tuple(replace(prompt, columns={}) for prompt in part)
-            probe = self._probing and (own is None or own in self._probes)
-            requests.append(Request(index, unit, own, stripped, probe, in_flight=self.config.in_flight))
+            probe = self._probing and (own is None or own in self._probes) and params is None
+            in_flight = self.config.in_flight and params is None
+            requests.append(Request(index, unit, own, stripped, probe, in_flight, params, self._submitted))
         self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:
@@ -120,7 +146,7 @@ class RemoteGenerator:
         called much later. Returns the request that was answered.
         """
         request = self.dispatcher.answered(worker, reply.batch, reply.unit)
-        if self.on_arrival is None:
+        if self.on_arrival is None or request.params is not None:
             return request
         with self._arriving:
             here = self._here.setdefault(request.batch, {})
@@ -166,25 +192,28 @@ class RemoteGenerator:
         self._replies[request.batch][request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
-        self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
+        if request.params is None:
+            self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
+        else:
+            self.trace.add("evaluate", loaded, reply.ended, worker.label, version=reply.version)
 
     def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Require the complete weights that the request names, and completions that are possible."""
         if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
             raise GeneratorError(
-                f"{worker.label} answered batch {reply.batch} with weights of version {reply.version}; batch "
-                f"{request.batch} needs version {request.version}"
+                f"{worker.label} answered {work(reply.batch)} with weights of version {reply.version}; "
+                f"{work(request.batch)} needs version {request.version}"
             )
-        who = f"{worker.label} answered batch {reply.batch}"
+        who = f"{worker.label} answered {work(reply.batch)}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        check_completions(who, request.prompts, reply.completions, self._params, self._vocabulary)
+        check_completions(who, request.prompts, reply.completions, request.params or self._params, self._vocabulary)
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
             if wrong:
                 raise GeneratorError(
-                    f"{worker.label} sampled batch {reply.batch} with weights that are not those of version "
+                    f"{worker.label} sampled {work(reply.batch)} with weights that are not those of version "
                     f"{version}: {wrong}"
                 )
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.generation.dispatch import Worker
-from async_rlhf.generation.messages import Failure, Ready, Reply, Request
+from async_rlhf.generation.messages import Failure, Ready, Reply, Request, work
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.roster import Roster
@@ -265,8 +265,7 @@ class RestartingGenerator(RemoteGenerator):
             self._give_up(worker, GeneratorError(f"{self.kind} {worker.number} {right}"))
             return
         self._restarts += 1
-        batches = ", ".join(str(request.batch) for request in back)
-        again = f", to sample batch {batches} again" if back else ""
+        again = f", to sample {', '.join(work(request.batch) for request in back)} again" if back else ""
         logger.warning("%s %d %s; starting it again%s", self.kind, worker.number, why, again)
         worker.start()
 

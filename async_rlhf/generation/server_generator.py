@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.secrets import masked
 from async_rlhf.generation.broadcast import Sender, gpu_of
-from async_rlhf.generation.messages import Reply, Request
+from async_rlhf.generation.messages import Reply, Request, work
 from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
@@ -69,7 +69,7 @@ class ServerGenerator(RemoteGenerator):
         trace: Trace,
         parallel: Parallel = ALONE,
     ) -> None:
-        generation, slots = config.generation, config.staleness + 1
+        generation, slots = config.generation, config.snapshots
         urls, dtype = generation.urls, getattr(torch, generation.dtype)
         described = [check_server(url, policy.config, generation, config.max_length) for url in urls]
         run = uuid.uuid4().hex[:12]
@@ -273,7 +273,7 @@ class _Server:
                 return reply
             except ServerGoneError as error:
                 if not self.trouble:
-                    again = f"batch {request.batch} is sampled again once it is back, or by another server"
+                    again = f"{work(request.batch)} is sampled again once it is back, or by another server"
                     logger.warning("%s: %s; %s", self.label, error, again)
                 self.trouble = f" ({error})"
             self._taker.gone(self)
@@ -290,7 +290,7 @@ class _Server:
         if request.in_flight:
             groups = await self._generate_in_flight(client, request.prompts, held)
         else:
-            groups = await self._generate(client, request.prompts)
+            groups = await self._generate(client, request.prompts, request.params or self.params)
         ended = time.monotonic()
         probe = (
             (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
@@ -318,10 +318,12 @@ class _Server:
         await client.resume()
         return expected
 
-    async def _generate(self, client: ServerClient, prompts: Sequence[Prompt]) -> list[tuple[Sample, ...]]:
-        seeds = request_seeds(self.params.seed, prompts)
+    async def _generate(
+        self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[tuple[Sample, ...]]:
+        seeds = request_seeds(params.seed, prompts)
         return await _together(
-            client.generate(prompt.tokens, self.params, seed, self._prefix)
+            client.generate(prompt.tokens, params, seed, self._prefix)
             for prompt, seed in zip(prompts, seeds, strict=True)
         )
 
@@ -333,7 +335,7 @@ class _Server:
 
         async def sample() -> list[tuple[Sample, ...]]:
             try:
-                return await self._generate(client, prompts)
+                return await self._generate(client, prompts, self.params)
             finally:
                 ended.set()
 

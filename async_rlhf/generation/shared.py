@@ -42,6 +42,10 @@ class SharedEngine:
         """How the policy is sampled."""
         return self.engine.params
 
+    @params.setter
+    def params(self, params: SamplingParams) -> None:
+        self.engine.params = params
+
     @property
     def version(self) -> int:
         """Version of the weights."""

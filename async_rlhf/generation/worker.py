@@ -22,7 +22,7 @@ from torch import Tensor
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
-from async_rlhf.generation.protocol import Completions, Engine, Occupancy, SamplingParams
+from async_rlhf.generation.protocol import Completions, Engine, Occupancy, SamplingParams, drawing
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.streaming import serve
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -82,7 +82,9 @@ class RequestHandler:
         self.load(version)
         loaded = time.monotonic()
         engine.refresh = (lambda: self.load(self.weights.newest)) if request.in_flight else None
-        reply = self.reply(request, engine.generate(request.prompts), version, started, loaded)
+        with drawing(engine, request.params):
+            completions = engine.generate(request.prompts)
+        reply = self.reply(request, completions, version, started, loaded)
         self.forget_before(engine.version)
         return reply
 

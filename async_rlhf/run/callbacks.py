@@ -24,6 +24,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.reports.progress import Lines, on_terminal
 from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
+from async_rlhf.run.peak import StopAtPeak
 from async_rlhf.run.record import derived
 from async_rlhf.system.files import naming, whole_file
 
@@ -49,10 +50,11 @@ class OnlineTrainerState(TrainerState):
     newest: dict[str, float] = field(default_factory=dict)
     """The last value of every metric that was ever logged."""
 
-    def note(self, logs: Mapping[str, float]) -> None:
-        """Store what was logged at this step."""
-        self.newest |= logs
-        self.log_history.append({**logs, "step": self.global_step})
+    def note(self, logs: Mapping[str, float], step: int) -> None:
+        """Store what was logged of a step, this one or an earlier one."""
+        earlier = {"batch", "episode"} if step < self.global_step else set()
+        self.newest |= {name: value for name, value in logs.items() if name not in earlier}
+        self.log_history.append({**logs, "step": step})
         del self.log_history[:-KEPT_LOGS]
 
 
@@ -111,7 +113,7 @@ def training_arguments(
         save_strategy="steps" if config.save_steps else "no",
         save_steps=config.save_steps or 500,
         save_total_limit=config.save_total_limit,
-        metric_for_best_model=config.metric_for_best_model,
+        metric_for_best_model=config.best_metric,
         greater_is_better=config.greater_is_better,
         eval_strategy="steps" if config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
@@ -251,9 +253,12 @@ class Callbacks:
         self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}
         self._found, self._leads, self._whole = dict(found or {}), leads, False
         self.uploads = HubUploads(config) if config.push_to_hub and leads else None
+        self.unjudged: str | None = None
+        """The first checkpoint since an evaluation was asked for whose answers are not here yet."""
         if leads:
             called += [*([self._progress] if self._progress else []), *integrations.values(), *callbacks]
         called += [self.uploads] if self.uploads else []
+        called += [StopAtPeak(config)] if config.stop_at is not None and leads else []
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
@@ -276,9 +281,9 @@ class Callbacks:
             vars(callback).update(saved.stateful_callbacks.get(name, {}).get("attributes", {}))
 
     def _stateful(self) -> dict[str, Any]:
-        """Callbacks that have a state, by class name and number among all callbacks."""
-        every = enumerate(self._handler.callbacks)
-        return {f"{type(c).__name__}_{i}": c for i, c in every if isinstance(c, ExportableState)}
+        """Callbacks that have a state, by class name and, of the user's, number among all callbacks."""
+        stateful = {i: c for i, c in enumerate(self._handler.callbacks) if isinstance(c, ExportableState)}
+        return {f"{type(c).__name__}{'' if isinstance(c, StopAtPeak) else f'_{i}'}": c for i, c in stateful.items()}
 
     def begin(self) -> None:
         """Before the first batch."""
@@ -304,25 +309,44 @@ class Callbacks:
         self.control = self._handler.on_step_end(self.arguments, self.state, self.control)
         return self.control
 
-    def log(self, logs: dict[str, float]) -> None:
-        """Metrics have been logged."""
-        self.state.note(logs)
-        self.control = self._handler.on_log(self.arguments, self.state, self.control, logs)
+    def log(self, logs: dict[str, float], batch: int | None = None) -> None:
+        """Metrics have been logged: of this batch, or of an earlier one, and are shown as that one's."""
+        state = self._at(batch)
+        self.state.note(logs, state.global_step)
+        self.control = self._handler.on_log(self.arguments, state, self.control, logs)
 
-    def table(self, name: str, rows: Rows) -> None:
+    def table(self, name: str, rows: Rows, batch: int | None = None) -> None:
         """Show a table in all trackers that can."""
+        step = self.state.global_step if batch is None else batch
         for tracker, callback in self._trackers.items() if rows else ():
-            with forgiving(tracker, f"table of batch {self.state.global_step}"):
-                callback.table(name, in_unicode(rows), self.state.global_step)
+            with forgiving(tracker, f"table of batch {step}"):
+                callback.table(name, in_unicode(rows), step)
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
-        """An evaluation is done."""
-        self.control = self._handler.on_evaluate(self.arguments, self.state, self.control, metrics)
+    def evaluated(self, metrics: dict[str, float], batch: int) -> None:
+        """The evaluation of the policy after a batch is done, and :meth:`log` has its metrics."""
+        self.control = self._handler.on_evaluate(self.arguments, self._at(batch), self.control, metrics)
+        unjudged, self.unjudged = self.unjudged, None
+        if unjudged is not None:
+            self._judge(Path(unjudged))
 
-    def note_best(self, checkpoint: Path) -> None:
-        """Remember a checkpoint if its ``metric_for_best_model`` is better than at all earlier ones."""
+    def note_best(self, checkpoint: Path, evaluating: bool = False) -> None:
+        """Remember a checkpoint if it is better than all earlier ones, by ``metric_for_best_model``. A result of an
+        evaluation counts for the first checkpoint from its batch on; while one is under way, that checkpoint waits.
+        """
+        name = self.arguments.online_config.best_metric
+        if not evaluating or name is None or not name.startswith("eval_"):
+            self._judge(checkpoint)
+        elif self.unjudged is None:
+            self.unjudged = str(checkpoint)
+
+    @property
+    def kept(self) -> list[str]:
+        """The checkpoints that stay, however old they are."""
+        return [one for one in (self.state.best_model_checkpoint, self.unjudged) if one is not None]
+
+    def _judge(self, checkpoint: Path) -> None:
         config = self.arguments.online_config
-        name = config.metric_for_best_model
+        name = config.best_metric
         if name is None:
             return
         found = self.state.newest.get(name)
@@ -335,11 +359,15 @@ class Callbacks:
 
     def saved(self, batch: int) -> None:
         """The checkpoint after a batch is whole; callbacks are shown the state with that batch as ``global_step``."""
-        state = self.state
-        if batch != state.global_step:
-            state = copy(state)
-            state.global_step = batch
-        self.control = self._handler.on_save(self.arguments, state, self.control)
+        self.control = self._handler.on_save(self.arguments, self._at(batch), self.control)
+
+    def _at(self, batch: int | None) -> OnlineTrainerState:
+        """The state as callbacks are shown it with what is about an earlier batch."""
+        if batch is None or batch == self.state.global_step:
+            return self.state
+        state = copy(self.state)
+        state.global_step = batch
+        return state
 
     def end(self) -> None:
         """After the last batch."""

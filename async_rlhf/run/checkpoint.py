@@ -8,6 +8,7 @@
       resume/shards/                                        instead of the optimiser and the adapters in the former, if
                                                             checkpoint_format is "sharded"; and all that is trained
       resume/rollouts.jsonl                                 rollouts of older weights for the next S batches
+      resume/evaluation.jsonl                               the evaluation that is under way, if there is one
       manifest.json                                         size and checksum of every file, written last
 
 Nothing here is ever unpickled: safetensors and JSON only.
@@ -39,6 +40,7 @@ from async_rlhf.models.forward import PolicyAndValueWrapper
 from async_rlhf.models.loading import load_policy, load_reward_model, load_value_head
 from async_rlhf.models.saving import write_model, write_value_head
 from async_rlhf.models.sharded_loading import is_unread, take_weights
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.system.files import naming
 from async_rlhf.types import Batch, Group, Prompt, Sample
@@ -74,6 +76,9 @@ class ResumeState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ahead: list[Batch] = field(default_factory=list)
     """Batches that are sampled but not yet trained on."""
+    evaluation: Batch | None = None
+    """Answers to held-out prompts that are not scored yet, and their version; no answers if that version, which is the
+    checkpoint's own, is to answer again."""
     sharded: bool = False
     """Whether what is trained is in shards beside this (run/shards.py), and not in :attr:`tensors` and the models."""
 
@@ -83,10 +88,12 @@ class ResumeState:
         self.write_ahead(folder)
 
     def write_ahead(self, folder: Path) -> None:
-        """Write the batches sampled ahead, which never change, into ``folder/resume``."""
-        path = folder / "resume" / "rollouts.jsonl"
-        with naming(path), path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(self.ahead))
+        """Write what is sampled ahead, which never changes, into ``folder/resume``."""
+        kept = {"rollouts": self.ahead} | ({} if self.evaluation is None else {"evaluation": [self.evaluation]})
+        for name, batches in kept.items():
+            path = folder / "resume" / f"{name}.jsonl"
+            with naming(path), path.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in _rollout_rows(batches))
 
     def write_state(self, folder: Path) -> None:
         """Write everything else."""
@@ -128,14 +135,24 @@ class ResumeState:
         """Read the batches sampled ahead; the stream gives their prompts. Every rank must call it, and rank 0 alone
         gets completions.
         """
-        lines = (folder / "resume" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        draws = [group["draw"] for row in rows for group in row["groups"]]
-        found = stream.prompts(draws)
-        if not found:
-            rows = [{**row, "groups": []} for row in rows]
-        prompts = dict(zip(draws, found, strict=bool(found)))
-        self.ahead = [_rollout_batch(row, prompts) for row in rows]
+        self.ahead = _read_batches(folder / "resume" / "rollouts.jsonl", stream)
+
+    def read_evaluation(self, folder: Path, stream: SharedPrompts | None, ranks: Ranks) -> None:
+        """The same for the evaluation that was under way; it is left out if its prompts are no longer held out."""
+        path = folder / "resume" / "evaluation.jsonl"
+        if not path.exists():
+            return
+        found = [] if stream is None else _read_batches(path, stream)
+        groups = [group for batch in found for group in batch.groups]
+        same = stream is not None and all(
+            tuple(sample.tokens[: len(group.prompt.tokens)].tolist()) == group.prompt.tokens
+            for group in groups
+            for sample in group.samples
+        )
+        if ranks.from_lead("evaluation under way", lambda: same):
+            (self.evaluation,) = found
+        elif ranks.leads:
+            logger.warning("WARNING: the evaluation that was under way is left out: eval_dataset is another, or none")
 
     def forget_weights(self) -> None:
         """Free the tensors that the learner has loaded; those of the random generators are still needed."""
@@ -208,6 +225,17 @@ def _rollout_rows(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
             for group in batch.groups
         ]
         yield {**{name: getattr(batch, name) for name in names}, "groups": groups}
+
+
+def _read_batches(path: Path, stream: SharedPrompts) -> list[Batch]:
+    """Batches as :func:`_rollout_rows` wrote them. Every rank must call it, and rank 0 alone gets completions."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    draws = [group["draw"] for row in rows for group in row["groups"]]
+    found = stream.prompts(draws)
+    if not found:
+        rows = [{**row, "groups": []} for row in rows]
+    prompts = dict(zip(draws, found, strict=bool(found)))
+    return [_rollout_batch(row, prompts) for row in rows]
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:

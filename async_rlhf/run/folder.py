@@ -97,14 +97,15 @@ class Checkpoints:
                 return path
         return None
 
-    def delete_old(self, limit: int | None, best: str | None) -> None:
-        """Keep ``limit`` checkpoints, the newest and the best however old it is, and what no run has written."""
+    def delete_old(self, limit: int | None, wanted: Collection[str]) -> None:
+        """Keep ``limit`` checkpoints, the newest and those that are wanted however old, and what no run has written."""
         if limit is None:
             return
         paths = self.all()
-        kept = [path for path in paths if best is not None and path.name == Path(best).name]
-        room = limit - len(kept)
-        kept += [path for path in reversed(paths) if path not in kept][: max(room, 1)]
+        names = {Path(one).name for one in wanted}
+        kept = [path for path in paths if path.name in names or path == paths[-1]]
+        room = max(limit - len(kept), 0)
+        kept += [path for path in reversed(paths) if path not in kept][:room]
         for path in paths:
             if path not in kept and (stranger := stranger_in(path)) is None:
                 delete_whole(path)
@@ -163,11 +164,11 @@ class RunFolder:
                     f"to be deleted and which no run has written; move it away, or choose another folder"
                 )
 
-    def clear(self, best: str | None, evaluates: bool) -> None:
+    def clear(self, wanted: Collection[str], evaluates: bool) -> None:
         """Delete what an earlier run left and this one does not resume from.
 
         Args:
-            best: the checkpoint to keep, however old.
+            wanted: the checkpoints to keep, however old.
             evaluates: whether this one has held-out prompts.
         """
         going_on = self.goes_on
@@ -183,7 +184,7 @@ class RunFolder:
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
-            Checkpoints(self.path).delete_old(self.config.save_total_limit, best)
+            Checkpoints(self.path).delete_old(self.config.save_total_limit, wanted)
         with whole_file(self.path / _WRITTEN) as file:
             json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.reports.log import JsonLines
@@ -21,7 +22,7 @@ from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.cut_off import cut_off_warning
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
-from async_rlhf.run.held_out import answer_rows, evaluate
+from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.wiring import Run
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
 """Spans of the learner whose durations are logged."""
+TABLE_ROWS = 200
+"""Rows of an evaluation that trackers show; all are in a file of the run."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class TrainingLoop:
     Args:
         run: this rank's part of the run.
         rollouts: the batches, in order.
+        evaluations: on held-out prompts.
         trace: records the spans.
         logs: open files by name, on rank 0.
         stop_asked: returns True once this rank has been told to save and end.
@@ -51,6 +55,7 @@ class TrainingLoop:
 
     run: Run
     rollouts: RolloutSchedule
+    evaluations: Evaluations
     trace: Trace
     logs: Mapping[str, JsonLines]
     stop_asked: Callable[[], bool]
@@ -63,6 +68,7 @@ class TrainingLoop:
         # Only now: a callback may have drawn random numbers in begin().
         if run.resumed is not None and run.ranks.leads:
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
+        self.evaluations.begin()
         rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
         started = time.monotonic()
         for batch in rollouts:
@@ -109,10 +115,10 @@ class TrainingLoop:
         path = checkpoints.path(state.global_step)
         with self.trace.span("save", batch=state.global_step):
             self._finish_save(wait=True)
-            resume = self._resume_state(state.global_step)
             if run.ranks.leads:
-                run.callbacks.note_best(path)
-            delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, state.best_model_checkpoint)
+                run.callbacks.note_best(path, self.evaluations.asked is not None)
+            resume = self._resume_state(state.global_step)
+            delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
             if self.saves is not None:
                 self._start_save(self.saves, path, resume, delete_old)
                 return
@@ -140,6 +146,7 @@ class TrainingLoop:
         """On rank 0, the state to resume from after a batch. All ranks must call it: learner and rollouts need them."""
         tensors, values = learner_state(self.run.learner, with_tensors=self.saves is None)
         ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
+        evaluation = self.evaluations.under_way(batch)
         if not self.run.ranks.leads:
             return None
         random_tensors, random_values = self.run.scorer.random_state()
@@ -152,10 +159,12 @@ class TrainingLoop:
                 "random": random_values,
                 "rewards": self.run.scorer.state(),
                 "agreement": self.rollouts.generator.agreement.state(),
+                "unjudged": self.run.callbacks.unjudged,
             },
             logs={name: log.position() for name, log in self.logs.items()},
             tensors=tensors | random_tensors,
             ahead=ahead,
+            evaluation=evaluation,
             sharded=self.saves is not None,
         )
 
@@ -167,12 +176,8 @@ class TrainingLoop:
         run.require_folder()
         if run.ranks.leads:
             self._log(scored, metrics, control.should_log)
-        last = state.global_step == state.max_steps or control.should_training_stop
-        if run.eval_prompts is not None and run.ranks.from_lead("evaluate?", lambda: control.should_evaluate or last):
-            evaluation = self.evaluate()
-            if run.ranks.leads:
-                run.callbacks.log(self._log_metrics(evaluation))
-                run.callbacks.evaluated(evaluation)
+        if run.eval_prompts is not None:
+            self._evaluate(control, state.global_step)
         # Asked once: it may become true at any moment, and on one rank alone.
         stop = any(run.ranks.gather("end?", self.stop_asked()))
         if run.ranks.from_lead("save?", lambda: control.should_save or stop):
@@ -189,25 +194,46 @@ class TrainingLoop:
         if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
             logger.warning("%s", warning)
         if everything:
-            logs = self._log_metrics({"completions": float(self.run.callbacks.state.completions), **metrics})
+            state = self.run.callbacks.state
+            logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)
             self._log_samples(scored)
             self.run.callbacks.log(logs)
             self.trace.flush()
 
-    def _log_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        state = self.run.callbacks.state
-        logs = {"batch": float(state.global_step), "episode": float(state.episode), **metrics}
+    def _log_metrics(self, metrics: Mapping[str, float], batch: int) -> dict[str, float]:
+        logs = {"batch": float(batch), "episode": float(batch * self.run.config.batch_size), **metrics}
         self.logs[METRICS].write(logs)
         return logs
 
-    def evaluate(self) -> dict[str, float]:
-        """Score the current policy on the held-out prompts, one completion each."""
+    def _evaluate(self, control: TrainerControl, batch: int) -> None:
+        """Take the answers to held-out prompts that are due, and ask for new ones, as the callbacks say."""
+        ranks, evaluations, state = self.run.ranks, self.evaluations, self.run.callbacks.state
+
+        def last() -> bool:
+            return state.global_step == state.max_steps or control.should_training_stop
+
+        wanted = ranks.from_lead("evaluate?", lambda: control.should_evaluate or last())
+        if evaluations.is_due(batch) or (evaluations.asked is not None and wanted):
+            self._take_evaluation()
+        ends = ranks.from_lead("last?", last)  # a callback may just have seen enough
+        if wanted or ends:
+            evaluations.ask(batch)
+            if ends or evaluations.is_due(batch):
+                self._take_evaluation()
+
+    def _take_evaluation(self) -> None:
+        """Score the answers that were asked for, and log them as of the batch after which they were."""
         with self.trace.span("evaluate"):
-            metrics, scored = evaluate(self.run)
-        if self.run.ranks.leads:
-            for row in answer_rows(self.run, scored):
-                self.logs[EVAL_SAMPLES].write(row)
-        return metrics
+            metrics, scored = self.evaluations.take()
+        if not self.run.ranks.leads:
+            return
+        callbacks, batch = self.run.callbacks, scored.batch.version
+        rows = list(answer_rows(self.run, scored))
+        for row in rows:
+            self.logs[EVAL_SAMPLES].write(row)
+        callbacks.table("eval_completions", rows[:TABLE_ROWS], batch)
+        callbacks.log(self._log_metrics(metrics, batch), batch)
+        callbacks.evaluated(metrics, batch)
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()

@@ -17,9 +17,9 @@ from torch import nn
 
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.data.stream import PromptStream, SharedPrompts
-from async_rlhf.generation.protocol import Generator, Version
+from async_rlhf.generation.protocol import Generator, SamplingParams, Version
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Batch, drawn_versions
+from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
 
 class StaleWeightsError(RuntimeError):
@@ -82,6 +82,7 @@ class RolloutSchedule:
         self.recorded = recorded
         self.start = start
         self.leads = leads
+        self._newest = -1
         self._ahead = {batch.index: batch for batch in ahead}
         self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
 
@@ -117,11 +118,38 @@ class RolloutSchedule:
         wanted = version < self.num_batches and (self.bounded or self.recorded is not None)
         if not batches and not wanted:
             return
-        with self.trace.span("publish", version=version):
-            self.generator.publish(policy, version)
+        self._publish(policy, version)
         for index in batches:
             self._asked[index] = self._version(index, version)
             self.generator.submit(index, self._asked[index], self.prompts.batch(index, self.batch_size))
+
+    def ask(self, policy: nn.Module, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Ask for answers to held-out prompts by exactly this version, which the policy is now, needed by a batch or
+        not. They are sampled behind the batches that were submitted before.
+        """
+        self._publish(policy, version)
+        self.generator.submit_evaluation(version, prompts, params)
+
+    def answers(self, version: int) -> tuple[Group, ...]:
+        """What :meth:`ask` asked for.
+
+        Raises:
+            StaleWeightsError: other weights have answered.
+        """
+        groups = self.generator.collect_evaluation(version)
+        found = drawn_versions(sample for group in groups for sample in group.samples)
+        if found - {version}:
+            raise StaleWeightsError(
+                f"the evaluation after batch {version} must be of version {version}; its tokens come from version "
+                f"{', '.join(map(str, sorted(found)))}"
+            )
+        return groups
+
+    def _publish(self, policy: nn.Module, version: int) -> None:
+        if version != self._newest:
+            with self.trace.span("publish", version=version):
+                self.generator.publish(policy, version)
+            self._newest = version
 
     def _due(self, version: int) -> list[int]:
         """The batches that can be submitted once a version is published."""

@@ -32,7 +32,7 @@ from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.checkpoint import save_learner
 from async_rlhf.run.choices import make_generator
 from async_rlhf.run.folder import FINAL, log_names
-from async_rlhf.run.held_out import evaluate
+from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.manifest import write_whole
@@ -158,7 +158,7 @@ class OnlineTrainer:
         return train(self.run)
 
     def evaluate(self) -> dict[str, float]:
-        """Score the policy as it is now on eval_dataset, one completion each; before or after training.
+        """Score the policy as it is now on eval_dataset; before or after training.
 
         Nothing is written. With several ranks, all must call it.
 
@@ -288,7 +288,7 @@ def train(run: Run) -> OnlineTrainerState:
         logs = {}
         if run.ranks.leads:
             goes_on = run.folder.goes_on
-            run.folder.clear(run.callbacks.state.best_model_checkpoint, run.eval_prompts is not None)
+            run.folder.clear(run.callbacks.kept, run.eval_prompts is not None)
             run.record.write(run.folder.path)
             note_start(run.folder.path, goes_on, run.ranks.count, run.device)
             if isinstance(generator, RestartingGenerator):
@@ -301,7 +301,8 @@ def train(run: Run) -> OnlineTrainerState:
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         sharded = run.config.checkpoint_format == "sharded"
         saves = stack.enter_context(ShardedSaves(run).finishing()) if sharded else None
-        state = TrainingLoop(run, _rollouts(run, generator, trace), trace, logs, stop_asked, saves).train()
+        rollouts = _rollouts(run, generator, trace)
+        state = TrainingLoop(run, rollouts, Evaluations(run, rollouts), trace, logs, stop_asked, saves).train()
         stack.close()
         run.watch.close()
     return state

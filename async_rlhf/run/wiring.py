@@ -61,6 +61,7 @@ from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.scoring.scorer import metric_names
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
 from async_rlhf.system.versions import code
@@ -121,8 +122,8 @@ class Run:
     engine: SharedEngine
     """Samples from the learner's policy, for inline generation."""
     eval_prompts: SharedPrompts | None
-    eval_engine: SharedEngine
-    """The same, with one completion per prompt."""
+    eval_params: SamplingParams
+    """How completions of held-out prompts are sampled."""
     callbacks: Callbacks
     record: Record
     """How the run was asked for."""
@@ -147,6 +148,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     """
     algorithm = _algorithm(config, inputs.algorithm)
     check_integrations(config.report_to)
+    _check_stop(config, inputs)
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None
     check_bits(config.reward_model_bits, inputs.reward_model, copied)
     require_bitsandbytes(config.reward_model_bits)
@@ -168,6 +170,13 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
             _restore(run, run.resumed)
         stack.pop_all()  # from here on the run releases the folder
     return run
+
+
+def _check_stop(config: OnlineConfig, inputs: Inputs) -> None:
+    """Require that evaluations will have the result at whose peak the run is to end."""
+    names = [f"eval_{name}" for name in metric_names(inputs.reward_funcs, inputs.reward_model is not None)]
+    known = config.stop_at is None or config.stop_at in names
+    require(known, "stop_at", config.stop_at, f"must be one of {', '.join(names)}")
 
 
 def _count(rows: Rows | Stream) -> int | None:
@@ -209,7 +218,7 @@ def _build(
     )
     scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
     temperature = config.eval_temperature or config.generation.temperature
-    one_each = replace(models.params, samples_per_prompt=1, temperature=temperature)
+    evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if inputs.optimizers[0] is not None:
         fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
@@ -233,7 +242,7 @@ def _build(
         scorer=scorer,
         engine=shared_engine(config, models.policy, models.params, parallel),
         eval_prompts=eval_prompts,
-        eval_engine=shared_engine(config, models.policy, one_each, parallel),
+        eval_params=evaluating,
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
         record=record,
         fingerprints=fingerprints,
@@ -437,3 +446,5 @@ def _restore(run: Run, resumed: ResumeState) -> None:
     restore_learner(run.learner, tensors, resumed.values["learner"])
     resumed.forget_weights()
     resumed.read_ahead(checkpoint, run.prompts)
+    resumed.read_evaluation(checkpoint, run.eval_prompts, run.ranks)
+    run.callbacks.unjudged = None if resumed.evaluation is None else resumed.values.get("unjudged")

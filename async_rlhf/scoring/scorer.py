@@ -92,7 +92,7 @@ class Scorer:
         self.reward_model = reward_model
         self._device = None if reward_model is None else parallel.device_of(reward_model)
         self._model_at_hand = at_hand(reward_model, config, parallel)
-        self.reward_funcs = _by_name(reward_funcs, {"skipped"} if reward_model is None else {"skipped", "model"})
+        self.reward_funcs = _by_name(reward_funcs, _taken(reward_model is not None))
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
@@ -157,8 +157,9 @@ class Scorer:
         """Say that a batch has been sampled: what needs no rank of the learner is computed from now on, unless a
         function keeps a state, and so has to see the batches in their turn. From any thread of rank 0.
         """
-        evaluating = self.config.eval_steps > 0 and (index - 1) % self.config.eval_steps == 0
-        if not self.state() and not (evaluating and index > 1):  # an evaluation calls the functions before
+        evaluated = index - 1 - self.config.evaluation_delay  # the version whose answers are scored just before
+        evaluating = self.config.eval_steps > 0 and evaluated > 0 and evaluated % self.config.eval_steps == 0
+        if not (self.state() or evaluating):  # an evaluation calls the functions before
             self._early.begin(index, groups)
 
     def random_state(self) -> RandomState:
@@ -306,6 +307,20 @@ class Scorer:
         error = RewardError(message.format(score=scores_R[first].item(), text=text))
         raise_or_warn(error, int(broken_R.sum()), len(samples), self.skip)
         return scores_R.masked_fill(broken_R, torch.nan)
+
+
+def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:
+    """Names of what a scored batch is measured by."""
+    names = [*(["model"] if with_model else []), *_by_name(reward_funcs, _taken(with_model))]
+    return ["objective/scores", "objective/scores_std", *(f"reward/{name}" for name in names), *_ABOUT_LENGTH]
+
+
+_ABOUT_LENGTH = ("val/num_eos_tokens", "val/ended_share", "val/response_length")
+
+
+def _taken(with_model: bool) -> set[str]:
+    """Names that no function can have."""
+    return {"skipped", "model"} if with_model else {"skipped"}
 
 
 def _stoppable(functions: Mapping[str, RewardFunction], limit: float | None) -> dict[str, RewardFunction]:

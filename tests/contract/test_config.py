@@ -101,7 +101,16 @@ ONLINE = leaves(new_args(Path()))
 LAST_DIGITS = {"device", "num_threads", "generation.device", "generation.num_threads"}
 LONGER_OR_KEPT = {"total_episodes", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"}
 SERVED = {"engine": "vllm", "placement": "server", "urls": ["http://a"]}
-LONGER_OR_KEPT |= {"batches", "eval_steps", "eval_temperature", "num_train_epochs", "reward_timeout"}
+LONGER_OR_KEPT |= {
+    "batches",
+    "eval_steps",
+    "eval_temperature",
+    "eval_samples_per_prompt",
+    "stop_at",
+    "stop_patience",
+    "num_train_epochs",
+    "reward_timeout",
+}
 
 
 @pytest.mark.parametrize("name", ONLINE)

@@ -174,6 +174,7 @@ def _trains(inputs: Inputs) -> None:
     kept = {"save_steps": 4, "save_total_limit": 1, "eval_steps": 4, "metric_for_best_model": "eval_objective/scores"}
     judged = {"reward_model": inputs["judge"], "tokenizer": inputs["policy"], "ref_model": inputs["policy"]}
     penalties = {"non_eos_penalty": "add", "length_penalty": 0.1, "reward_timeout": 60.0, "reward_errors": "skip"}
+    kept |= {"stop_at": "eval_objective/scores", "stop_patience": 9}
     more = {"total_episodes": 32, "staleness": 1, "staleness_mode": "bounded", **kept, **penalties}
     run_train(inputs.run("dpo", "online_dpo", judged, generation=generation, reward_weights=[2.0], **more))
     run_replay(ReplayConfig(inputs["dpo"]))

@@ -26,6 +26,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         STRATEGIES,
     ),
     "inline": ({"staleness": 0, "evaluate": True, "eval_steps": 2}, ["ddp", "fsdp", "zero3"]),
+    "evaluated beside": (
+        {**ASYNC, "evaluate": True, "eval_steps": 2, "eval_samples_per_prompt": 2, "save_steps": 1},
+        ["ddp", "zero3"],
+    ),
     # DeepSpeed clips policy and value model together: without clipping it must be the same.
     "ppo": (
         {**ASYNC, "algorithm": "ppo", "max_grad_norm": 0.0, "num_epochs": 2, "weight_decay": 1.0},

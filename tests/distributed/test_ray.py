@@ -128,7 +128,9 @@ def has_trained(process: subprocess.Popen[str], metrics: Path) -> bool:
 
 
 def without_clock(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in metrics]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "eval_time/")) and k != "eps"} for row in metrics
+    ]
 
 
 def outcome(trainer: OnlineDPOTrainer):
@@ -147,10 +149,11 @@ def assert_same(ours, theirs) -> None:
 
 @pytest.fixture
 def run(make_policy, make_reward_model, tokenizer, prompts, make_args):
-    """A run of six batches, three of them under way at any time, with a reward model and a function."""
+    """A run of six batches, three of them under way at any time, with a reward model, a function and evaluations."""
 
     def run(name: str, *callbacks: TrainerCallback, generation: dict[str, object] | None = None, **options: object):
-        args = make_args(name, {"workers": 2, "probe_steps": 2, **(generation or {})}, staleness=2, **options)
+        generation = {"workers": 2, "probe_steps": 2, **(generation or {})}
+        args = make_args(name, generation, staleness=2, **{"eval_steps": 2, **options})
         trainer = OnlineDPOTrainer(
             make_policy(),
             args,
@@ -159,6 +162,7 @@ def run(make_policy, make_reward_model, tokenizer, prompts, make_args):
             reward_funcs=count_letters,
             processing_class=tokenizer,
             callbacks=callbacks,
+            eval_dataset=prompts[:5],
         )
         trainer.train()
         return outcome(trainer)

@@ -128,6 +128,27 @@ def test_tensorboard_has_configuration_completions_and_evaluation(make_policy, t
 
 
 @needs("tensorboard")
+def test_answers_to_held_out_prompts_are_shown_at_their_batch(make_policy, tokenizer, prompts, make_args):
+    """Their results come two batches later."""
+    options = {"eval_steps": 2, "eval_samples_per_prompt": 2, "total_episodes": 48}
+    args = make_args(staleness=1, generation=GENERATION, report_to=["tensorboard"], **options)
+    held = {"eval_dataset": prompts[:3]}
+    folder = train(make_policy, tokenizer, prompts, args, **held)
+    scalars, texts, _ = events(folder)
+    assert [step for step, _ in scalars["eval/objective/scores"]] == [2, 4, 6]
+    rows = [json.loads(line) for line in (folder / "eval_samples.jsonl").read_text().splitlines()]
+    assert sorted(texts["eval_completions"]) == [2, 4, 6]
+    for batch, table in texts["eval_completions"].items():
+        head, _, *lines = table.split("\n")
+        shown = [dict(zip(cells(head), cells(line), strict=True)) for line in lines]
+        ours = [row for row in rows if row["batch"] == batch]
+        assert [(one["row"], one["sample"], one["prompt"]) for one in shown] == [
+            (str(row["row"]), str(row["sample"]), row["prompt"]) for row in ours
+        ]
+        assert [float(one["score"]) for one in shown] == pytest.approx([row["score"] for row in ours], rel=1e-5)
+
+
+@needs("tensorboard")
 def test_a_stage_logs_its_own_configuration(tokenizer, make_policy, tmp_path):
     write_model(make_policy(), tokenizer, tmp_path / "model")
     data = tmp_path / "texts.jsonl"

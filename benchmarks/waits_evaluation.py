@@ -1,0 +1,128 @@
+"""What an evaluation every 10 batches costs, where generator and learner have devices of their own.
+
+    python benchmarks/waits_evaluation.py [--json] [--batches 24]
+
+The real trainer with one generator process, at staleness 1, on models that sleep as long as a device would compute
+(benchmarks/waiting.py): the learner is the slower side, and the generator has nothing to do for a part of each batch.
+The same run three times: without evaluations, with evaluations by the generator, and by the learner, which samples
+itself while everything else waits. Seconds per batch, after the first four:
+
+    wall      start to start, all logging included
+    sampling  of the batches alone, not of the evaluations
+    training  score, annotate, update
+    ratio     wall / max(sampling, training): 1 is an evaluation for nothing
+    waited    of the learner for the generator
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from overlap import VOCABULARY, reward, tokenizer
+from waiting import waiting_policy
+
+from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer, OnlineConfig
+from async_rlhf.generation.process import ProcessGenerator
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.types import Group, Prompt
+
+WARM_UP = 4  # batches: the first ones fill the pipeline
+EVERY = 10
+PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 16, 24
+KINDS = ("none", "generators", "learner")
+
+
+@contextmanager
+def by_the_learner() -> Iterator[None]:
+    """Evaluations as they are where nobody else can sample: at once, and everything else waits."""
+    asked: dict[int, tuple[Sequence[Prompt], SamplingParams]] = {}
+
+    def submit(self: Any, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        asked[version] = prompts, params
+
+    def collect(self: Any, version: int) -> tuple[Group, ...]:
+        prompts, params = asked.pop(version)
+        engine = TransformersEngine(self._policy, params, version)
+        return tuple(Group(p, c) for p, c in zip(prompts, engine.generate(prompts), strict=True))
+
+    with (
+        patch.object(OnlineConfig, "evaluation_delay", property(lambda config: 0)),
+        patch.multiple(ProcessGenerator, submit_evaluation=submit, collect_evaluation=collect),
+    ):
+        yield
+
+
+def run(kind: str, batches: int) -> dict[str, float]:
+    """One run; means over the batches after the warm-up."""
+    words = " ".join(f"w{i}" for i in range(1, PROMPT_TOKENS))
+    rows = [{"query": f"w{i + 20} {words}"} for i in range(256)]
+    evaluates = kind != "none"
+    with tempfile.TemporaryDirectory() as folder, by_the_learner() if kind == "learner" else nullcontext():
+        args = GRPOConfig(
+            output_dir=folder,
+            overwrite_output_dir=True,
+            staleness=1,
+            batches=batches,
+            samples_per_prompt=2,
+            completions_per_batch=2 * PROMPTS,
+            per_device_train_batch_size=2 * PROMPTS,
+            num_epochs=2,
+            eval_steps=EVERY if evaluates else 0,
+            non_eos_penalty=False,
+            max_prompt_length=PROMPT_TOKENS,
+            progress=False,
+            num_threads=1,
+            generation=GenerationConfig(
+                response_length=RESPONSE_TOKENS, mismatch_samples=0, placement="process", num_threads=1
+            ),
+        )
+        policy = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, variation=0.0)
+        held = rows[: 2 * PROMPTS] if evaluates else None
+        GRPOTrainer(policy, args, rows, reward_funcs=reward, processing_class=tokenizer(), eval_dataset=held).train()
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    logs = [line for line in lines if "time/batch" in line and line["batch"] > WARM_UP]
+    assert sum("eval_objective/scores" in line for line in lines) == (batches // EVERY + 1 if evaluates else 0)
+    mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
+    sampling, training = mean["time/generate"], mean["time/score"] + mean["time/annotate"] + mean["time/train"]
+    ratio = mean["time/batch"] / max(sampling, training)
+    return {
+        "wall": mean["time/batch"],
+        "sampling": sampling,
+        "training": training,
+        "waited": mean["time/wait"],
+        "ratio": ratio,
+    }
+
+
+def measure(batches: int = 24) -> dict[str, dict[str, float]]:
+    """Seconds per batch and their ratio, by who evaluates."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return {kind: run(kind, batches) for kind in KINDS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
+    parser.add_argument("--batches", type=int, default=24)
+    options = parser.parse_args()
+    results = measure(options.batches)
+    if options.json:
+        print(json.dumps(results))
+        return
+    print(f"{'evaluations by':<16}" + "".join(f"{name:>12}" for name in results["none"]))
+    for kind, figures in results.items():
+        print(f"{kind:<16}" + "".join(f"{value:>12.3f}" for value in figures.values()))
+
+
+if __name__ == "__main__":
+    main()
