@@ -77,6 +77,8 @@ class Request:
     probe: bool = False
     in_flight: bool = False
     """Switch to newer weights as soon as there are any."""
+    after: int = 0
+    """Begin when this version is there, or a newer one; it may still be on its way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.leaving import Beside, Work
 from async_rlhf.models.snapshots import Snapshots, differing
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
@@ -78,6 +81,7 @@ class RemoteGenerator:
         self.config = config.generation
         self.trace = trace
         self._autocast = autocast_dtype(config)
+        self._publisher, self._newest = Beside("publisher"), -1
         self._probing = self.config.probe_steps > 0
         self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
         self.agreement = Agreement(self.config, params, getattr(torch, self.config.dtype), self._autocast, parallel)
@@ -91,13 +95,24 @@ class RemoteGenerator:
         self._arriving = threading.Lock()
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Copy the weights to where the workers find them."""
+        """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
         self.parallel.ranks.meet(f"publishing version {version}")
-        self._policy = policy
-        self.snapshots.publish(policy, version, self.parallel)
+        self._publisher.finish()  # one version at a time is on its way
+        self._policy, self._newest = policy, version
+        self.snapshots.publish(policy, version, self.parallel, partial(self._beside, version))
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
         if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
+
+    def _beside(self, version: int, work: Work) -> Future[None]:
+        """Have a part of publishing done beside training."""
+
+        def timed() -> None:
+            started = time.monotonic()
+            work()
+            self.trace.add("hand out", started, time.monotonic(), "publisher", version=version)
+
+        return self._publisher(timed)
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Give each worker its share of the batch."""
@@ -110,7 +125,8 @@ class RemoteGenerator:
             # The columns stay here: they may be large, and only rewards need them.
             stripped = tuple(replace(prompt, columns={}) for prompt in share)
             probe = self._probing and (own is None or own in self._probes)
-            worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight))
+            after = self._newest if own is None else own
+            worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight, after=after))
 
     def collect(self, index: int) -> Batch:
         """Wait for every share of the batch.
@@ -144,6 +160,7 @@ class RemoteGenerator:
         replies = self._replies[index]
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < len(self.workers):
+            self._publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
@@ -151,9 +168,10 @@ class RemoteGenerator:
         return [replies[worker.number] for worker in self.workers]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and the thread that publishes."""
         for worker in self.workers:
             worker.close()
+        self._publisher.close()
         self.snapshots.close()
 
     def _wait(self, seconds: float) -> bool:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
 _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
@@ -104,9 +105,12 @@ class ServerGenerator(RemoteGenerator):
         self._arrived.put((worker, answer))
 
     def _wait(self, seconds: float) -> bool:
+        pause = min(max(seconds, 0.0), _LOOK_SECONDS)
         try:
-            worker, answer = self._arrived.get(timeout=max(seconds, 0.0))
+            worker, answer = self._arrived.get(timeout=pause)
         except queue.Empty:
+            if seconds > pause:
+                return False
             busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open]
             raise GeneratorError(
                 f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}"
@@ -255,6 +259,8 @@ class _Server:
                     await sleep(_RETRY_SECONDS)
 
     async def _sample(self, client: ServerClient, request: Request) -> Reply:
+        while self.snapshots.newest < request.after:
+            await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
         started = time.monotonic()
         version = self.snapshots.newest if request.version is None else request.version
         held = {version: await self._load(client, version)}

@@ -28,6 +28,8 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.system.determinism import prepare_deterministic
 
+_LOOK_SECONDS = 0.001
+
 
 def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
     """The engine that the spec asks for; its weights must still be loaded."""
@@ -70,11 +72,15 @@ class RequestHandler:
             torch.set_num_threads(spec.num_threads)
         self.weights = weights
         self.engine = make_engine(spec, params)
+        self._heartbeat = heartbeat
         self.engine.heartbeat_with(heartbeat)
         self._held: dict[int, dict[str, str]] = {}
 
     def answer(self, request: Request) -> Reply:
         """Load the weights and sample."""
+        while self.weights.newest < request.after:
+            self._heartbeat()
+            time.sleep(_LOOK_SECONDS)
         engine, started = self.engine, time.monotonic()
         version = self.weights.newest if request.version is None else request.version
         self._load(version)
