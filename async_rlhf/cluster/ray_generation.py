@@ -53,7 +53,7 @@ class ObjectStoreSnapshots:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
         self.specs, size = layout(model, dtype, parallel=parallel)
-        self.slots, self.newest = slots, -1
+        self.slots, self.newest, self._dtype = slots, -1, dtype
         self.published: dict[int, dict[str, str]] = {}
         self._references: dict[int, ray.ObjectRef] = {}
         self._draft = torch.empty(size, dtype=torch.uint8)
@@ -64,7 +64,7 @@ class ObjectStoreSnapshots:
         """Copy the weights; the copy is put into the store later."""
         views, leaving = tensors_in(self._draft, self.specs), Leaving(model, parallel, later)
         with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel):
+            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self._dtype):
                 leaving.copy(tensor, views[name])
         leaving.end(partial(self._finish, version))
 

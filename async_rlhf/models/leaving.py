@@ -95,6 +95,8 @@ class Leaving:
         held = sum(parameter.nbytes for parameter in trainable(model))
         self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.spreads_weights else 1))
         self._under_way: deque[tuple[int, Handle]] = deque()
+        own = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own} if self._stream is not None else set()
 
     def copy(self, tensor: Tensor, place: Tensor) -> None:
         """Copy a tensor, which may change as soon as this returns.
@@ -107,7 +109,9 @@ class Leaving:
             place.copy_(tensor)
             return
         # Rounded before it crosses the bus: a copy that rounds moves the wider type, and rounds on the host.
-        copied = tensor.to(place.dtype, copy=True)
+        copied = tensor.to(place.dtype)
+        if copied.untyped_storage().data_ptr() in self._own:  # else it was rounded, gathered or merged
+            copied = copied.clone()
         while self._under_way and sum(size for size, _ in self._under_way) + copied.nbytes > self._room:
             self._under_way.popleft()[1].result()
         work = partial(self._beside, self._ready(), partial(place.copy_, copied, non_blocking=True))

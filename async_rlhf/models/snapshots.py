@@ -49,7 +49,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def iterate_weights(
-    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The same, one tensor at a time, so that merged weights need not all be in memory together.
 
@@ -58,11 +58,14 @@ def iterate_weights(
         adapters_only: give the adapters' own parameters instead.
         parallel: how its weights are sharded over ranks; they are gathered one by one, and every rank must iterate to
             the end.
+        dtype: that they are needed in: sharded weights of a wider type are rounded before they are gathered.
     """
     parallel.meet("reading weights", model)
     for name, parameters, compute in _parameters(model, adapters_only):
-        with parallel.gathered(parameters):
-            yield name, parallel.whole(compute())
+        like = like_numbers(parameters[0])
+        rounded = dtype if dtype is not None and dtype.itemsize < like.itemsize and like.is_floating_point() else None
+        with parallel.unsharded(parameters, compute, rounded if parallel.spreads_weights else None) as tensor:
+            yield name, tensor
     if not adapters_only:
         yield from saved_buffers(model)
 
@@ -194,6 +197,7 @@ class SnapshotRing:
         memory: all slots, as uint8.
         fd: the file descriptor of the memory; -1 for none.
         adapters_only: see iterate_weights.
+        dtype: see there.
     """
 
     def __init__(
@@ -204,8 +208,10 @@ class SnapshotRing:
         memory: Tensor,
         fd: int = -1,
         adapters_only: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
+        self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
+        self.adapters_only, self.dtype = adapters_only, dtype
         self._bytes, self.fd = memory, fd
         self._pinned = ExitStack()
         self.published: dict[int, dict[str, str]] = {}
@@ -227,7 +233,7 @@ class SnapshotRing:
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
         memory, fd = cls._allocated(_ALIGNMENT + slot_bytes * slots, model)
         memory[:8].view(torch.int64)[0] = -1
-        ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only)
+        ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
         if fd >= 0 and (parallel.device or next(model.parameters()).device).type == "cuda":
             ring._pinned.enter_context(pinned(memory))
         return ring
@@ -255,7 +261,7 @@ class SnapshotRing:
         self.published.pop(version - self.slots, None)
         views, leaving = self.views(version), Leaving(model, parallel, later)
         with torch.no_grad():
-            for name, tensor in iterate_weights(model, self.adapters_only, parallel):
+            for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
                 leaving.copy(tensor, views[name])
         leaving.end(partial(self._finish, version))
 
@@ -311,7 +317,7 @@ class SnapshotFolder:
         """Copy the weights; the file is written later."""
         buffers, leaving, copies = dict(model.named_buffers()), Leaving(model, parallel, later), {}
         with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel):
+            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self.dtype):
                 if name not in self._copies:  # else that of the version before, which is in its file
                     dtype = _kept_dtype(name, tensor, buffers, self.dtype)
                     self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
@@ -346,18 +352,19 @@ class NoSnapshots:
     """Snapshots on ranks other than 0: they send their shares of the weights to rank 0 and keep only the names.
 
     Args:
+        dtype: of rank 0's snapshots.
         adapters_only: see iterate_weights.
     """
 
-    def __init__(self, adapters_only: bool = False) -> None:
-        self.adapters_only, self.newest = adapters_only, -1
+    def __init__(self, dtype: torch.dtype = torch.float32, adapters_only: bool = False) -> None:
+        self.dtype, self.adapters_only, self.newest = dtype, adapters_only, -1
         self.published: dict[int, dict[str, str]] = {}
         self._names: list[str] = []
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
         """Take part while rank 0 gathers the weights. There are no digests here."""
         if parallel.takes_part:
-            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel)]
+            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel, self.dtype)]
         self.newest = version
 
     def views(self, version: int) -> Mapping[str, None]:

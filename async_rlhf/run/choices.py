@@ -65,7 +65,9 @@ def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, thr
     if config.placement == "inline":
         return inline_vllm(config, policy, params, trace)
     if not parallel.ranks.leads:
-        return RemoteGenerator(config, policy, params, trace, parallel, NoSnapshots(config.lora.publish == "adapter"))
+        dtype = getattr(torch, config.generation.dtype)
+        snapshots = NoSnapshots(dtype, config.lora.publish == "adapter")
+        return RemoteGenerator(config, policy, params, trace, parallel, snapshots)
     if config.launch == "ray":
         from async_rlhf.cluster.ray_generation import RayGenerator
 

@@ -142,6 +142,8 @@ class Published:
     moved: int
     """Bytes that left the device."""
     parameters: int
+    bytes_each: int
+    """Of a parameter as it is published."""
     waits: Mapping[str, int]
     """How often the learner's own thread waited for the device, by place."""
     moved_meanwhile: int
@@ -152,26 +154,31 @@ class Published:
     """Bytes of the host that a GPU could copy to by itself."""
 
 
-def publish(kind: str, folder: Path, lora: bool = False) -> Published:
-    """Publish bfloat16 snapshots of a policy, and change it at once."""
+def publish_float32(kind: str, folder: Path) -> Published:
+    """The same without rounding."""
+    return publish(kind, folder, dtype=torch.float32)
+
+
+def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = torch.bfloat16) -> Published:
+    """Publish snapshots of a policy, and change it at once."""
     policy = new_policy()
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     if lora:
         from async_rlhf import LoRAConfig
 
         add_adapters(policy, LoRAConfig(rank=4), seed=0)
-    expected = {name: tensor.bfloat16().clone() for name, tensor in snapshots.named_weights(policy).items()}
+    expected = {name: tensor.to(dtype, copy=True) for name, tensor in snapshots.named_weights(policy).items()}
     policy.to("cuda:0")
     before = sum(simulated_device.SimulatedRuntime.pinned.values())
     if kind == "folder":
-        ring: Any = snapshots.SnapshotFolder(folder / "snapshots", torch.bfloat16, 2)
+        ring: Any = snapshots.SnapshotFolder(folder / "snapshots", dtype, 2)
     elif kind == "object store":
         from async_rlhf.cluster import ray_generation
 
         ray_generation.ray.put = bytes  # no cluster is needed to see what leaves the device
-        ring = ray_generation.ObjectStoreSnapshots(policy, torch.bfloat16, 2, ALONE)
+        ring = ray_generation.ObjectStoreSnapshots(policy, dtype, 2, ALONE)
     else:
-        ring = getattr(snapshots, kind).for_model(policy, torch.bfloat16, 2)
+        ring = getattr(snapshots, kind).for_model(policy, dtype, 2)
     pinned = sum(simulated_device.SimulatedRuntime.pinned.values()) - before
     work: list[Callable[[], None]] = []
     with traffic() as meanwhile:
@@ -186,7 +193,8 @@ def publish(kind: str, folder: Path, lora: bool = False) -> Published:
     ring.close()
     assert sum(simulated_device.SimulatedRuntime.pinned.values()) == before, "memory of the host stays pinned"
     early = sum(meanwhile.to_host.values())
-    return Published(early + sum(later.to_host.values()), parameters, dict(meanwhile.waits), early, bool(found), pinned)
+    moved = early + sum(later.to_host.values())
+    return Published(moved, parameters, dtype.itemsize, dict(meanwhile.waits), early, bool(found), pinned)
 
 
 def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[int]]:

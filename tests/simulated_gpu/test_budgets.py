@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import Published, Update, decode_waits, publish, update
+from simulated_runs import Published, Update, decode_waits, publish, publish_float32, update
 from test_golden import RUNS
 from test_simulated_runs import algorithm_of
 
@@ -19,7 +19,7 @@ ASKED_BY_TRANSFORMERS = "transformers/masking_utils.py"
 
 def require_publishing(found: Published) -> None:
     assert found.right, "other weights than those of the moment were published"
-    assert found.moved == 2 * found.parameters
+    assert found.moved == found.bytes_each * found.parameters
     assert (found.waits, found.moved_meanwhile) == ({}, 0)
 
 
@@ -82,6 +82,10 @@ def test_publishing_moves_two_bytes_a_parameter_and_the_learner_waits_for_none(o
     found = on_gpu(publish, kind, tmp_path, lora)
     require_publishing(found)
     assert (found.pinned >= 2 * 2 * found.parameters) == (kind == "SnapshotRing")
+
+
+def test_weights_that_are_not_rounded_are_copied_as_well(on_gpu, tmp_path):
+    require_publishing(on_gpu(publish_float32, "SnapshotRing", tmp_path))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated_runs import Fault, Published, publish, train, with_fault
+from simulated_runs import Fault, Published, publish, publish_float32, train, with_fault
 from test_budgets import decode_twice, require_decoding, require_publishing, require_update, update_twice
 
 DEVICES = r"Expected all tensors to be on the same device"
@@ -190,8 +190,8 @@ TOO_DEAR = {
         require_publishing,
     ),
     "weights that are not copied within the device": (
-        Fault("models.leaving:Leaving.copy", "tensor.to(place.dtype, copy=True)", "tensor"),
-        publish,
+        Fault("models.leaving:Leaving.copy", "copied = copied.clone()", "pass"),
+        publish_float32,
         require_publishing,
     ),
     "checksums before the copies have arrived": (
@@ -233,6 +233,7 @@ def test_the_same_runs_pass_without_a_fault(on_gpu, tmp_path, options):
 def test_a_fault_exceeds_a_budget(on_gpu, tmp_path, name):
     fault, measure, require = TOO_DEAR[name]
     given = {"decode_twice": (), "update_twice": (tmp_path,), "publish": ("SnapshotRing", tmp_path)}
+    given["publish_float32"] = given["publish"]
     found = on_gpu(with_fault, fault, measure, *given[measure.__name__])
     with pytest.raises(AssertionError):
         require(found) if isinstance(found, Published) else require(*found)
