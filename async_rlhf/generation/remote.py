@@ -6,13 +6,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -21,6 +22,7 @@ from async_rlhf.generation.messages import Failure, Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
+from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.leaving import Beside, Work
 from async_rlhf.models.snapshots import Snapshots, differing
@@ -84,7 +86,9 @@ class RemoteGenerator:
         self._publisher, self._newest = Beside("publisher"), -1
         self._probing = self.config.probe_steps > 0
         self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
-        self.agreement = Agreement(self.config, params, getattr(torch, self.config.dtype), self._autocast, parallel)
+        dtype = getattr(torch, self.config.dtype)
+        self.agreement = Agreement(self.config, params, dtype, self._autocast, parallel, config.staleness)
+        self._published_as_is = policy.dtype == dtype and not has_adapters(policy)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
@@ -219,7 +223,13 @@ class RemoteGenerator:
                 probed.append(found_N.mean().item())
         metrics = {"weights/probe_difference": max(probed)} if probed else {}
         with self.trace.span("mismatch", batch=index):
-            return metrics | self.agreement.measure(index, self._policy, self.snapshots.views, groups)
+            return metrics | self.agreement.measure(index, self._policy, partial(self._weights, index), groups)
+
+    def _weights(self, index: int, version: int) -> Mapping[str, Tensor | None]:
+        """A version's tensors; none where the policy still has those very numbers, when a batch is collected."""
+        if self._published_as_is and version == index - 1:
+            return {}
+        return self.snapshots.views(version)
 
 
 class MortalWorker(Worker, Protocol):
