@@ -50,10 +50,12 @@ class Beside:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._failure: BaseException | None = None
+        self._last: Future[None] | None = None
 
     def __call__(self, work: Work) -> Future[None]:
         """Hand over work. Returns at once."""
-        return self._pool.submit(self._do, work)
+        self._last = self._pool.submit(self._do, work)
+        return self._last
 
     def _do(self, work: Work) -> None:
         if self._failure is None:
@@ -69,7 +71,8 @@ class Beside:
 
     def finish(self) -> None:
         """Wait until everything is done, and raise what has gone wrong."""
-        self(lambda: None).result()
+        if self._last is not None:
+            self._last.result()
         self.require()
 
     def close(self) -> None:
