@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import decides_result, dotted
+from async_rlhf.config.base import decides_result, dotted, with_new_keys
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data import cache
@@ -203,7 +203,8 @@ class Stage:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
-        config = {key: value for key, value in found["config"].items() if decides_result(self.config, key)}
+        values = with_new_keys(found["config"], self.config)
+        config = {key: value for key, value in values.items() if decides_result(self.config, key)}
         return {**found, "config": without_secrets(config)}
 
 

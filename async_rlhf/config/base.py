@@ -248,6 +248,20 @@ def decides_result(config: Any, name: str) -> bool:
     return known_of(config, name).get("role", "result") == "result"
 
 
+def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Values of an older version of this code, with dotted names. A key that it did not know counts as its default."""
+    found = dict(saved)
+    for name in dotted(dataclasses.asdict(config)).keys() - saved.keys():
+        first, *rest = name.split(".")
+        item = config.__dataclass_fields__[first]
+        value = item.default if item.default_factory is MISSING else item.default_factory()
+        for part in rest:
+            value = getattr(value, part, MISSING)
+        if value is not MISSING:
+            found[name] = value
+    return found
+
+
 def may_change(config: Any, name: str) -> bool:
     """Whether a run can be resumed with another value of this key."""
     known = known_of(config, name)

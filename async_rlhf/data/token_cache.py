@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -26,7 +26,9 @@ from async_rlhf.reports.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 10_000  # rows per step of the progress bar
+_CHUNK, _CHUNK_CHARACTERS = 10_000, 2_000_000
+"""Most rows, and about so many characters, that are tokenised at once: what a tokenizer returns of a text takes some
+fifty times its memory."""
 
 
 class Part(NamedTuple):
@@ -188,14 +190,26 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(tokenizer: PreTrainedTokenizerBase, parts: Iterable[Part]) -> Iterator[_Chunk]:
-    left = iter(parts)
-    while some := list(islice(left, _CHUNK)):
+    for some in _split(parts):
         columns = [_tokenise(tokenizer, texts) for texts in zip(*(part.texts for part in some), strict=True)]
         yield _Chunk(
             [np.fromiter(chain.from_iterable(column), dtype=np.int32) for column in columns],
             [np.fromiter(map(len, column), dtype=np.int64, count=len(some)) for column in columns],
             np.array([part.numbers for part in some], dtype=np.float64),
         )
+
+
+def _split(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    some: list[Part] = []
+    characters = 0
+    for part in parts:
+        some.append(part)
+        characters += sum(map(len, part.texts))
+        if len(some) == _CHUNK or characters >= _CHUNK_CHARACTERS:
+            yield some
+            some, characters = [], 0
+    if some:
+        yield some
 
 
 def _in_memory(chunks: Iterable[_Chunk]) -> Encoded:

@@ -55,6 +55,32 @@ class RoomyLayer(DynamicLayer):
         self._rows = rows
         self._set_views()
 
+    def add(self, other: RoomyLayer) -> None:
+        """Append the rows of another layer; whichever has fewer tokens is padded on the left."""
+        rows, filled = self._rows + other._rows, max(self._filled, other._filled)
+        if rows > len(self._keys) or filled > self._filled:
+            self._copy(max(rows, len(self._keys)), filled)
+        for states, theirs in ((self._keys, other.keys), (self._values, other.values)):
+            states[self._rows : rows, :, filled - other._filled : filled] = theirs
+        self._rows = rows
+        self._set_views()
+
+    def forget_left(self, filled: int) -> None:
+        """Keep the last ``filled`` tokens."""
+        self._copy(len(self._keys), filled)
+        self._set_views()
+
+    def _copy(self, rows: int, filled: int) -> None:
+        """Make room for so many rows, with so many tokens each."""
+        kept = min(filled, self._filled)
+        states = []
+        for old in (self.keys, self.values):
+            room = old.new_zeros(rows, old.shape[1], filled + ROOM, old.shape[3])
+            room[: self._rows, :, filled - kept : filled] = old[:, :, self._filled - kept :]
+            states.append(room)
+        self._keys, self._values = states
+        self._filled = filled
+
     def _set_views(self) -> None:
         self.keys = self._keys[: self._rows, :, : self._filled]
         self.values = self._values[: self._rows, :, : self._filled]
@@ -89,6 +115,21 @@ def join(caches: Sequence[DynamicCache], prompts: int, repeats: int) -> DynamicC
         else:
             parts[0].reorder_cache(torch.arange(prompts).repeat_interleave(repeats))
     return cache
+
+
+def add_rows(cache: DynamicCache, other: DynamicCache) -> None:
+    """Append the rows of a cache to another one. Both only grow, and were made by :func:`join`."""
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        assert isinstance(mine, RoomyLayer)
+        assert isinstance(theirs, RoomyLayer)
+        mine.add(theirs)
+
+
+def forget_left(cache: DynamicCache, columns: int) -> None:
+    """Drop all but the last columns of a cache that only grows, made by :func:`join`."""
+    for layer in cache.layers:
+        assert isinstance(layer, RoomyLayer)
+        layer.forget_left(columns)
 
 
 def keep_rows(cache: DynamicCache, stays: Sequence[bool], device: torch.device) -> Tensor:

@@ -7,18 +7,18 @@ logit in order to return log-probabilities, and goes on computing rows that have
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from async_rlhf.generation.decode_cache import join, keep_rows, only_grows
+from async_rlhf.generation.decode_cache import join, only_grows
+from async_rlhf.generation.decoding import Decoding, Occupancy
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, SamplingParams
-from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.snapshots import digests, named_weights
-from async_rlhf.models.truncation import truncated
 from async_rlhf.types import Prompt, Sample
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -54,7 +54,8 @@ class TransformersEngine:
         """Called between two steps of decoding. It may load other weights; what was sampled so far is kept."""
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
-        self._cache_only_grows = only_grows(DynamicCache(config=model.config))
+        self.adds_rows = only_grows(DynamicCache(config=model.config))
+        """Whether rows can be added to a cache."""
         self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @property
@@ -95,74 +96,62 @@ class TransformersEngine:
             prompts: any number; decoded ``batch_size`` completions at a time, prompts of similar length together.
             progress: called with the number of prompts done so far.
         """
+        samples = self.params.samples_per_prompt
+        per_chunk = max(1, self.params.batch_size // samples)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+        completions: dict[int, tuple[Sample, ...]] = {}
+        with self._evaluating():
+            for start in range(0, len(order), per_chunk):
+                chunk = order[start : start + per_chunk]
+                left = [[prompts[i] for i in chunk]]
+                decoding = Decoding(self, len(chunk) * samples)
+                for number, found in decoding.run(lambda _, left=left: left.pop() if left else ()):
+                    completions[chunk[number]] = found
+                if progress is not None:
+                    progress(len(completions))
+        return [completions[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def stream(
+        self, more: Callable[[int], Sequence[Prompt]], occupancy: Occupancy | None = None
+    ) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        """The same without an end to wait for: as completions end, further prompts take their places.
+
+        A model whose cache has a sliding window or a state takes further prompts only when all completions have ended.
+
+        Args:
+            more: given for how many prompts there are places, returns at most as many; none if there are none now.
+            occupancy: takes how full the places were.
+
+        Yields:
+            Each prompt's number, in the order in which they were taken, and its K completions once all have ended. It
+            ends when all have ended and there is nothing more.
+        """
+        samples = self.params.samples_per_prompt
+        decoding = Decoding(self, max(samples, self.params.batch_size // samples * samples), self.adds_rows, occupancy)
+        with self._evaluating():
+            yield from decoding.run(more)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         training = self.model.training
         self.model.eval()
         try:
-            per_chunk = max(1, self.params.batch_size // self.params.samples_per_prompt)
-            order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-            completions: dict[int, tuple[Sample, ...]] = {}
-            for start in range(0, len(order), per_chunk):
-                chunk = order[start : start + per_chunk]
-                completions.update(zip(chunk, self._decode([prompts[i] for i in chunk]), strict=True))
-                if progress is not None:
-                    progress(len(completions))
+            yield
         finally:
             self.model.train(training)
-        return [completions[i] for i in range(len(prompts))]
 
-    def _decode(self, prompts: Sequence[Prompt]) -> Completions:
-        params, device = self.params, self.device
-        rows = len(prompts) * params.samples_per_prompt
-        uniforms = row_uniforms(params.seed, prompts, params.samples_per_prompt, params.response_length)
-        uniforms_TR = torch.from_numpy(uniforms).reshape(rows, -1).T.contiguous().to(device)
-        tokens_TR = torch.zeros(params.response_length, rows, dtype=torch.long, device=device)
-        logprobs_TR = torch.zeros(params.response_length, rows, device=device)
-        ends: dict[int, int] = {}  # the length of each row that has ended
-        stops = torch.tensor(params.stop_token_ids, device=device)
-        versions: list[int] = []
-
-        room = params.response_length
-        logits_BV, mask_BT, cache = self._prefill([p.tokens for p in prompts], params.samples_per_prompt, room)
-        live, live_B = list(range(rows)), torch.arange(rows, device=device)  # the rows still in the batch
-        for step in range(params.response_length):
-            logits_BV = truncated(logits_BV, params.distribution)
-            tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_TR[step, live_B], params.temperature)
-            tokens_TR[step, live_B] = tokens_B
-            logprobs_TR[step, live_B] = logprobs_B
-            versions.append(self.version)
-            ended = torch.isin(tokens_B, stops).tolist()  # all that the host waits for
-            if any(ended):
-                ends |= {row: step + 1 for row, now in zip(live, ended, strict=True) if now}
-                kept = keep_rows(cache, [not now for now in ended], device)
-                live = [live[place] for place in kept.tolist()]
-                kept_B = kept.to(device, non_blocking=True)
-                live_B, tokens_B, mask_BT = (x[kept_B] for x in (live_B, tokens_B, mask_BT))
-            room = params.response_length - step - 1
-            if not live or room == 0:
-                break
-            if self.refresh is not None:
-                self.refresh()
-            if self.version != versions[-1]:  # the cache was computed with other weights
-                drawn_BT = tokens_TR[: step + 1, live_B].T.tolist()
-                of = [prompts[row // params.samples_per_prompt].tokens for row in live]
-                so_far = [(*prompt, *drawn) for prompt, drawn in zip(of, drawn_BT, strict=True)]
-                logits_BV, mask_BT, cache = self._prefill(so_far, 1, room)
-            else:
-                seen_BT = mask_BT[:, : mask_BT.shape[1] - room]
-                logits_BV = self._forward(tokens_B[:, None], seen_BT, seen_BT.sum(dim=1, keepdim=True) - 1, cache)
-        return self._samples(prompts, tokens_TR.T, logprobs_TR.T, ends, versions)
-
-    def _prefill(self, rows: Sequence[tuple[int, ...]], samples: int, room: int) -> tuple[Tensor, Tensor, DynamicCache]:
+    def prefill(self, rows: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, DynamicCache]:
         """Run each row of tokens once, padded on the left, and repeat its state for its samples.
 
         Returns:
-            Logits (B, V) for the next token, the mask (B, T) of these tokens and of ``room`` more, and their cache.
+            Logits (B, V) for the next token, and the cache of these tokens.
         """
         device = self.device
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens_PT = torch.zeros(len(rows), longest, dtype=torch.long)
-        mask_PT = torch.ones(len(rows), longest + room, dtype=torch.long)
+        mask_PT = torch.ones(len(rows), longest, dtype=torch.long)
         for i, row in enumerate(rows):
             tokens_PT[i, longest - lengths[i] :] = torch.tensor(row)
             mask_PT[i, : longest - lengths[i]] = 0
@@ -170,7 +159,7 @@ class TransformersEngine:
         positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
 
         at_once = len(rows)
-        if self._cache_only_grows:
+        if self.adds_rows:
             at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // longest)
         caches, logits = [], []
         for first in range(0, len(rows), at_once):
@@ -179,8 +168,20 @@ class TransformersEngine:
             logits.append(
                 self._forward(tokens_PT[part], mask_PT[part], positions_PT[part], caches[-1], **self._prefill_options)
             )
-        cache = join(caches, len(rows), samples)
-        return torch.cat(logits).repeat_interleave(samples, dim=0), mask_PT.repeat_interleave(samples, dim=0), cache
+        return torch.cat(logits).repeat_interleave(samples, dim=0), join(caches, len(rows), samples)
+
+    def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
+        """Logits (B, V) after one more token of each row.
+
+        Args:
+            tokens_B: these tokens.
+            lengths_B: tokens of each row with this one, in the last columns.
+            columns: of the cache, with the one that it gets now.
+            cache: of the tokens before.
+        """
+        from_end_T = torch.arange(columns, 0, -1, device=tokens_B.device)
+        mask_BT = (from_end_T <= lengths_B[:, None]).long()
+        return self._forward(tokens_B[:, None], mask_BT, lengths_B[:, None] - 1, cache)
 
     def _forward(
         self, tokens_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: DynamicCache, **options: int
@@ -192,28 +193,3 @@ class TransformersEngine:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         return output.logits[:, -1]
-
-    def _samples(
-        self,
-        prompts: Sequence[Prompt],
-        tokens_RT: Tensor,
-        logprobs_RT: Tensor,
-        ends: Mapping[int, int],
-        versions: Sequence[int],
-    ) -> Completions:
-        finite = torch.isfinite(logprobs_RT).all(dim=0).tolist()
-        if not all(finite):
-            raise FloatingPointError(f"the logits of weights version {versions[finite.index(False)]} are not finite")
-        k, most = self.params.samples_per_prompt, self.params.response_length
-        tokens, logprobs = tokens_RT.cpu().numpy(), logprobs_RT.cpu().numpy()
-        samples = [
-            Sample.answer(
-                prompts[i // k].tokens,
-                tokens[i, : ends.get(i, most)],
-                logprobs[i, : ends.get(i, most)],
-                versions[: ends.get(i, most)],
-                finish_reason="stop" if i in ends else "length",
-            )
-            for i in range(len(tokens))
-        ]
-        return [tuple(samples[i : i + k]) for i in range(0, len(samples), k)]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.config.base import dotted, may_change, require
+from async_rlhf.config.base import dotted, may_change, require, with_new_keys
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.learner.learner import Learner
@@ -155,7 +155,7 @@ class ResumeState:
         require(enough, name, getattr(config, name), right)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
-            for values in (without_secrets(self.config), as_saved(config, algorithm))
+            for values in (with_new_keys(without_secrets(self.config), config), as_saved(config, algorithm))
         )
         _require_same(old, new, config.resume_anyway)
 

@@ -27,7 +27,7 @@ from tiny import Drawn, all_drawn, answered, tiny_config
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
-from async_rlhf.generation import transformers_engine as engine_module
+from async_rlhf.generation import decoding as engine_module
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
@@ -623,7 +623,7 @@ def stale_layer(patch, engine):
 @fault("keys and values of the prompt from weights one batch old", 1, 1, "other log-probabilities", since=2)
 def stale_cache(patch, engine):
     held, old = named_weights(engine.model), {}
-    load, prefill = engine.load, engine._prefill
+    load, prefill = engine.load, engine.prefill
 
     def load_and_keep(tensors, version):
         old.update({name: tensor.clone() for name, tensor in held.items()})
@@ -635,12 +635,12 @@ def stale_cache(patch, engine):
             for name, tensor in held.items():
                 tensor.copy_(weights[name])
             if weights is old:
-                _, mask_BT, cache = prefill(*arguments)
-        logits_BV, _, _ = prefill(*arguments)
-        return logits_BV, mask_BT, cache
+                _, cache = prefill(*arguments)
+        logits_BV, _ = prefill(*arguments)
+        return logits_BV, cache
 
     patch.setattr(engine, "load", load_and_keep)
-    patch.setattr(engine, "_prefill", prefill_with_old)
+    patch.setattr(engine, "prefill", prefill_with_old)
 
 
 @fault("a weight's sign flipped behind the digests", 1, 1, "other log-probabilities", since=2)

@@ -119,6 +119,20 @@ def test_a_run_is_resumed_with_another_key_unless_that_decides_what_is_computed(
         state.check(after, "online_dpo")
 
 
+def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(tmp_path):
+    before = OnlineDPOConfig(output_dir=str(tmp_path))
+    for name in set(ONLINE) - {"output_dir"}:
+        saved = as_saved(before, "online_dpo")
+        saved.pop(name, None)  # an empty dictionary has no leaf
+        ResumeState(0, saved, {}, {}, {}).check(before, "online_dpo")
+    saved = as_saved(before, "online_dpo")
+    del saved["learning_rate"], saved["generation.top_k"]
+    found = r"\n  generation.top_k: was 0, is 5\n  learning_rate: was [^,]*, is 0.5\n"
+    after = replace(before, learning_rate=0.5, generation=replace(before.generation, top_k=5))
+    with pytest.raises(ConfigError, match=found):
+        ResumeState(0, saved, {}, {}, {}).check(after, "online_dpo")
+
+
 @pytest.mark.parametrize("name", leaves(a_run(Path())))
 def test_a_finished_run_is_another_one_only_by_a_key_that_decides_the_result(name, tmp_path):
     config = a_run(tmp_path)

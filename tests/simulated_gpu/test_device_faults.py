@@ -29,7 +29,7 @@ REFUSED = {
     ),
     "prompts left on the host": (
         Fault(
-            "generation.transformers_engine:TransformersEngine._prefill",
+            "generation.transformers_engine:TransformersEngine.prefill",
             "tokens_PT.to(device), mask_PT.to(device)",
             "tokens_PT, mask_PT.to(device)",
         ),
@@ -38,7 +38,7 @@ REFUSED = {
     ),
     "mask of the prompts left on the host": (
         Fault(
-            "generation.transformers_engine:TransformersEngine._prefill",
+            "generation.transformers_engine:TransformersEngine.prefill",
             "tokens_PT.to(device), mask_PT.to(device)",
             "tokens_PT.to(device), mask_PT",
         ),
@@ -46,15 +46,15 @@ REFUSED = {
         DEVICES,
     ),
     "random numbers left on the host": (
-        Fault("generation.transformers_engine:TransformersEngine._decode", ".contiguous().to(device)", ".contiguous()"),
+        Fault("generation.decoding:Decoding._begin", ".reshape(count, -1).to(device)", ".reshape(count, -1)"),
         GRPO,
-        INDEX,
+        DEVICES,
     ),
     "stop tokens left on the host": (
         Fault(
-            "generation.transformers_engine:TransformersEngine._decode",
-            "torch.tensor(params.stop_token_ids, device=device)",
-            "torch.tensor(params.stop_token_ids)",
+            "generation.decoding:Decoding.__init__",
+            "torch.tensor(self.params.stop_token_ids, device=device)",
+            "torch.tensor(self.params.stop_token_ids)",
         ),
         GRPO,
         DEVICES,
@@ -78,9 +78,9 @@ REFUSED = {
     ),
     "numpy of a tensor of the device": (
         Fault(
-            "generation.transformers_engine:TransformersEngine._samples",
-            "tokens_RT.cpu().numpy()",
-            "tokens_RT.numpy()",
+            "generation.decoding:Decoding._deliver",
+            "self._tokens_RT[places_B, :longest].cpu().numpy()",
+            "self._tokens_RT[places_B, :longest].numpy()",
         ),
         GRPO,
         r"can't convert cuda:0 device type tensor to numpy",
@@ -206,9 +206,9 @@ TOO_DEAR = {
     ),
     "live rows found by a mask": (
         Fault(
-            "generation.transformers_engine:TransformersEngine._decode",
-            "tokens_TR[step, live_B] = tokens_B",
-            "tokens_TR[step, live_B] = tokens_B[tokens_B >= 0]",
+            "generation.decoding:Decoding._draw",
+            "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B, logprobs_B",
+            "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B[tokens_B >= 0], logprobs_B",
         ),
         decode_twice,
         require_decoding,

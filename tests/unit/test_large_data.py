@@ -456,6 +456,17 @@ def test_memory_hardly_grows_with_the_data(tmp_path, tokenizer, monkeypatch):
     assert many[1] < 500_000
 
 
+def test_long_texts_are_tokenised_few_at_a_time(tokenizer, monkeypatch):
+    texts = ["a" * (100 if i % 2 else 3) for i in range(20)]
+    expected = [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    sizes, tokenise = [], token_cache._tokenise
+    monkeypatch.setattr(token_cache, "_CHUNK_CHARACTERS", 200)
+    monkeypatch.setattr(token_cache, "_tokenise", lambda t, x: sizes.append(sum(map(len, x))) or tokenise(t, x))
+    assert list(token_cache.encode_texts(tokenizer, texts)) == expected
+    assert len(sizes) == 5
+    assert max(sizes) < 200 + 100
+
+
 # ---------------------------------------------------------------- what is held out
 
 

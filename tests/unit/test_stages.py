@@ -77,6 +77,17 @@ def test_other_settings_are_an_error_that_names_them(make_stage, tmp_path):
         make_stage().done()
 
 
+def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(make_stage):
+    finish(make_stage())
+    marker = make_stage().marker
+    found = json.loads(marker.read_text())
+    del found["config"]["rate"]
+    marker.write_text(json.dumps(found))
+    assert make_stage().done() == {"loss": 0.5}
+    with pytest.raises(ConfigError, match=r"rate: was 1\.0, is 2\.0"):
+        make_stage(rate=2.0).done()
+
+
 def test_inputs_count_by_content(make_stage, tmp_path):
     finish(make_stage())
     os.utime(tmp_path / "in.txt", (1, 1))

@@ -1,0 +1,264 @@
+"""The decode loop: completions under way have places, and as they end, further prompts may take these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from async_rlhf.generation.decode_cache import add_rows, forget_left, keep_rows
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.models.truncation import truncated
+from async_rlhf.types import Prompt, Sample
+
+_SPARE = 8
+"""Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
+
+
+Complete = tuple[int, tuple[Sample, ...]]
+"""A prompt's number, and its completions."""
+
+
+class Model(Protocol):
+    """What the loop needs of an engine."""
+
+    params: SamplingParams
+    version: int
+    """Of the weights, which may change between two steps."""
+    refresh: Callable[[], None] | None
+    device: torch.device
+
+    def prefill(self, rows: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, DynamicCache]:
+        """Logits (B, V) after each row of tokens, repeated for its samples, and their cache, padded on the left."""
+
+    def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
+        """Logits (B, V) after one more token of each row, which then has ``lengths_B`` in the last columns."""
+
+
+@dataclass
+class Occupancy:
+    """How full the places were. A step of decoding with 30 of 32 places taken adds 30 and 32."""
+
+    taken: int = 0
+    places: int = 0
+
+
+@dataclass
+class _Asked:
+    """A prompt, and those of its completions that have ended."""
+
+    number: int
+    prompt: Prompt
+    ended: dict[int, Sample] = field(default_factory=dict)
+
+
+@dataclass
+class _Rows:
+    """Rows of one cache, in its order. Tensors are (B,), on the device."""
+
+    places: list[int]
+    places_B: Tensor
+    steps_B: Tensor
+    """Tokens drawn so far."""
+    lengths_B: Tensor
+    """Tokens in the cache."""
+    tokens_B: Tensor
+    """Drawn last; not yet in the cache."""
+    columns: int
+    """Of the cache: tokens of its longest row, and padding on the left of the others."""
+    cache: DynamicCache
+
+    def keep(self, stays: Sequence[bool], device: torch.device) -> None:
+        """Drop the other rows."""
+        kept = keep_rows(self.cache, stays, device)
+        self.places = [self.places[row] for row in kept.tolist()]
+        kept_B = kept.to(device, non_blocking=True)
+        self.places_B, self.steps_B, self.lengths_B, self.tokens_B = (
+            rows[kept_B] for rows in (self.places_B, self.steps_B, self.lengths_B, self.tokens_B)
+        )
+
+    def add(self, other: _Rows) -> None:
+        """Append rows. Only for caches that only grow."""
+        add_rows(self.cache, other.cache)
+        self.columns = max(self.columns, other.columns)
+        self.places += other.places
+        self.places_B, self.steps_B, self.lengths_B, self.tokens_B = (
+            torch.cat(pair)
+            for pair in (
+                (self.places_B, other.places_B),
+                (self.steps_B, other.steps_B),
+                (self.lengths_B, other.lengths_B),
+                (self.tokens_B, other.tokens_B),
+            )
+        )
+
+
+class Decoding:
+    """Decodes prompts in a fixed number of places.
+
+    Args:
+        model: computes; its weights may change between two steps.
+        places: most completions under way; at least K.
+        refilled: whether further prompts take the places of completions that have ended, as long as others are under
+            way; else only when all have ended. Only for caches to which rows can be added.
+        occupancy: takes how full the places were.
+    """
+
+    def __init__(self, model: Model, places: int, refilled: bool = False, occupancy: Occupancy | None = None) -> None:
+        self.model, self.params, self.refilled = model, model.params, refilled
+        most, device = self.params.response_length, model.device
+        self._free = list(range(places))
+        self._taken = 0
+        self._of: dict[int, tuple[_Asked, int]] = {}
+        """By place: the prompt, and the completion's number."""
+        self._uniforms_RT = torch.zeros(places, most, dtype=torch.float64, device=device)
+        self._tokens_RT = torch.zeros(places, most, dtype=torch.long, device=device)
+        self._logprobs_RT = torch.zeros(places, most, device=device)
+        self._versions_RT = np.zeros((places, most), np.int32)
+        self._steps_R = np.zeros(places, np.int64)
+        self._stops = torch.tensor(self.params.stop_token_ids, device=device)
+        self._ended: list[tuple[int, bool]] = []
+        """Places of completions that have ended, and whether by a stop token."""
+        self._rows: _Rows | None = None
+        self.occupancy = Occupancy() if occupancy is None else occupancy
+
+    def run(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[Complete]:
+        """Decode until there is nothing left.
+
+        Args:
+            more: given for how many prompts there are places, returns at most as many; none if there are none now.
+
+        Yields:
+            The number of each prompt, in the order in which they were taken, and its K completions, as soon as all of
+            them have ended.
+        """
+        while True:
+            yield from self._admit(more)
+            if self._rows is None:
+                return
+            logits_BV = self._next_logits(self._rows)
+            self.occupancy.taken += len(self._rows.places)
+            self.occupancy.places += len(self._steps_R)
+            self._draw(self._rows, logits_BV)
+            if not self._rows.places:
+                self._rows = None
+            if self.refilled or self._rows is None:
+                yield from self._deliver()
+
+    def _admit(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[Complete]:
+        """Begin prompts for which there are places, and draw their first tokens."""
+        while self._rows is None or self.refilled:
+            room = len(self._free) // self.params.samples_per_prompt
+            prompts = more(room) if room else ()
+            if not prompts:
+                return
+            begun = self._begin(prompts)
+            if begun.places and self._rows is None:
+                self._rows = begun
+            elif begun.places:
+                assert self._rows is not None
+                self._rows.add(begun)
+            if self.refilled or self._rows is None:
+                yield from self._deliver()
+
+    def _begin(self, prompts: Sequence[Prompt]) -> _Rows:
+        samples, device = self.params.samples_per_prompt, self.model.device
+        count = len(prompts) * samples
+        places, self._free = self._free[:count], self._free[count:]
+        for first, prompt in zip(range(0, count, samples), prompts, strict=True):
+            asked = _Asked(self._taken, prompt)
+            self._taken += 1
+            self._of |= {place: (asked, number) for number, place in enumerate(places[first : first + samples])}
+        uniforms = row_uniforms(self.params.seed, prompts, samples, self.params.response_length)
+        places_B = torch.tensor(places).to(device)
+        self._uniforms_RT[places_B] = torch.from_numpy(uniforms).reshape(count, -1).to(device)
+        self._steps_R[places] = 0
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        lengths_B = torch.tensor(lengths).repeat_interleave(samples).to(device)
+        logits_BV, cache = self.model.prefill([prompt.tokens for prompt in prompts], samples)
+        none_B = torch.zeros_like(places_B)
+        rows = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache)
+        self._draw(rows, logits_BV)
+        return rows
+
+    def _draw(self, rows: _Rows, logits_BV: Tensor) -> None:
+        """Draw a token for each row, and drop the rows that have ended."""
+        params, at = self.params, (rows.places_B, rows.steps_B)
+        logits_BV = truncated(logits_BV, params.distribution)
+        tokens_B, logprobs_B = draw_tokens(logits_BV, self._uniforms_RT[at], params.temperature)
+        self._tokens_RT[at], self._logprobs_RT[at] = tokens_B, logprobs_B
+        self._versions_RT[rows.places, self._steps_R[rows.places]] = self.model.version
+        self._steps_R[rows.places] += 1
+        rows.tokens_B, rows.steps_B = tokens_B, rows.steps_B + 1
+        stopped = torch.isin(tokens_B, self._stops).tolist()  # all that the host waits for
+        full = (self._steps_R[rows.places] == params.response_length).tolist()
+        ended = [stop or last for stop, last in zip(stopped, full, strict=True)]
+        if any(ended):
+            self._ended += [(rows.places[row], stopped[row]) for row, now in enumerate(ended) if now]
+            rows.keep([not now for now in ended], self.model.device)
+
+    def _next_logits(self, rows: _Rows) -> Tensor:
+        """Logits (B, V) after the tokens that were drawn last, by the newest weights that :attr:`refresh` finds."""
+        model, before = self.model, self.model.version
+        if model.refresh is not None:
+            model.refresh()
+        rows.lengths_B = rows.lengths_B + 1
+        if model.version != before:  # the cache was computed with other weights
+            so_far = self._so_far(rows)
+            rows.columns = max(map(len, so_far))
+            logits_BV, rows.cache = model.prefill(so_far, 1)
+            return logits_BV
+        if self.refilled:
+            longest = max(self._length(place) for place in rows.places) - 1  # the last one is not in the cache
+            if rows.columns - longest >= _SPARE:
+                forget_left(rows.cache, longest)
+                rows.columns = longest
+        rows.columns += 1
+        return model.step(rows.tokens_B, rows.lengths_B, rows.columns, rows.cache)
+
+    def _so_far(self, rows: _Rows) -> list[tuple[int, ...]]:
+        """Prompt and drawn tokens of each row."""
+        drawn = self._tokens_RT[rows.places_B].tolist()
+        return [
+            (*self._of[place][0].prompt.tokens, *tokens[: self._steps_R[place]])
+            for place, tokens in zip(rows.places, drawn, strict=True)
+        ]
+
+    def _length(self, place: int) -> int:
+        """Tokens of prompt and completion so far."""
+        return len(self._of[place][0].prompt.tokens) + int(self._steps_R[place])
+
+    def _deliver(self) -> Iterator[Complete]:
+        """Free the places of completions that have ended; yield the prompts that have all of theirs."""
+        if not self._ended:
+            return
+        places = [place for place, _ in self._ended]
+        places_B = torch.tensor(places).to(self.model.device)
+        longest = int(self._steps_R[places].max())
+        tokens_RT = self._tokens_RT[places_B, :longest].cpu().numpy()
+        logprobs_RT = self._logprobs_RT[places_B, :longest].cpu().numpy()
+        complete = []
+        for (place, stopped), tokens, logprobs in zip(self._ended, tokens_RT, logprobs_RT, strict=True):
+            asked, number = self._of.pop(place)
+            asked.ended[number] = self._sample(asked.prompt, place, tokens, logprobs, stopped)
+            if len(asked.ended) == self.params.samples_per_prompt:
+                complete.append((asked.number, tuple(asked.ended[i] for i in range(len(asked.ended)))))
+        self._free += places
+        self._ended = []
+        yield from complete
+
+    def _sample(self, prompt: Prompt, place: int, tokens: np.ndarray, logprobs: np.ndarray, stopped: bool) -> Sample:
+        end = self._steps_R[place]
+        finite = np.isfinite(logprobs[:end])
+        versions = self._versions_RT[place, :end].copy()
+        if not finite.all():
+            version = versions[finite.argmin()]
+            raise FloatingPointError(f"the logits of weights version {version} are not finite")
+        reason = "stop" if stopped else "length"
+        return Sample.answer(prompt.tokens, tokens[:end], logprobs[:end], versions, finish_reason=reason)

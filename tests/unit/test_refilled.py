@@ -1,0 +1,146 @@
+"""Places that completions leave are taken by the next prompts: the same samples, whatever shares a step with them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_engine import (
+    STOPS,
+    assert_same_completions,
+    make_model,
+    params,
+    ragged_prompts,
+    slow_generate,
+    slow_generate_with_switch,
+)
+from tiny import all_drawn
+
+from async_rlhf.generation import decoding
+from async_rlhf.generation.decode_cache import RoomyLayer
+from async_rlhf.generation.decoding import Occupancy
+from async_rlhf.generation.sampling import row_uniforms
+from async_rlhf.generation.transformers_engine import TransformersEngine
+
+
+def streamed(engine, prompts, offered=lambda free: free, occupancy=None):
+    """The completions of each prompt, if ``offered`` decides how many of the free places get a prompt now."""
+    left, found = deque(prompts), {}
+
+    def more(free):
+        return [left.popleft() for _ in range(min(offered(free), len(left)))]
+
+    while left:  # a source that gave nothing is asked again once all have ended
+        first = len(prompts) - len(left)
+        found |= {first + number: samples for number, samples in engine.stream(more, occupancy)}
+    return all_drawn([found[i] for i in range(len(prompts))])
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 12, 100])
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama", "mixtral", "mistral_sliding", "qwen2_half_sliding"])
+def test_samples_are_those_of_the_loop_without_cache(make_policy, kind, batch_size):
+    prompts, sampling = ragged_prompts(13), params(batch_size=batch_size)
+    model = make_model(kind, make_policy)
+    ours = streamed(TransformersEngine(model, sampling, version=4), prompts)
+    for our, their in zip(ours, slow_generate(model, prompts, sampling), strict=True):
+        assert [sample.tokens for sample in our] == [tokens for tokens, _, _ in their]
+        assert [sample.finish_reason for sample in our] == [finish for _, _, finish in their]
+        assert {version for sample in our for version in sample.versions} == {4}
+        for sample, (_, logprobs, _) in zip(our, their, strict=True):
+            assert sample.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_the_moments_at_which_prompts_come_change_no_sample(make_policy):
+    prompts, sampling = ragged_prompts(17), params(batch_size=9)
+    engine = TransformersEngine(make_policy(0).eval(), sampling)
+    whole = streamed(engine, prompts)
+    draw = random.Random(1)
+    for _ in range(4):
+        assert_same_completions(streamed(engine, prompts, lambda free: draw.randint(0, free)), whole)
+    assert_same_completions(all_drawn(engine.generate(prompts)), whole)
+
+
+def test_places_are_taken_as_soon_as_completions_leave_them(make_policy):
+    """One long answer holds up nobody; with a barrier it would."""
+    prompts = ragged_prompts(60)
+    sampling = params(samples_per_prompt=1, batch_size=6, response_length=40)
+    model, occupancy, barrier = make_policy(0).eval(), Occupancy(), Occupancy()
+    lengths = [
+        len(samples[0].tokens)
+        for samples in streamed(TransformersEngine(model, sampling), prompts, occupancy=occupancy)
+    ]
+    assert max(lengths) > 3 * np.mean(lengths)
+    begun = iter(range(0, 60, 6))
+    for first in begun:
+        streamed(TransformersEngine(model, sampling), prompts[first : first + 6], occupancy=barrier)
+    assert occupancy.taken == barrier.taken == sum(lengths) - 60, "the first token comes from the prompt's own pass"
+    assert occupancy.taken / occupancy.places > 0.8
+    assert barrier.taken / barrier.places < 0.5
+
+
+def test_the_cache_does_not_grow_with_what_has_been_decoded(make_policy, monkeypatch):
+    columns, update = [], RoomyLayer.update
+    monkeypatch.setattr(
+        RoomyLayer,
+        "update",
+        lambda layer, *args, **kwargs: columns.append(layer._filled) or update(layer, *args, **kwargs),
+    )
+    prompts, sampling = ragged_prompts(200), params(batch_size=6)
+    streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
+    longest = 13 + sampling.response_length
+    assert max(columns) < longest + decoding._SPARE
+    monkeypatch.setattr(decoding, "_SPARE", 10**9)
+    columns.clear()
+    streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
+    assert max(columns) > 5 * longest, "so it would, if nothing were dropped"
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
+def test_new_weights_draw_the_tokens_after_them(make_policy, kind):
+    prompts, sampling = ragged_prompts(7), params(stop_token_ids=STOPS[:20], batch_size=6)
+    old, new = make_model(kind, make_policy, seed=0), make_model(kind, make_policy, seed=9)
+    engine = TransformersEngine(copy.deepcopy(old), sampling, version=3)
+    calls = 0
+
+    def refresh() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            engine.load({name: tensor.clone() for name, tensor in new.state_dict().items()}, 5)
+
+    engine.refresh = refresh
+    found = streamed(engine, prompts)
+    uniforms = row_uniforms(sampling.seed, prompts, 3, 10)
+    kinds = set()
+    for p, prompt in enumerate(prompts):
+        for k, sample in enumerate(found[p]):
+            steps = sample.versions.count(3)
+            assert sample.versions == (3,) * steps + (5,) * (len(sample.tokens) - steps)
+            tokens, logprobs = slow_generate_with_switch(old, new, prompt, uniforms[p, k], steps, 0.7)
+            assert sample.tokens == tuple(tokens[: len(sample.tokens)])
+            assert sample.logprobs == pytest.approx(logprobs[: len(sample.tokens)], abs=1e-4)
+            kinds.add(frozenset(sample.versions))
+    assert kinds == {frozenset({3}), frozenset({5}), frozenset({3, 5})}
+
+
+def test_logits_that_are_not_finite_are_an_error_with_the_version(make_policy):
+    model = make_policy(0).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="version 8"):
+        streamed(TransformersEngine(model, params(), version=8), ragged_prompts(3))
+
+
+def test_samples_of_other_seeds_and_draws_differ(make_policy):
+    engine = TransformersEngine(make_policy(0).eval(), params(batch_size=6))
+    prompts = ragged_prompts(8)
+    others = [replace(prompt, draw=prompt.draw + 100) for prompt in prompts]
+    ours, theirs = streamed(engine, prompts), streamed(engine, others)
+    assert [[sample.tokens for sample in group] for group in ours] != [
+        [sample.tokens for sample in group] for group in theirs
+    ]
