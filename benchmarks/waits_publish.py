@@ -11,7 +11,7 @@ weights waits on its way to the generator, as one of a large model does on the b
     stall     publish / wall
 
 "nothing" has no such copy; "in publish()" makes it wait there, in the learner's own thread; "beside" is what the code
-does. The generator waits for its weights as long in either. Medians over rounds, in which the three take turns.
+does. The generator waits for its weights as long in either. Medians over batches and rounds, in which the three take turns.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def copies_that_take(seconds: float, in_publish: bool) -> Iterator[None]:
 
 
 def run(batches: int) -> dict[str, float]:
-    """Means over the batches after the warm-up."""
+    """Medians over the batches after the warm-up."""
     words = " ".join(f"w{i}" for i in range(1, PROMPT_TOKENS))
     rows = [{"query": f"w{i + 20} {words}"} for i in range(256)]
     with tempfile.TemporaryDirectory() as folder:
@@ -82,8 +82,8 @@ def run(batches: int) -> dict[str, float]:
         OnlineDPOTrainer(model, args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     logs = [json.loads(line) for line in lines][WARM_UP:-2]  # after the last but one nothing is published
-    mean = {name: statistics.fmean(log[f"time/{name}"] for log in logs) for name in ("batch", "publish", "wait")}
-    return {"wall": mean["batch"], "publish": mean["publish"], "wait": mean["wait"]}
+    middle = {name: statistics.median(log[f"time/{name}"] for log in logs) for name in ("batch", "publish", "wait")}
+    return {"wall": middle["batch"], "publish": middle["publish"], "wait": middle["wait"]}
 
 
 def measure(batches: int = 12, share: float = 0.2, rounds: int = 3) -> dict[str, dict[str, float]]:
