@@ -11,7 +11,7 @@ weights waits on its way to the generator, as one of a large model does on the b
     stall     publish / wall
 
 "nothing" has no such copy; "in publish()" makes it wait there, in the learner's own thread; "beside" is what the code
-does. The generator waits for its weights as long in either. Medians over batches and rounds, in which the three take turns.
+does. The generator waits for its weights as long in either. Medians over batches and rounds, in which they take turns.
 """
 
 from __future__ import annotations
