@@ -10,7 +10,8 @@ A GPT-NeoX with float32 weights, on a GPU of the size of Pythia 410m. Every way 
     network    from the host's copy to receivers in processes of their own until each has everything: by NCCL if there
                is a GPU for each receiver beside the learner's, else by TCP; every transfer makes its own connections
 
-The first round of each warms up and is shown by itself.
+The first round of each warms up and is shown by itself. "Stall" is what the learner waits for: until publish() returns,
+with a thread that does the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from async_rlhf.generation.broadcast import Sender, receive
-from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, digests
+from async_rlhf.models.leaving import Beside
+from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, Snapshots, digests
+from async_rlhf.ranks.parallel import ALONE
 
 PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
 SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
@@ -53,6 +56,7 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
     """
     model = make_model(sizes, device)
     ways: dict[str, list[float]] = {}
+    stalls: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = SnapshotRing.for_model(model, torch.bfloat16, 2)
         kinds = {
@@ -62,12 +66,13 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
         }
         for name, snapshots in kinds.items():
             ways[name] = [_seconds(lambda s=snapshots, v=v: s.publish(model, v), device) for v in range(rounds + 1)]
+            stalls[name] = statistics.median(_stall(snapshots, model, rounds + 1 + v) for v in range(rounds))
         size = sum(tensor.nbytes for tensor in host.views(0).values())
         gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
         own = [i for i in range(gpus) if i != (torch.device(device).index or 0)][:receivers]
         by_nccl = gpus > 0 and len(own) == receivers
         places = [f"cuda:{i}" for i in own] if by_nccl else ["cpu"] * receivers
-        ways["network"] = send(host.views(rounds), device if by_nccl else "cpu", places, rounds + 1)
+        ways["network"] = send(host.views(2 * rounds), device if by_nccl else "cpu", places, rounds + 1)
         for snapshots in kinds.values():
             snapshots.close()
     return {
@@ -79,10 +84,21 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
                 "first_seconds": seconds[0],
                 "seconds": statistics.median(seconds[1:]),
                 "gb_per_second": size / 1e9 / statistics.median(seconds[1:]),
+                **({"stall_seconds": stalls[name]} if name in stalls else {}),
             }
             for name, seconds in ways.items()
         },
     }
+
+
+def _stall(snapshots: Snapshots, model: GPTNeoXForCausalLM, version: int) -> float:
+    beside = Beside("publisher")
+    started = time.perf_counter()
+    snapshots.publish(model, version, ALONE, beside)
+    seconds = time.perf_counter() - started
+    beside.finish()
+    beside.close()
+    return seconds
 
 
 def _seconds(work: Callable[[], Any], device: str) -> float:
@@ -152,11 +168,17 @@ def _receive(pipe: Connection, rank: int, device: str, prepare: Prepare | None) 
         pipe.send((ended, digests(taken)))
 
 
+def _shown(way: Mapping[str, Any]) -> str:
+    return f"{way['stall_seconds']:.4f}" if "stall_seconds" in way else "-"
+
+
 def text(found: Mapping[str, Any]) -> str:
     lines = [f"{found['gigabytes']:.3g} GB in bfloat16, {found['receivers']} receivers by {found['network']}"]
-    lines += [f"{'':<10}{'GB/s':>8}{'seconds':>10}{'the first':>12}"]
+    lines += [f"{'':<10}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
     for name, way in found["ways"].items():
-        lines.append(f"{name:<10}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}")
+        lines.append(
+            f"{name:<10}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}{_shown(way):>10}"
+        )
     return "\n".join(lines)
 
 

@@ -10,8 +10,9 @@ import logging
 import queue
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import ray
@@ -28,11 +29,13 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.restarting import Arrived, RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
+from async_rlhf.models.leaving import Later, Leaving, at_once
 from async_rlhf.models.snapshots import TensorSpec, digests, iterate_weights, layout, tensors_in
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 
 Memory = NDArray[np.uint8]
+_LOOK_SECONDS = 0.005
 
 
 class ObjectStoreSnapshots:
@@ -49,27 +52,34 @@ class ObjectStoreSnapshots:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
         self.specs, size = layout(model, dtype, parallel=parallel)
-        self.slots, self.newest = slots, -1
+        self.slots, self.newest, self._dtype = slots, -1, dtype
         self.published: dict[int, dict[str, str]] = {}
         self._references: dict[int, ray.ObjectRef] = {}
         self._draft = torch.empty(size, dtype=torch.uint8)
+        self.on_arrival: Callable[[int], None] = lambda version: None
+        """Called, in any thread, when a version has come into the store."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
-        """Copy the weights into the store and return their digests."""
-        views = tensors_in(self._draft, self.specs)
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
+        """Copy the weights; the copy is put into the store later."""
+        views, leaving = tensors_in(self._draft, self.specs), Leaving(model, parallel, later)
         with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel):
-                views[name].copy_(tensor.to(views[name].dtype))  # rounded where it is: half as much leaves a GPU
+            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self._dtype):
+                leaving.copy(tensor, views[name])
+        leaving.end(partial(self._finish, version))
+
+    def _finish(self, version: int) -> None:
         for kept in (self.published, self._references):
             kept.pop(version - self.slots, None)
+        self.published[version] = digests(tensors_in(self._draft, self.specs))
         self._references[version] = ray.put(self._draft.numpy())
-        self.published[version] = digests(views)
         self.newest = version
-        return self.published[version]
+        self.on_arrival(version)
 
     def reference(self, version: int) -> list[ray.ObjectRef]:
-        """The reference to a version, in a list: Ray then passes the reference itself and waits for nothing."""
-        return [self._references[version]]
+        """The reference to a version, in a list: Ray then passes the reference itself and waits for nothing. The list
+        is empty while the version is on its way.
+        """
+        return [self._references[version]] if version in self._references else []
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version, without a copy."""
@@ -94,6 +104,13 @@ class FetchedWeights:
         if version not in self._fetched:
             self._fetched[version] = ray.get(reference[0])
         self.newest = max(self.newest, version)
+
+    def expect(self, version: int, reference: list[ray.ObjectRef], sign: Callable[[], None]) -> None:
+        """The same; without a reference, wait until another thread has fetched it."""
+        while not reference and version not in self._fetched:
+            sign()
+            time.sleep(_LOOK_SECONDS)
+        self.fetch(version, reference)
 
     def keep(self, version: int) -> None:
         """Release all versions older than this one."""
@@ -129,7 +146,7 @@ class GeneratorActor(Signs):
             self.last_sign = time.monotonic()
             if self._handler is None:
                 self._handler = RequestHandler(self._spec, self._params, self._weights, self._heartbeat)
-            self._weights.fetch(version, reference)
+            self._weights.expect(version, reference, self._heartbeat)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)
         except Exception as error:
@@ -179,13 +196,13 @@ class RayGenerator(RestartingGenerator):
         self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
         workers = list(map(self._make, range(generation.workers)))
         super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
+        snapshots.on_arrival = self._announce
 
     def _make(self, number: int) -> _Worker:
         return _Worker(number, *self._of_each)
 
-    def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Copy the weights into the object store, and have every actor fetch them."""
-        super().publish(policy, version)
+    def _announce(self, version: int) -> None:
+        """Have every actor fetch a version."""
         for worker in self.workers:
             worker.announce(version)
 
@@ -220,7 +237,7 @@ class _Worker(Actor):
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
-        version = self._snapshots.newest if request.version is None else request.version
+        version = max(self._snapshots.newest, request.after) if request.version is None else request.version
         self.call(self._answer, "sample", request, version, self._snapshots.reference(version))
 
     def answered(self, place: int) -> Request:

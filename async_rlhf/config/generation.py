@@ -55,6 +55,7 @@ TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
 """Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
 TOP_P = (above(0), at_most(1))
 TOP_K = (at_least(0), at_most(10**7, "no vocabulary has more tokens"))
+_STEPS = Rule(lambda steps: steps == "auto" or steps >= 1, 'must be "auto", or at least 1')
 _IDS = Rule(lambda ids: min(ids, default=0) >= 0, "must be ids of tokens, at least 0")
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
 _SENDABLE = Rule(
@@ -156,8 +157,11 @@ class GenerationConfig(Checked):
     """Batches between two probes, which compare log-probabilities of fixed sequences by generator and learner; 0 for
     none. The checksum of every tensor is always compared."""
     mismatch_samples: int = key(8, at_least(0), role="log")
-    """Completions of each batch whose log-probabilities the learner also computes, with the weights that sampled them:
+    """Completions of a batch whose log-probabilities the learner also computes, with the weights that sampled them:
     differences then come from the engine, not from the policy's staleness; 0 for none."""
+    mismatch_steps: int | Literal["auto"] = key("auto", _STEPS, role="log")
+    """Batches between two such comparisons, after the first few, which are always compared; "auto" for so many that
+    comparing takes less than 0.5% of a batch's computing, by the sizes of the run."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
 

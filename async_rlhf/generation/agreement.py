@@ -1,7 +1,7 @@
 """Checks that an engine computes and draws as the learner would, for the same weights.
 
 Two implementations of one model round differently; in low precision that alone makes samples off-policy. The
-difference is measured on completions of every batch with the snapshot that sampled them, so the policy's staleness
+difference is measured on completions of some batches with the snapshot that sampled them, so the policy's staleness
 does not count. The learner's probabilities of these tokens serve two more checks: whether the tokens are those that
 the random numbers give, and whether they are distributed as the probabilities say.
 """
@@ -21,6 +21,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from async_rlhf.config import GenerationConfig
+from async_rlhf.generation.comparisons import Comparisons
 from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
@@ -111,11 +112,13 @@ class Agreement:
     """Compares an engine with the learner, and stops the run if they differ by more than rounding and chance.
 
     Args:
-        config: of generation; ``mismatch_samples`` completions of each batch are compared.
+        config: of generation; ``mismatch_samples`` completions of a batch are compared, every ``mismatch_steps``
+            batches ("auto" has to be resolved before, and stands for 1).
         params: how the engine samples.
         dtype: of the engine's weights.
         autocast: type that the learner computes in; None for that of its weights.
         parallel: how the learner's weights are sharded over ranks. All ranks measure; rank 0 judges.
+        staleness: S.
     """
 
     def __init__(
@@ -125,8 +128,10 @@ class Agreement:
         dtype: torch.dtype,
         autocast: torch.dtype | None,
         parallel: Parallel = ALONE,
+        staleness: int = 0,
     ) -> None:
         self.config, self.params, self.autocast = config, params, autocast
+        self.comparisons = Comparisons(1 if config.mismatch_steps == "auto" else config.mismatch_steps, staleness)
         self.parallel = parallel
         kinds = [dtype, autocast or torch.float32]
         if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
@@ -154,8 +159,8 @@ class Agreement:
 
         Returns:
             Mean and maximum of the absolute difference of log-probabilities, in nats per token, KL(engine, learner) per
-            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`. Empty on
-            ranks other than 0.
+            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`, which alone is there
+            for a batch that is not compared. Empty on ranks other than 0.
 
         Raises:
             GeneratorError: the difference is more than rounding, or the draws more than chance, can explain.
@@ -163,7 +168,9 @@ class Agreement:
         samples = self.config.mismatch_samples
         if samples == 0 or not self.parallel.takes_part:
             return {}
-        chosen = _chosen(batch, groups, samples) if self.parallel.ranks.leads else []
+        if not self.comparisons.has(batch):
+            return self._require_likely([], groups) if self.parallel.ranks.leads else {}
+        chosen = _chosen(self.comparisons.number(batch), groups, samples) if self.parallel.ranks.leads else []
         if self.parallel.spreads_weights:  # then all ranks compute
             count = self.parallel.ranks.count
             chosen = self.parallel.ranks.scatter("completions to compare", lambda: [chosen] * count)
@@ -182,7 +189,7 @@ class Agreement:
         }
         if self.config.engine == "transformers":
             metrics["engine/redraw_ties"] = self._require_redrawn(tokens, min(far, self.noise.far))
-        return metrics | {"engine/sampling_evidence": self._require_likely(tokens, groups)}
+        return metrics | self._require_likely([tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()], groups)
 
     def _require_redrawn(self, tokens: Comparison, far: float) -> float:
         """Require the tokens that the random numbers give. Returns how many differ only by rounding."""
@@ -200,9 +207,9 @@ class Agreement:
             )
         return float((other_N & ~misdrawn_N).sum())
 
-    def _require_likely(self, tokens: Comparison, groups: Sequence[Group]) -> float:
+    def _require_likely(self, ranks: Sequence[Sequence[float]], groups: Sequence[Group]) -> dict[str, float]:
         """Require tokens that are distributed as their probabilities say. Returns the evidence that they are not."""
-        evidence = self.evidence.add([tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()], groups)
+        evidence = self.evidence.add(ranks, groups)
         if evidence >= LIMIT:
             raise GeneratorError(
                 "the engine's completions are not distributed as the learner's probabilities say, with the weights "
@@ -210,7 +217,7 @@ class Agreement:
                 f"{FALSE_ALARMS:g} of all runs; look for top-k, top-p, penalties, another temperature, repeated random "
                 "numbers (looked at by generation.mismatch_samples)"
             )
-        return evidence
+        return {"engine/sampling_evidence": evidence}
 
     def state(self) -> dict[str, Any]:
         """What a successor needs to continue from here, for JSON."""
@@ -234,20 +241,26 @@ class Agreement:
         self.evidence.restore(state["evidence"])
 
 
-def _chosen(batch: int, groups: Sequence[Group], samples: int) -> list[Row]:
-    """The completions of a batch to compare; without the columns of their prompts."""
+def _chosen(number: int, groups: Sequence[Group], samples: int) -> list[Row]:
+    """The completions of a batch to compare, as this comparison; without the columns of their prompts."""
     flat = [Row(group.prompt, k, sample) for group in groups for k, sample in enumerate(group.samples)]
-    rows = [flat[i] for i in rows_of_batch(batch, len(flat), samples)]
+    rows = [flat[i] for i in rows_of_batch(number, len(flat), samples)]
     return [row._replace(prompt=replace(row.prompt, columns={})) for row in rows]
 
 
-def rows_of_batch(batch: int, rows: int, samples: int) -> list[int]:
-    """The completions of a batch to compare: evenly spread, and different each time until all have been selected."""
+def rows_of_batch(number: int, rows: int, samples: int) -> list[int]:
+    """The completions of a batch to compare: evenly spread, and different each time until all have been selected.
+
+    Args:
+        number: of the comparison.
+        rows: completions of the batch.
+        samples: to compare.
+    """
     if samples >= rows:
         return list(range(rows))
     # Steps of the golden ratio leave no large gap; without a common divisor they reach every row.
     step = next(step for step in range(round(0.618 * rows), rows + 1) if math.gcd(step, rows) == 1)
-    return sorted((batch * samples + i) * step % rows for i in range(samples))
+    return sorted((number * samples + i) * step % rows for i in range(samples))
 
 
 class Comparison(NamedTuple):

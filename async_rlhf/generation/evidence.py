@@ -23,7 +23,7 @@ from async_rlhf.types import Group
 FALSE_ALARMS = 6e-5
 """Largest share of runs with a right sampler that this evidence ever stops; each of three tests has a third of it."""
 WINDOW = 32
-"""Batches after which a bettor starts anew, so that a good past does not outweigh a late fault."""
+"""Compared batches after which a bettor starts anew, so that a good past does not outweigh a late fault."""
 BINS = 32
 _PARTITIONS = (2, 4, 8, 16, 32)
 _STAKE = 0.05
@@ -49,23 +49,25 @@ class Evidence:
         """Add a batch.
 
         Args:
-            ranks: of the compared tokens, in [0, 1): a sequence for each way of ordering the vocabulary.
+            ranks: of the compared tokens, in [0, 1): a sequence for each way of ordering the vocabulary; empty if
+                nothing of this batch was compared. It then counts for the bet on copies alone.
             groups: all completions of the batch.
 
         Returns:
             The evidence: at :data:`LIMIT` a right sampler is ruled out.
         """
-        if self._batches % WINDOW == 0:
-            self._recent, self._copies = [], 0.0
-        for counts in (self._all, self._recent):
-            if not counts:
-                counts += [[0] * BINS for _ in ranks]
-            for counts_of_one, values in zip(counts, ranks, strict=True):
-                for value in values:
-                    counts_of_one[min(int(value * BINS), BINS - 1)] += 1
+        if ranks:
+            if self._batches % WINDOW == 0:
+                self._recent, self._copies = [], 0.0
+            self._batches += 1
+            for counts in (self._all, self._recent):
+                if not counts:
+                    counts += [[0] * BINS for _ in ranks]
+                for counts_of_one, values in zip(counts, ranks, strict=True):
+                    for value in values:
+                        counts_of_one[min(int(value * BINS), BINS - 1)] += 1
         self._copies += _bet_on_copies(groups)
-        window = self._batches // WINDOW + 1
-        self._batches += 1
+        window = max(0, self._batches - 1) // WINDOW + 1
         # All windows together have the false-alarm chance of one: the sum of 1 / w^2 is pi^2 / 6.
         handicap = math.log10(window**2 * math.pi**2 / 6)
         return max(_not_uniform(self._all), _not_uniform(self._recent) - handicap, self._copies - handicap)

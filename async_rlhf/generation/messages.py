@@ -84,6 +84,8 @@ class Request:
     """How to sample in an evaluation; None for a batch, which is sampled as the worker was told at its start."""
     behind: int = 0
     """The batch behind which an evaluation is sampled."""
+    after: int = 0
+    """Begin when this version is there, or a newer one; it may still be on its way."""
 
     @property
     def turn(self) -> tuple[int, bool, int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ from async_rlhf.generation.messages import Reply, Request, work
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
+from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.leaving import Beside, Work
 from async_rlhf.models.snapshots import Snapshots, differing
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
@@ -64,9 +68,12 @@ class RemoteGenerator:
         self.dispatcher = Dispatcher(workers, at_once=_in_flight(self._size, params) if streaming else 1)
         self.trace = trace
         self._autocast = autocast_dtype(config)
+        self._publisher, self._newest = Beside("publisher"), -1
         self._probing = self.config.probe_steps > 0
         self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
-        self.agreement = Agreement(self.config, params, getattr(torch, self.config.dtype), self._autocast, parallel)
+        dtype = getattr(torch, self.config.dtype)
+        self.agreement = Agreement(self.config, params, dtype, self._autocast, parallel, config.staleness)
+        self._published_as_is = policy.dtype == dtype and not has_adapters(policy)
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
         self._submitted = 0
@@ -83,13 +90,24 @@ class RemoteGenerator:
         self._arriving = threading.Lock()
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Copy the weights to where the workers find them."""
+        """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
         self.parallel.ranks.meet(f"publishing version {version}")
-        self._policy = policy
-        self.snapshots.publish(policy, version, self.parallel)
+        self._publisher.finish()  # one version at a time is on its way
+        self._policy, self._newest = policy, version
+        self.snapshots.publish(policy, version, self.parallel, partial(self._beside, version))
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
         if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
+
+    def _beside(self, version: int, work: Work) -> Future[None]:
+        """Have a part of publishing done beside training."""
+
+        def timed() -> None:
+            started = time.monotonic()
+            work()
+            self.trace.add("hand out", started, time.monotonic(), "publisher", version=version)
+
+        return self._publisher(timed)
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Cut the batch into units, of which each free worker takes the next."""
@@ -124,7 +142,8 @@ class RemoteGenerator:
             stripped = tuple(replace(prompt, columns={}) for prompt in part)
             probe = self._probing and (own is None or own in self._probes) and params is None
             in_flight = self.config.in_flight and params is None
-            requests.append(Request(index, unit, own, stripped, probe, in_flight, params, self._submitted))
+            after = self._newest if own is None else own
+            requests.append(Request(index, unit, own, stripped, probe, in_flight, params, self._submitted, after))
         self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:
@@ -165,6 +184,7 @@ class RemoteGenerator:
         replies, units = self._replies[index], self._units[index]
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < units:
+            self._publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
@@ -177,9 +197,10 @@ class RemoteGenerator:
         return seconds, tuple(_oldest(reply) for _, reply in replies), self.dispatcher.idle_share(index)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and the thread that publishes."""
         for worker in self.workers:
             worker.close()
+        self._publisher.close()
         self.snapshots.close()
 
     def _wait(self, seconds: float) -> bool:
@@ -234,7 +255,13 @@ class RemoteGenerator:
                 probed.append(found_N)
         worst = {"weights/probe_difference": max(found_N.mean().item() for found_N in probed)} if probed else {}
         with self.trace.span("mismatch", batch=index):
-            return worst | self.agreement.measure(index, self._policy, self.snapshots.views, groups)
+            return worst | self.agreement.measure(index, self._policy, partial(self._weights, index), groups)
+
+    def _weights(self, index: int, version: int) -> Mapping[str, Tensor | None]:
+        """A version's tensors; none where the policy still has those very numbers, when a batch is collected."""
+        if self._published_as_is and version == index - 1:
+            return {}
+        return self.snapshots.views(version)
 
 
 def _in_flight(size: int | None, params: SamplingParams) -> int:

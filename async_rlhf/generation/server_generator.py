@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
 _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
@@ -112,9 +113,12 @@ class ServerGenerator(RemoteGenerator):
         self.dispatcher.join(worker)
 
     def _wait(self, seconds: float) -> bool:
+        pause = min(max(seconds, 0.0), _LOOK_SECONDS)
         try:
-            answer = self._arrived.get(timeout=max(seconds, 0.0))
+            answer = self._arrived.get(timeout=pause)
         except queue.Empty:
+            if seconds > pause:
+                return False
             busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
             raise GeneratorError(
                 f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}"
@@ -283,6 +287,8 @@ class _Server:
             return None
 
     async def _sample(self, client: ServerClient, request: Request) -> Reply:
+        while self.snapshots.newest < request.after:
+            await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
         started = time.monotonic()
         version = self.snapshots.newest if request.version is None else request.version
         held = {version: await self._load(client, version)}

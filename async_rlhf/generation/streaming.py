@@ -75,6 +75,7 @@ class Stream:
         self._put(request)
         handler = self.handler
         while self._waiting:  # the engine ends when nothing is under way, even if more has come since it asked
+            handler.wait_for(self._waiting[0][0].request.after)
             handler.engine.refresh = lambda: handler.load(handler.weights.newest)
             self._numbers = count()
             for number, samples in handler.engine.stream(self._more):
@@ -96,8 +97,11 @@ class Stream:
         # A request may be younger than the weights at the last step, and must not be drawn by older ones than its own.
         self.handler.load(self.handler.weights.newest)
         prompts = []
-        for _ in range(min(places, len(self._waiting))):
-            opened, number = self._waiting.popleft()
+        while self._waiting and len(prompts) < places:
+            opened, number = self._waiting[0]
+            if opened.request.after > self.handler.engine.version:  # its weights are on their way
+                break
+            self._waiting.popleft()
             if number == 0:
                 opened.started, opened.version = time.monotonic(), self.handler.engine.version
             self._taken[next(self._numbers)] = opened, number

@@ -30,6 +30,8 @@ from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.types import drawn_versions
 
+_LOOK_SECONDS = 0.001
+
 
 def make_engine(spec: ModelSpec, params: SamplingParams) -> Engine:
     """The engine that the spec asks for; its weights must still be loaded."""
@@ -72,11 +74,13 @@ class RequestHandler:
             torch.set_num_threads(spec.num_threads)
         self.weights = weights
         self.engine = make_engine(spec, params)
+        self._heartbeat = heartbeat
         self.engine.heartbeat_with(heartbeat)
         self._held: dict[int, dict[str, str]] = {}
 
     def answer(self, request: Request) -> Reply:
         """Load the weights and sample."""
+        self.wait_for(request.after)
         engine, started = self.engine, time.monotonic()
         version = self.weights.newest if request.version is None else request.version
         self.load(version)
@@ -114,6 +118,12 @@ class RequestHandler:
             unit=request.unit,
             occupancy=(occupancy.taken, occupancy.places),
         )
+
+    def wait_for(self, version: int) -> None:
+        """Wait until a version has come, or a newer one."""
+        while self.weights.newest < version:
+            self._heartbeat()
+            time.sleep(_LOOK_SECONDS)
 
     def forget_before(self, version: int) -> None:
         """Forget the digests of older versions: nothing that they have drawn is still to be answered."""

@@ -256,9 +256,12 @@ class LearnerMemory:
         }
 
     def publishing(self) -> float:
-        """The largest tensor, whole, and rounded for the generators; weights leave one tensor at a time."""
-        whole = _FLOAT * self.shape.embedding if self._share > 1 else 0.0
-        return whole + _BFLOAT * self.shape.embedding
+        """The largest tensor, rounded for the generators: whole, and the share of it that it is gathered from.
+
+        Others may be on their way off the device then, in no more room than gradients take, which nobody holds.
+        """
+        share = self.shape.embedding / self._share if self._share > 1 else 0.0
+        return _BFLOAT * (self.shape.embedding + share)
 
     # Phases
 

@@ -4,6 +4,10 @@ S + 1 snapshots suffice for staleness S, and none is ever overwritten or deleted
 needed by batches up to v + 1 + S; version v + S + 1 takes its place only after batch v + S + 1 has been trained on,
 so after it has been sampled. Snapshots are in memory that the processes of one host share, or in a folder that several
 hosts share.
+
+Publishing has two parts. The weights are copied at once, by all ranks, and may change after that; their digests, files
+and whatever else makes the copy available come later, in another thread if there is one. A version counts as
+published, under its number and as the newest, when all of that is done.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
@@ -28,6 +33,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
+from async_rlhf.models.leaving import Later, Leaving, at_once, pinned
 from async_rlhf.models.quantised import like_numbers, numbers
 from async_rlhf.ranks.parallel import ALONE, Parallel
 
@@ -43,7 +49,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def iterate_weights(
-    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The same, one tensor at a time, so that merged weights need not all be in memory together.
 
@@ -52,11 +58,14 @@ def iterate_weights(
         adapters_only: give the adapters' own parameters instead.
         parallel: how its weights are sharded over ranks; they are gathered one by one, and every rank must iterate to
             the end.
+        dtype: that they are needed in: sharded weights of a wider type are rounded before they are gathered.
     """
     parallel.meet("reading weights", model)
     for name, parameters, compute in _parameters(model, adapters_only):
-        with parallel.gathered(parameters):
-            yield name, parallel.whole(compute())
+        like = like_numbers(parameters[0])
+        rounded = dtype if dtype is not None and dtype.itemsize < like.itemsize and like.is_floating_point() else None
+        with parallel.unsharded(parameters, compute, rounded if parallel.spreads_weights else None) as tensor:
+            yield name, tensor
     if not adapters_only:
         yield from saved_buffers(model)
 
@@ -143,8 +152,17 @@ class Snapshots(Protocol):
     published: dict[int, dict[str, str]]
     """The available versions, with the digest of each tensor."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
-        """Copy the weights and return their digests. Every rank must call it, see :func:`iterate_weights`."""
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
+        """Copy the weights, which may change when this returns, and make the copy available.
+
+        Every rank must call it, see :func:`iterate_weights`.
+
+        Args:
+            model: has them.
+            version: their number; the one before must be available.
+            parallel: how they are sharded over ranks.
+            later: does what need not be done now.
+        """
 
     def views(self, version: int) -> Mapping[str, Tensor | None]:
         """The tensors of a version; on ranks other than 0, None in place of each."""
@@ -179,6 +197,7 @@ class SnapshotRing:
         memory: all slots, as uint8.
         fd: the file descriptor of the memory; -1 for none.
         adapters_only: see iterate_weights.
+        dtype: see there.
     """
 
     def __init__(
@@ -189,9 +208,12 @@ class SnapshotRing:
         memory: Tensor,
         fd: int = -1,
         adapters_only: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.specs, self.slot_bytes, self.slots, self.adapters_only = specs, slot_bytes, slots, adapters_only
+        self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
+        self.adapters_only, self.dtype = adapters_only, dtype
         self._bytes, self.fd = memory, fd
+        self._pinned = ExitStack()
         self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -209,8 +231,12 @@ class SnapshotRing:
     ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
-        memory = cls._allocated(_ALIGNMENT + slot_bytes * slots, model)
-        return cls(specs, slot_bytes, slots, *memory, adapters_only=adapters_only)
+        memory, fd = cls._allocated(_ALIGNMENT + slot_bytes * slots, model)
+        memory[:8].view(torch.int64)[0] = -1
+        ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
+        if fd >= 0 and (parallel.device or next(model.parameters()).device).type == "cuda":
+            ring._pinned.enter_context(pinned(memory))
+        return ring
 
     @staticmethod
     def _allocated(size: int, model: nn.Module) -> tuple[Tensor, int]:
@@ -227,23 +253,25 @@ class SnapshotRing:
 
     @property
     def newest(self) -> int:
-        """The version published last, seen from any process."""
+        """The version published last, seen from any process; -1 for none."""
         return int(self._bytes[:8].view(torch.int64)[0])
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
-        """Copy the weights into the version's slot and return their digests."""
-        views = self.views(version)
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, self.adapters_only, parallel):
-                # Rounded first: a copy from a GPU that rounds moves the wider type, and rounds on the host.
-                views[name].copy_(tensor.to(views[name].dtype))
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
+        """Copy the weights into the version's slot."""
         self.published.pop(version - self.slots, None)
-        self.published[version] = digests(views)
+        views, leaving = self.views(version), Leaving(model, parallel, later)
+        with torch.no_grad():
+            for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
+                leaving.copy(tensor, views[name])
+        leaving.end(partial(self._finish, version))
+
+    def _finish(self, version: int) -> None:
+        self.published[version] = digests(self.views(version))
         self._bytes[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
-        return self.published[version]
 
     def close(self) -> None:
         """Free the memory. Views taken before keep it alive until they are gone."""
+        self._pinned.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -277,6 +305,7 @@ class SnapshotFolder:
         self.folder, self.dtype, self.slots = folder, dtype, slots
         self.published: dict[int, dict[str, str]] = {}
         self.newest = -1
+        self._copies: dict[str, Tensor] = {}
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
@@ -284,14 +313,19 @@ class SnapshotFolder:
         """The file of one version."""
         return self.folder / f"version-{version}.safetensors"
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
-        """Write the weights and return their digests."""
-        buffers = dict(model.named_buffers())
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
+        """Copy the weights; the file is written later."""
+        buffers, leaving, copies = dict(model.named_buffers()), Leaving(model, parallel, later), {}
         with torch.no_grad():
-            tensors = {
-                name: tensor.to(_kept_dtype(name, tensor, buffers, self.dtype)).cpu().contiguous()
-                for name, tensor in iterate_weights(model, parallel=parallel)
-            }
+            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self.dtype):
+                if name not in self._copies:  # else that of the version before, which is in its file
+                    dtype = _kept_dtype(name, tensor, buffers, self.dtype)
+                    self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+                copies[name] = self._copies[name]
+                leaving.copy(tensor, copies[name])
+        leaving.end(partial(self._finish, version, copies))
+
+    def _finish(self, version: int, tensors: dict[str, Tensor]) -> None:
         try:
             temporary = self.file(version).with_suffix(".tmp")
             save_file(tensors, temporary, metadata={"format": "pt"})
@@ -303,7 +337,6 @@ class SnapshotFolder:
             del self.published[old]
             self.file(old).unlink()
         self.newest = version
-        return self.published[version]
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version, read back."""
@@ -319,20 +352,20 @@ class NoSnapshots:
     """Snapshots on ranks other than 0: they send their shares of the weights to rank 0 and keep only the names.
 
     Args:
+        dtype: of rank 0's snapshots.
         adapters_only: see iterate_weights.
     """
 
-    def __init__(self, adapters_only: bool = False) -> None:
-        self.adapters_only, self.newest = adapters_only, -1
+    def __init__(self, dtype: torch.dtype = torch.float32, adapters_only: bool = False) -> None:
+        self.dtype, self.adapters_only, self.newest = dtype, adapters_only, -1
         self.published: dict[int, dict[str, str]] = {}
         self._names: list[str] = []
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE) -> dict[str, str]:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
         """Take part while rank 0 gathers the weights. There are no digests here."""
         if parallel.takes_part:
-            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel)]
+            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel, self.dtype)]
         self.newest = version
-        return {}
 
     def views(self, version: int) -> Mapping[str, None]:
         """The names of a version's tensors."""

@@ -207,6 +207,20 @@ class Parallel:
         """Within, the parameters are whole and usable. Every rank must call it."""
         yield
 
+    @contextmanager
+    def unsharded(
+        self, parameters: Sequence[nn.Parameter], compute: Callable[[], Tensor], dtype: torch.dtype | None
+    ) -> Iterator[Tensor]:
+        """Within, a whole tensor that is computed from parameters. Every rank must call it.
+
+        Args:
+            parameters: sharded or not; a single one is the tensor itself.
+            compute: gives the tensor, still sharded if the parameters are.
+            dtype: to round it to, where possible before it is gathered; None for none.
+        """
+        with self.gathered(parameters):
+            yield self.whole(compute() if dtype is None else compute().to(dtype))
+
     def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         """Replace a sharded parameter by another tensor, whole on rank 0. Every rank must call it, and undo it too.
 

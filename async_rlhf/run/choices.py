@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.comparisons import steps_of
 from async_rlhf.generation.inline import InlineGenerator
 from async_rlhf.generation.placement import check_engine, inline_vllm
 from async_rlhf.generation.process import ProcessGenerator
@@ -46,7 +47,9 @@ def check_launch(config: OnlineConfig, ranks: Ranks) -> None:
         connect(config)
 
 
-def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, threads: int | None) -> Generator:
+def make_generator(
+    config: OnlineConfig, engine: SharedEngine, trace: Trace, threads: int | None, trained_per_prompt: int = 1
+) -> Generator:
     """Make the generator.
 
     Rank 0 has the actors, processes and servers; the other ranks' generators only take part where all are needed.
@@ -56,16 +59,21 @@ def make_generator(config: OnlineConfig, engine: SharedEngine, trace: Trace, thr
         engine: samples from the learner's own policy; used for inline generation, unless vLLM is.
         trace: records generation.
         threads: CPU threads of each generator process.
+        trained_per_prompt: completions of each prompt that the algorithm trains on.
     """
     policy, params, parallel = engine.model, engine.params, engine.parallel
-    config = replace(config, generation=replace(config.generation, num_threads=threads))
+    on_gpu = parallel.device_of(policy).type == "cuda"
+    steps = steps_of(config, trained_per_prompt, parallel.ranks.count, on_gpu)
+    config = replace(config, generation=replace(config.generation, num_threads=threads, mismatch_steps=steps))
     if config.placement == "inline" and config.generation.engine == "transformers":
         autocast = autocast_dtype(config)
         return InlineGenerator(engine, trace, Agreement(config.generation, params, torch.float32, autocast, parallel))
     if config.placement == "inline":
         return inline_vllm(config, policy, params, trace)
     if not parallel.ranks.leads:
-        return RemoteGenerator(config, policy, params, trace, parallel, NoSnapshots(config.lora.publish == "adapter"))
+        dtype = getattr(torch, config.generation.dtype)
+        snapshots = NoSnapshots(dtype, config.lora.publish == "adapter")
+        return RemoteGenerator(config, policy, params, trace, parallel, snapshots)
     if config.launch == "ray":
         from async_rlhf.cluster.ray_generation import RayGenerator
 

@@ -85,14 +85,16 @@ class HereWorker:
 class HereGenerator(RemoteGenerator):
     """All of a remote generator but the process."""
 
-    def __init__(self, policy: GPTNeoXForCausalLM, counter_based: bool) -> None:
-        config = OnlineDPOConfig(generation=GenerationConfig(mismatch_samples=COMPARED, probe_steps=0))
+    def __init__(self, policy: GPTNeoXForCausalLM, counter_based: bool, steps: int = 1) -> None:
+        compared = GenerationConfig(mismatch_samples=COMPARED, mismatch_steps=steps, probe_steps=0)
+        config = OnlineDPOConfig(staleness=0, generation=compared)
         ring = SnapshotRing.for_model(policy, torch.float32, 1)
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
         self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
         super().__init__(config, policy, PARAMS, Trace(), ALONE, ring, [HereWorker(self.handler)])
         if not counter_based:  # as of vLLM, whose random numbers are its own
-            self.agreement = Agreement(replace(self.config, engine="vllm"), PARAMS, torch.float32, None)
+            config = replace(self.config, engine="vllm")
+            self.agreement = Agreement(config, PARAMS, torch.float32, None, staleness=0)
 
     def _wait(self, seconds: float) -> bool:
         worker = self.workers[0]
@@ -105,16 +107,21 @@ class HereGenerator(RemoteGenerator):
         return self.collect(batch)
 
 
-def batches_until_found(fault: Fault, counter_based: bool, most: int) -> tuple[int | None, str]:
+def batches_until_found(
+    fault: Fault, counter_based: bool, most: int, steps: int = 1, later: int = 0
+) -> tuple[int | None, str]:
     """How many batches with the fault are sampled until one is refused, and why it is; None if none is.
 
     Args:
         fault: to plant.
         counter_based: whether the random numbers are known, as those of transformers' engine.
         most: batches to sample at most.
+        steps: batches between two comparisons.
+        later: so many batches are sampled before the fault's own.
     """
     policy, generator = peaked_policy(), torch.Generator().manual_seed(0)
-    with closing(HereGenerator(policy, counter_based)) as here, pytest.MonkeyPatch.context() as patch:
+    fault = replace(fault, since=fault.since + later)
+    with closing(HereGenerator(policy, counter_based, steps)) as here, pytest.MonkeyPatch.context() as patch:
         for batch in range(1, most + fault.since):
             here.publish(policy, batch - 1)
             if batch == fault.since:

@@ -125,6 +125,7 @@ def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
 
     monkeypatch.setattr(trainers, "RolloutSchedule", Watched)
     generation = {"placement": "process", "in_flight": True, "response_length": 30, "workers": workers}
+    generation["mismatch_steps"] = 1
     args = make_args("flight", generation, staleness=2, staleness_mode="bounded", total_episodes=64)
     _, metrics, _ = run(make_policy, tokenizer, prompts, args)
     mixed = 0

@@ -84,10 +84,12 @@ def with_other(config: Any, name: str) -> Any:
 
 def another(value: Any, hint: Any) -> Any:
     options = [option for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for option in get_args(kind)]
-    if options:
-        return next(option for option in options if option != value)
+    for option in options:
+        if option != value:
+            return option
     kinds = {bool: not value, int: 7, float: 0.25, str: "another", list: ["another"], dict: {"another": 1}}
-    kind = type(value) if value is not None else next(kind for kind in get_args(hint) if kind is not type(None))
+    plain = [kind for kind in get_args(hint) if kind is not type(None) and get_origin(kind) is not Literal]
+    kind = plain[0] if value is None or value in options else type(value)
     other = kinds[get_origin(kind) or kind]
     assert other != value
     return other

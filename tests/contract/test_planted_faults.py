@@ -25,6 +25,31 @@ def test_a_planted_fault_is_found(planted, counter_based):
         assert re.search(planted.found, message, re.DOTALL), message
 
 
+STEPS = 3
+ALWAYS = 8
+"""Batches before a fault that is there in the end only: beyond those that are compared in any case."""
+
+
+@pytest.mark.parametrize("planted", [f for f in FAULTS if f.within == 1], ids=lambda planted: planted.name)
+def test_comparing_every_third_batch_finds_a_late_fault_within_three_times_as_many(planted):
+    """What is found in the first batch with the fault is found in the first of them that is compared."""
+    batches, message = batches_until_found(planted, True, STEPS, STEPS, later=ALWAYS)
+    assert batches is not None
+    found = re.sub(r"\d+", r"\\d+", planted.found)  # of another batch, so with other versions and prompts
+    assert re.search(found, message, re.DOTALL), message
+
+
+SLOW = [planted for planted in FAULTS if planted.within_any and 1 < planted.within_any <= PATIENCE // STEPS]
+
+
+@pytest.mark.parametrize("planted", SLOW, ids=lambda planted: planted.name)
+def test_what_needs_several_batches_needs_as_many_that_are_compared(planted):
+    within = STEPS * planted.within_any
+    batches, message = batches_until_found(planted, False, within, STEPS)
+    assert batches is not None
+    assert re.search(planted.found, message, re.DOTALL), message
+
+
 def test_the_faults_are_many_and_each_is_named_once():
     assert len(FAULTS) >= 42
     assert len({planted.name for planted in FAULTS}) == len({planted.what for planted in FAULTS}) == len(FAULTS)

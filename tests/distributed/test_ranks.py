@@ -44,6 +44,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bf16": ({**ASYNC, "bf16": True}, ["ddp", "zero2", "zero3"]),
     # One batch: later ones would be sampled by weights that differ by rounding, which float16 turns into other tokens.
     "fp16": ({**ASYNC, "fp16": True, "first_scale": 2.0**8, "total_episodes": 16}, ["ddp", "zero2", "zero3"]),
+    # One batch, for the same reason. Sharded weights are rounded before they are gathered.
+    "rounded for generators": (
+        {**ASYNC, "generation": {"dtype": "bfloat16"}, "total_episodes": 16},
+        ["ddp", "fsdp", "zero3"],
+    ),
     "checkpointing": ({"staleness": 1, "gradient_checkpointing": True}, ["ddp", "fsdp", "zero3"]),
     # Passes of up to 150 tokens instead of so many rows: each rank has sequences of other lengths.
     "packed": (

@@ -2,7 +2,8 @@
 
 A tensor of the device wraps one on the CPU. Every operation on it comes through :func:`_run`, which raises where CUDA
 would raise because devices mix, counts what waits for the device and what crosses the bus, and computes on the CPU.
-Streams, kernels, NCCL and memory are not simulated. :func:`install` patches torch for good, so call it in a process of
+Of streams one thing is simulated: what the host does not wait for on a stream of its own happens as late as it can.
+Kernels, NCCL and memory are not simulated. :func:`install` patches torch for good, so call it in a process of
 its own.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -223,6 +224,9 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _require_deterministic(function, args)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
+    if function is aten.copy_.default and target is None and non_blocking and _streams[-1] is not None:
+        _streams[-1].pending.append(partial(args[0].copy_, args[1].held))
+        return args[0]
     owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
     held = partial(_mapped, SimulatedTensor, attrgetter("held"))
     out = function(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
@@ -284,7 +288,7 @@ def _count_copy(source: Tensor, kind: torch.dtype, target: int | None, non_block
     _crosses(
         "to_host" if to_host else "to_device", source.numel() * (host_type if non_blocking else device_type).itemsize
     )
-    if to_host or not non_blocking:
+    if not non_blocking or (to_host and _streams[-1] is None):  # to pageable memory the host copies by itself
         _waits()
 
 
@@ -356,6 +360,62 @@ def _shared(index: int, rebuild: Any, arguments: tuple[Any, ...]) -> Tensor:
     return SimulatedTensor(rebuild(*arguments), index)
 
 
+class SimulatedEvent:
+    """What a stream has been asked to do up to here."""
+
+    def __init__(self) -> None:
+        self.upto: list[Callable[[], Any]] = []
+
+    def record(self) -> None:
+        if _streams[-1] is not None:
+            self.upto = list(_streams[-1].pending)
+
+
+class SimulatedStream:
+    """Copies to the host that it has been asked for, and has not begun."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.pending: list[Callable[[], Any]] = []
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """The stream of the tensors themselves is never behind."""
+
+    def synchronize(self) -> None:
+        _waits()
+        while self.pending:
+            self.pending.pop(0)()
+
+
+_streams: list[SimulatedStream | None] = [None]
+"""Those that are current, the innermost last; None for the one on which everything happens at once."""
+
+
+@contextmanager
+def _on_stream(stream: SimulatedStream | None) -> Iterator[None]:
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+class SimulatedRuntime:
+    """CUDA's own functions for memory of the host."""
+
+    pinned: ClassVar[dict[int, int]] = {}
+    """Bytes by address."""
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, size: int, flags: int) -> int:  # noqa: N802
+        cls.pinned[address] = size
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802
+        del cls.pinned[address]
+        return 0
+
+
 _factories = _Factories()
 
 
@@ -377,6 +437,8 @@ def install() -> None:
     cuda.get_rng_state_all = lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(GPUS)]
     cuda.set_rng_state = lambda state, device=0: None
     cuda.synchronize = lambda device=None: _waits()
+    cuda.Stream, cuda.Event, cuda.stream = SimulatedStream, SimulatedEvent, _on_stream
+    cuda.cudart = lambda: SimulatedRuntime
     _redirect_autocast()
     _factories.__enter__()
 

@@ -135,28 +135,66 @@ def update(folder: Path, **options: Any) -> Update:
     return Update(len(sizes), dict(found.waits), found.most_float64, max(sizes))
 
 
-def published_bytes(kind: str, folder: Path, lora: bool = False) -> tuple[int, int]:
-    """Publish bfloat16 snapshots of a policy. Returns the bytes that leave the device, and the policy's parameters."""
+@dataclass(frozen=True)
+class Published:
+    """What publishing asks of the device and the bus."""
+
+    moved: int
+    """Bytes that left the device."""
+    parameters: int
+    bytes_each: int
+    """Of a parameter as it is published."""
+    waits: Mapping[str, int]
+    """How often the learner's own thread waited for the device, by place."""
+    moved_meanwhile: int
+    """Bytes that left the device before that thread could go on."""
+    right: bool
+    """Whether the weights are those of the moment, although they changed as soon as that thread went on."""
+    pinned: int
+    """Bytes of the host that a GPU could copy to by itself."""
+
+
+def publish_float32(kind: str, folder: Path) -> Published:
+    """The same without rounding."""
+    return publish(kind, folder, dtype=torch.float32)
+
+
+def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = torch.bfloat16) -> Published:
+    """Publish snapshots of a policy, and change it at once."""
     policy = new_policy()
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     if lora:
         from async_rlhf import LoRAConfig
 
         add_adapters(policy, LoRAConfig(rank=4), seed=0)
+    expected = {name: tensor.to(dtype, copy=True) for name, tensor in snapshots.named_weights(policy).items()}
     policy.to("cuda:0")
+    before = sum(simulated_device.SimulatedRuntime.pinned.values())
     if kind == "folder":
-        ring: Any = snapshots.SnapshotFolder(folder / "snapshots", torch.bfloat16, 2)
+        ring: Any = snapshots.SnapshotFolder(folder / "snapshots", dtype, 2)
     elif kind == "object store":
         from async_rlhf.cluster import ray_generation
 
         ray_generation.ray.put = bytes  # no cluster is needed to see what leaves the device
-        ring = ray_generation.ObjectStoreSnapshots(policy, torch.bfloat16, 2, ALONE)
+        ring = ray_generation.ObjectStoreSnapshots(policy, dtype, 2, ALONE)
     else:
-        ring = getattr(snapshots, kind).for_model(policy, torch.bfloat16, 2)
-    with traffic() as found:
-        ring.publish(policy, 1)
+        ring = getattr(snapshots, kind).for_model(policy, dtype, 2)
+    pinned = sum(simulated_device.SimulatedRuntime.pinned.values()) - before
+    work: list[Callable[[], None]] = []
+    with traffic() as meanwhile:
+        ring.publish(policy, 1, ALONE, work.append)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+    with traffic() as later:
+        for part in work:
+            part()
+    found = ring.published[1] == snapshots.digests(expected)
     ring.close()
-    return sum(found.to_host.values()), parameters
+    assert sum(simulated_device.SimulatedRuntime.pinned.values()) == before, "memory of the host stays pinned"
+    early = sum(meanwhile.to_host.values())
+    moved = early + sum(later.to_host.values())
+    return Published(moved, parameters, dtype.itemsize, dict(meanwhile.waits), early, bool(found), pinned)
 
 
 def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import Update, decode_waits, published_bytes, update
+from simulated_runs import Published, Update, decode_waits, publish, publish_float32, update
 from test_golden import RUNS
 from test_simulated_runs import algorithm_of
 
@@ -17,8 +17,10 @@ ASKED_BY_TRANSFORMERS = "transformers/masking_utils.py"
 """transformers asks in every forward pass whether its mask or its rows are plain ones; nothing can stop it."""
 
 
-def require_publishing(moved: int, parameters: int) -> None:
-    assert moved == 2 * parameters
+def require_publishing(found: Published) -> None:
+    assert found.right, "other weights than those of the moment were published"
+    assert found.moved == found.bytes_each * found.parameters
+    assert (found.waits, found.moved_meanwhile) == ({}, 0)
 
 
 def update_twice(folder: Path, **options: Any) -> tuple[Update, Update]:
@@ -73,10 +75,17 @@ def require_decoding(few: tuple[Mapping[str, int], list[int]], many: tuple[Mappi
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", ["SnapshotRing", "DeviceRing", "folder", "object store"])
-def test_publishing_moves_two_bytes_a_parameter(on_gpu, tmp_path, kind, lora):
+def test_publishing_moves_two_bytes_a_parameter_and_the_learner_waits_for_none(on_gpu, tmp_path, kind, lora):
+    """Neither the copy nor the checksums: what is left to do is done beside it, and the weights change meanwhile."""
     if kind == "object store":
         pytest.importorskip("ray")
-    require_publishing(*on_gpu(published_bytes, kind, tmp_path, lora))
+    found = on_gpu(publish, kind, tmp_path, lora)
+    require_publishing(found)
+    assert (found.pinned >= 2 * 2 * found.parameters) == (kind == "SnapshotRing")
+
+
+def test_weights_that_are_not_rounded_are_copied_as_well(on_gpu, tmp_path):
+    require_publishing(on_gpu(publish_float32, "SnapshotRing", tmp_path))
 
 
 @pytest.mark.parametrize("name", RUNS)

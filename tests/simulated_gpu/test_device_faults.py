@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated_runs import Fault, published_bytes, train, with_fault
+from simulated_runs import Fault, Published, publish, publish_float32, train, with_fault
 from test_budgets import decode_twice, require_decoding, require_publishing, require_update, update_twice
 
 DEVICES = r"Expected all tensors to be on the same device"
@@ -174,8 +174,29 @@ TOO_DEAR = {
         require_update,
     ),
     "weights that leave the device in float32": (
-        Fault("models.snapshots:SnapshotRing.publish", "copy_(tensor.to(views[name].dtype))", "copy_(tensor)"),
-        published_bytes,
+        Fault(
+            "models.leaving:Leaving.copy",
+            "partial(place.copy_, copied, non_blocking=True)",
+            "partial(place.copy_, tensor.clone())",
+        ),
+        publish,
+        require_publishing,
+    ),
+    "weights that the learner's thread copies to the host": (
+        Fault(
+            "models.leaving:Leaving.copy", "partial(place.copy_, copied, non_blocking=True)", "place.copy_(copied).size"
+        ),
+        publish,
+        require_publishing,
+    ),
+    "weights that are not copied within the device": (
+        Fault("models.leaving:Leaving.copy", "copied = copied.clone()", "pass"),
+        publish_float32,
+        require_publishing,
+    ),
+    "checksums before the copies have arrived": (
+        Fault("models.leaving:Leaving._beside", "self._stream.synchronize()", "None"),
+        publish,
         require_publishing,
     ),
     "ended rows found on the device": (
@@ -211,7 +232,8 @@ def test_the_same_runs_pass_without_a_fault(on_gpu, tmp_path, options):
 @pytest.mark.parametrize("name", TOO_DEAR)
 def test_a_fault_exceeds_a_budget(on_gpu, tmp_path, name):
     fault, measure, require = TOO_DEAR[name]
-    given = {"decode_twice": (), "update_twice": (tmp_path,), "published_bytes": ("SnapshotRing", tmp_path)}
+    given = {"decode_twice": (), "update_twice": (tmp_path,), "publish": ("SnapshotRing", tmp_path)}
+    given["publish_float32"] = given["publish"]
     found = on_gpu(with_fault, fault, measure, *given[measure.__name__])
     with pytest.raises(AssertionError):
-        require(*found)
+        require(found) if isinstance(found, Published) else require(*found)

@@ -39,7 +39,8 @@ def test_a_run_in_float16_is_near_the_one_in_float32(
     monkeypatch.setattr(loss_scale, "FIRST", 2.0**6)  # the gradients of so small and wide a model are large
     options, runs = {"reward_model": make_reward_model()}, {}
     for kind in ("float32", "fp16"):
-        args = make_args(kind, algorithm=algorithm, staleness=staleness, fp16=kind == "fp16")
+        always = {"mismatch_steps": 1}
+        args = make_args(kind, always, algorithm=algorithm, staleness=staleness, fp16=kind == "fp16")
         runs[kind] = train(make_policy, tokenizer, prompts, args, **options)
     assert "loss_scale" not in runs["float32"][0]
     for line in runs["fp16"]:

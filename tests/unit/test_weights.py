@@ -71,7 +71,9 @@ def test_a_folder_rounds_parameters_but_no_buffers(tmp_path, make_policy):
     tensors = folder.views(0)
     assert tensors["frequencies"].dtype == torch.float32
     assert {tensor.dtype for name, tensor in tensors.items() if name != "frequencies"} == {torch.bfloat16}
-    assert folder.published[0] == SnapshotRing.for_model(policy, torch.bfloat16, 1).publish(policy, 0)
+    ring = SnapshotRing.for_model(policy, torch.bfloat16, 1)
+    ring.publish(policy, 0)
+    assert folder.published[0] == ring.published[0]
 
 
 def echo(pipe, ring) -> None:

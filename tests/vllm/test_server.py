@@ -116,17 +116,16 @@ def test_other_weights_under_the_label_of_the_run_stop_it(server, train, tmp_pat
 
 def test_tensors_that_the_server_did_not_take_stop_the_run(train, tmp_path, monkeypatch):
     """Here the server is handed a file with two tensors exchanged."""
-    publish = SnapshotFolder.publish
+    finish = SnapshotFolder._finish
 
-    def exchange(folder, policy, version, parallel):
-        published = publish(folder, policy, version, parallel)
+    def exchange(folder, version, tensors):
+        finish(folder, version, tensors)
         if version == 1:
             tensors = folder.views(version)
             tensors[SQUARE], tensors[TWIN] = tensors[TWIN], tensors[SQUARE]
             save_file(tensors, folder.file(version))
-        return published
 
-    monkeypatch.setattr(SnapshotFolder, "publish", exchange)
+    monkeypatch.setattr(SnapshotFolder, "_finish", exchange)
     with pytest.raises(GeneratorError, match=rf"not those of version 1: 2 of 28 tensors: {TWIN}, {SQUARE}"):
         train()
     assert [row["batch"] for row in metrics_of(tmp_path / "run")] == [1, 2]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from async_rlhf.config import ConfigError, ParallelConfig
@@ -150,6 +151,23 @@ class ZeRO(Parallel):
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         with self._deepspeed.zero.GatheredParameters(list(parameters), enabled=self.spreads_weights):
             yield
+
+    @contextmanager
+    def unsharded(
+        self, parameters: Sequence[nn.Parameter], compute: Callable[[], Tensor], dtype: torch.dtype | None
+    ) -> Iterator[Tensor]:
+        """As in the base class. DeepSpeed gathers what it keeps, so what is rounded before is gathered here."""
+        first: Any = parameters[0]
+        part = getattr(first, "ds_tensor", None)
+        elsewhere = getattr(part, "final_location", None) == "nvme"
+        if not self.spreads_weights or dtype is None or len(parameters) > 1 or part is None or elsewhere:
+            with super().unsharded(parameters, compute, dtype) as tensor:
+                yield tensor
+            return
+        mine = part.data.to(self.device, dtype)
+        whole = torch.empty(mine.numel() * self.ranks.count, dtype=dtype, device=self.device)
+        dist.all_gather_into_tensor(whole, mine, group=first.ds_process_group)
+        yield whole[: first.ds_numel].view(first.ds_shape)
 
     def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         before: Tensor | None = None

@@ -1,0 +1,82 @@
+"""How often an engine is compared with the learner, and that this costs as little as is promised."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import count_letters
+
+from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig
+from async_rlhf.generation.agreement import rows_of_batch
+from async_rlhf.generation.comparisons import CPU, FIRST, GPU, LIMIT, Comparisons, share, steps_for, steps_of
+from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.planning.roofline import Batch, Roofline
+from async_rlhf.run.trainer import OnlineTrainer
+
+
+@pytest.mark.parametrize("rows", [8, 64, 1024, 16_384])
+@pytest.mark.parametrize("ranks", [1, 8, 256])
+@pytest.mark.parametrize("parameters", [1.3e6, 1e9, 8e9, 70e9])
+def test_by_the_planner_comparing_takes_less_than_half_a_percent_of_a_batch(rows, ranks, parameters):
+    """At every size; and one batch less between two comparisons would be too many."""
+    prompt, response = 200, 1000
+    batch = Batch(rows, 1, prompt, response, response, 1, 1, 1, prompt, 8, 64)
+    model = ModelSizeConfig(parameters, 32, 1024, reference_parameters=0, reward_parameters=0, recompute=False)
+    seconds = Roofline(GPU, model, batch).learn_seconds(ranks)
+    forward = 2 * parameters * 8 * (prompt + response) / (GPU.tflops * 1e12 * GPU.forward_mfu)
+    loading = 2.0 * parameters / (GPU.weights_gbs * 1e9)
+    steps = steps_for(share(rows, 8, prompt + response, ranks, 2.0, GPU))
+    assert (forward + loading) / steps <= LIMIT * seconds
+    if ranks == 1:  # else summing gradients takes time as well
+        assert steps == 1 or (forward + loading) / (steps - 1) > LIMIT * seconds
+
+
+def test_the_share_is_that_of_the_formula():
+    hardware = HardwareConfig(tflops=1.0, forward_mfu=0.5, train_mfu=0.5, weights_gbs=1.0)
+    # A weight: forward 2 x 4 x 10 operations at 5e11 a second, update 6 x 16 x 10, loaded 2 bytes at 1e9 a second.
+    assert share(16, 4, 10, 1, 0.0, hardware) == pytest.approx(80 / 960)
+    assert share(16, 4, 10, 1, 2.0, hardware) == pytest.approx((80 / 5e11 + 2e-9) / (960 / 5e11))
+    assert share(16, 4, 10, 4, 0.0, hardware) == pytest.approx(4 * 80 / 960)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_first_batches_are_compared_and_then_every_nth(steps, staleness):
+    compared = Comparisons(steps, staleness)
+    batches = [batch for batch in range(1, 60) if compared.has(batch)]
+    first = FIRST + staleness
+    assert batches[:first] == list(range(1, first + 1))
+    assert batches[first:] == [batch for batch in range(first + 1, 60) if batch % steps == 0]
+    assert [compared.number(batch) for batch in batches] == list(range(1, len(batches) + 1))
+    looked_at = {row for batch in batches for row in rows_of_batch(compared.number(batch), 96, 8)}
+    assert looked_at == set(range(96)) or len(batches) < 12
+
+
+def test_the_configuration_decides_or_its_sizes_do(make_args):
+    def steps(ranks=1, on_gpu=True, samples=8, **changes):
+        generation = {"placement": "process", "mismatch_samples": samples, **changes.pop("generation", {})}
+        args = make_args(generation=generation, num_mini_batches=1, **{"per_device_train_batch_size": 512, **changes})
+        return steps_of(args, 2, ranks, on_gpu)
+
+    assert steps(generation={"mismatch_steps": 7}, total_episodes=5120) == 7
+    large = {"staleness": 1, "total_episodes": 5120}
+    assert steps(**large, on_gpu=False) == steps_for(share(1024, 8, 44, 1, 4.0, CPU))
+    assert steps(**large) == steps_for(share(1024, 8, 44, 1, 4.0, GPU))
+    assert steps(**large, ranks=8) > steps(**large)
+    assert steps(**large, generation={"dtype": "bfloat16"}) == steps_for(share(1024, 8, 44, 1, 2.0, GPU))
+    synchronous = {"staleness": 0, "total_episodes": 5120}
+    assert steps(**synchronous) == steps_for(share(1024, 8, 44, 1, 0.0, GPU))
+    assert steps(**synchronous, generation={"placement": "inline"}) == steps(**synchronous)
+
+
+@pytest.mark.parametrize(("staleness", "dtype", "loads"), [(0, "float32", 0), (0, "bfloat16", 2), (1, "float32", 1)])
+def test_weights_that_the_policy_still_has_are_not_loaded(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, staleness, dtype, loads
+):
+    """With staleness 1 only those of the first batch; rounded ones are others."""
+    views, read = SnapshotRing.views, []
+    monkeypatch.setattr(SnapshotRing, "views", lambda ring, version: read.append(version) or views(ring, version))
+    generation = {"placement": "process", "mismatch_steps": 1, "dtype": dtype}
+    args = make_args(generation=generation, staleness=staleness, total_episodes=16)
+    OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
+    published = 2 * 2 if staleness == 0 else 2 * 1  # versions, each written and read back for its digests
+    assert len(read) == published + loads
