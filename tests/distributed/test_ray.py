@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,8 +224,8 @@ def test_a_node_that_is_killed_mid_run_costs_nothing_but_time(cluster, run, undi
     assert len(lose.lost) == 2
     for worker in ("generator actor 0", "generator actor 1"):
         (line,) = [line for line in caplog.messages if line.startswith(f"{worker} died")]
-        assert "starting it again, to sample batch" in line
-        assert " 4 again" in line  # asked for just before the node was lost
+        # Each had one request; those of batch 4, asked for just before the node was lost, may have lain in the queue.
+        assert re.search(r"starting it again, to sample batch [234] again$", line)
     assert any(line.startswith("reward worker 0 died") and "score its share again" in line for line in caplog.messages)
     assert_same(survived, undisturbed["outcome"])
 
