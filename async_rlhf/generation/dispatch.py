@@ -10,7 +10,6 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -60,8 +59,6 @@ class Dispatcher:
         self._at_once = at_once
         self._given: dict[int, dict[tuple[int, int], Request]] = {}
         """By number of a worker, batch and unit: what it has, as it lay in the queue."""
-        self._probed: dict[int, int] = {}
-        """By number of a worker: the batch at which it was asked for a probe last."""
         self._unanswered: dict[int, int] = {}
         self._times, self._clock = Timesheet(), clock
         self._idle: dict[int, float] = {}
@@ -128,7 +125,6 @@ class Dispatcher:
             if worker in self._there:
                 self._there.remove(worker)
                 self._times.left(worker.number, self._clock())
-                self._probed.pop(worker.number, None)
 
     def idle_share(self, batch: int) -> float:
         """Share of the workers' time without a unit, from the first unit of a batch that went out to the last that came
@@ -146,12 +142,9 @@ class Dispatcher:
             if len(worker.open) >= self._at_once:
                 return
             request = self._queue.pop(0)
-            # A worker has the same weights for all of its units of a batch, so one probe is enough.
-            probe = request.probe and self._probed.get(worker.number) != request.batch
-            self._probed[worker.number] = request.batch
             self._given.setdefault(worker.number, {})[request.batch, request.unit] = request
             self._times.began(worker.number, request.batch, self._clock())
-            worker.submit(replace(request, probe=probe))
+            worker.submit(request)
 
 
 def cut(items: Sequence[Item], number: int, size: int | None) -> list[Sequence[Item]]:

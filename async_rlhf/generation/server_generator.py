@@ -228,6 +228,7 @@ class _Server:
         self._transport = transport
         self._prefix = f"{run}:"
         self._taker = taker
+        self._probed: tuple[int, list[float]] | None = None
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._runner = Runner()
         self._task: Task[Any] | None = None
@@ -298,13 +299,18 @@ class _Server:
         else:
             groups = await self._generate(client, request.prompts, request.params or self.params)
         ended = time.monotonic()
-        probe = (
-            (max(held), await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())) if request.probe else None
-        )
-        if probe is not None and await client.weight_version() != f"{self._prefix}{probe[0]}":
-            raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
+        probe = await self._probe(client, max(held)) if request.probe else None
         asked = fingerprint(request.prompts)
-        return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe)
+        return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe, request.unit)
+
+    async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
+        """What the server says of the fixed sequences: computed once for weights that it was given."""
+        if self._probed is None or self._probed[0] != version:
+            found = await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())
+            if await client.weight_version() != f"{self._prefix}{version}":
+                raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
+            self._probed = version, found
+        return self._probed
 
     async def _load(self, client: ServerClient, version: int) -> dict[str, str]:
         """Make sure that the server holds a version. Returns the digests of what it loaded."""
@@ -312,6 +318,7 @@ class _Server:
         if await client.weight_version() == f"{self._prefix}{version}":
             await client.resume()  # the answer to an earlier resume may have been lost
             return expected  # verified when they were loaded; the server forgets the label when it ends
+        self._probed = None
         # Tokens that another run has under way must no longer count as drawn by that run's weights.
         await client.pause()
         await client.set_weight_version(f"{self._prefix}loading")

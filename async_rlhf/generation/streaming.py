@@ -96,7 +96,7 @@ class Stream:
                 self._put(request)
         # A request may be younger than the weights at the last step, and must not be drawn by older ones than its own.
         self.handler.load(self.handler.weights.newest)
-        prompts = []
+        prompts: list[Prompt] = []
         while self._waiting and len(prompts) < places:
             opened, number = self._waiting[0]
             if opened.request.after > self.handler.engine.version:  # its weights are on their way

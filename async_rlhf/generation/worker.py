@@ -77,6 +77,7 @@ class RequestHandler:
         self._heartbeat = heartbeat
         self.engine.heartbeat_with(heartbeat)
         self._held: dict[int, dict[str, str]] = {}
+        self._probed: tuple[int, list[float]] | None = None
 
     def answer(self, request: Request) -> Reply:
         """Load the weights and sample."""
@@ -114,10 +115,16 @@ class RequestHandler:
             started,
             ended,
             loaded - started,
-            probe=(engine.version, engine.probe()) if request.probe else None,
+            probe=self._probe() if request.probe else None,
             unit=request.unit,
             occupancy=(occupancy.taken, occupancy.places),
         )
+
+    def _probe(self) -> tuple[int, list[float]]:
+        """The engine's version and what it says of the fixed sequences: computed once for weights that it has loaded."""
+        if self._probed is None:
+            self._probed = self.engine.version, self.engine.probe()
+        return self._probed
 
     def wait_for(self, version: int) -> None:
         """Wait until a version has come, or a newer one."""
@@ -132,6 +139,7 @@ class RequestHandler:
     def load(self, version: int) -> None:
         """Make sure that the engine holds a version."""
         if version != self.engine.version:
+            self._probed = None
             self._held[version] = self.engine.load(self.weights.views(version), version)
 
 

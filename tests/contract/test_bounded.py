@@ -91,7 +91,7 @@ def test_a_replay_takes_the_versions_of_the_record(tmp_path, make_policy, tokeni
 
 def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer, prompts, make_args):
     """Stopped before it can start on batch 2, it finds version 1 when it goes on."""
-    args, policy = make_args(generation={"placement": "process"}), make_policy()
+    args, policy = make_args(generation={"placement": "process"}, staleness=1), make_policy()
     stream = PromptStream(prompts, tokenizer)
     generator = ProcessGenerator(args, policy, SamplingParams(2, 0.7, 8, (256,), 0), Trace())
     try:
@@ -102,6 +102,8 @@ def test_a_worker_takes_the_newest_weights_when_it_starts(make_policy, tokenizer
         os.kill(pid, signal.SIGSTOP)
         generator.submit(2, None, stream.batch(2, 4))
         generator.publish(make_policy(1), 1)
+        while generator.snapshots.newest < 1:  # on its way
+            time.sleep(0.01)
         os.kill(pid, signal.SIGCONT)
         batch = generator.collect(2)
     finally:
@@ -161,7 +163,7 @@ def test_a_worker_that_dies_in_flight_has_its_completions_sampled_again(
     monkeypatch.setattr(
         process.ProcessGenerator, "__init__", lambda self, *a, **k: made.append(self) or build(self, *a, **k)
     )
-    generation = {"placement": "process", "in_flight": True, "response_length": 30, "workers": 2}
+    generation = {"placement": "process", "in_flight": True, "response_length": 30, "workers": 2, "mismatch_steps": 1}
     args = make_args("killed", generation, staleness=2, staleness_mode="bounded", total_episodes=64)
     _, metrics, _ = run(make_policy, tokenizer, prompts, args, callbacks=[Killed()])
     assert [row["batch"] for row in metrics] == list(range(1, 9))

@@ -18,13 +18,10 @@ class Worker:
         self.number, self.label = number, f"worker {number}"
         self.open: list[Request] = []
         self.given: list[tuple[int, int]] = []
-        self.probes: list[tuple[int, int]] = []
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
         self.given.append((request.batch, request.unit))
-        if request.probe:
-            self.probes.append(self.given[-1])
 
     def answered(self, place: int) -> Request:
         return self.open.pop(place)
@@ -41,7 +38,7 @@ class Clock:
 
 
 def batch(index: int, units: int) -> list[Request]:
-    return [Request(index, unit, 0, (), probe=True) for unit in range(units)]
+    return [Request(index, unit, 0, ()) for unit in range(units)]
 
 
 def make(count: int, clock: Clock | None = None, at_once: int = 1) -> tuple[list[Worker], Dispatcher]:
@@ -108,18 +105,6 @@ def test_nothing_is_lost_while_nobody_is_there():
     dispatcher.join(only)  # twice is once
     dispatcher.answered(only)
     assert only.given == [(1, 0), (1, 1)]
-
-
-def test_a_worker_is_probed_once_in_a_batch_and_again_after_it_was_lost():
-    (only,), dispatcher = make(1)
-    dispatcher.add(batch(1, 2))
-    dispatcher.add(batch(2, 2))
-    for _ in range(3):
-        dispatcher.answered(only)
-    assert only.probes == [(1, 0), (2, 0)]
-    dispatcher.lost(only)
-    dispatcher.join(only)
-    assert only.probes == [(1, 0), (2, 0), (2, 1)]
 
 
 def test_idle_is_who_has_nothing_while_a_batch_is_sampled():
