@@ -121,7 +121,7 @@ class RequestHandler:
         )
 
     def _probe(self) -> tuple[int, list[float]]:
-        """The engine's version and what it says of the fixed sequences: computed once for weights that it has loaded."""
+        """The engine's version, and what it says of the fixed sequences: computed once for each version."""
         if self._probed is None:
             self._probed = self.engine.version, self.engine.probe()
         return self._probed
