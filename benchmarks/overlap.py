@@ -38,9 +38,9 @@ WARM_UP = 4  # batches: the first ones fill the pipeline
 PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 16, 64, 2048
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """One token for each number: the text does not matter here."""
-    words = {f"w{i}": i for i in range(VOCABULARY - 1)} | {"<eos>": VOCABULARY - 1}
+    words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
     raw = Tokenizer(models.WordLevel(words, unk_token="w0"))
     from tokenizers.pre_tokenizers import WhitespaceSplit
 

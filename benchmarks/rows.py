@@ -80,6 +80,9 @@ class Worker:
 
     number, label = 0, "generator 0"
 
+    def __init__(self) -> None:
+        self.open: list[Request] = []
+
     def submit(self, request: Request) -> None:
         """Note what was asked."""
         self.open = [request]
@@ -107,7 +110,8 @@ class Generator(RemoteGenerator):
     reply: Reply
 
     def _wait(self, seconds: float) -> bool:
-        self._accept(self.workers[0], self.reply)
+        worker = self.workers[0]
+        self._accept(worker, self.taken(worker, self.reply), self.reply)
         return True
 
 

@@ -44,3 +44,39 @@ def waiting_policy(vocabulary: int, positions: int, variation: float) -> Waiting
     )
     config.variation = variation
     return WaitingModel(config)
+
+
+class CountingModel(GPTNeoXForCausalLM):
+    """Counts down: after token n comes n - 1, and after token 1 the last of the vocabulary. So the last token of a prompt
+    is the length of its answer. Each step of decoding takes the same time, however many rows it has, as on a device that
+    mostly reads weights; a token of any other pass takes ``config.token_seconds``.
+    """
+
+    @functools.wraps(GPTNeoXForCausalLM.forward)
+    def forward(self, input_ids: Tensor, *others: Any, **options: Any) -> Any:
+        rows, length = input_ids.shape
+        time.sleep(self.config.step_seconds if length == 1 else self.config.token_seconds * rows * length)
+        return super().forward(input_ids, *others, **options)
+
+
+def counting_policy(vocabulary: int, positions: int, step_seconds: float, token_seconds: float) -> CountingModel:
+    """One layer, which adds nothing."""
+    config = GPTNeoXConfig(
+        vocab_size=vocabulary,
+        hidden_size=vocabulary,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=positions,
+    )
+    config.step_seconds, config.token_seconds = step_seconds, token_seconds
+    model = CountingModel(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.zero_()
+        model.gpt_neox.final_layer_norm.weight.fill_(1.0)
+        model.get_input_embeddings().weight.copy_(torch.eye(vocabulary))
+        after = torch.arange(vocabulary) - 1
+        after[1] = vocabulary - 1
+        model.get_output_embeddings().weight[after[1:], torch.arange(1, vocabulary)] = 5.0
+    return model

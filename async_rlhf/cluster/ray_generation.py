@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import ray
@@ -23,11 +22,11 @@ from ray.exceptions import RayError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_rlhf.cluster.ray import Actor, Place, Signs, generator_place, is_lost
+from async_rlhf.cluster.ray import Actor, NoRoomError, Place, Signs, generator_place, is_lost
 from async_rlhf.config import OnlineConfig
-from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
+from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.remote import Arrivals, RestartingGenerator
+from async_rlhf.generation.restarting import Arrived, RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.models.leaving import Later, Leaving, at_once
@@ -167,7 +166,7 @@ class GeneratorActor(Signs):
 
 
 class RayGenerator(RestartingGenerator):
-    """Actors that share the prompts of every batch.
+    """Actors that sample the units of every batch.
 
     Args:
         config: of the run.
@@ -178,6 +177,7 @@ class RayGenerator(RestartingGenerator):
     """
 
     kind = "generator actor"
+    unstartable = NoRoomError
     workers: list[_Worker]
 
     def __init__(
@@ -192,13 +192,14 @@ class RayGenerator(RestartingGenerator):
         threads = generation.num_threads or place.threads
         spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
         snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.staleness + 1, parallel)
-        arrived = Arrivals()
-        workers = [
-            _Worker(number, spec, params, snapshots, arrived, place, config.ray.room_timeout)
-            for number in range(generation.workers)
-        ]
+        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
+        workers = list(map(self._make, range(generation.workers)))
         super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
         snapshots.on_arrival = self._announce
+
+    def _make(self, number: int) -> _Worker:
+        return _Worker(number, *self._of_each)
 
     def _announce(self, version: int) -> None:
         """Have every actor fetch a version."""
@@ -207,10 +208,10 @@ class RayGenerator(RestartingGenerator):
 
 
 class _Worker(Actor):
-    """One generator actor and its open requests, in order.
+    """One generator actor; see :class:`~async_rlhf.generation.restarting.MortalWorker`.
 
     Args:
-        arrived: takes (worker, number of its start, answer); the answer is None when the actor is lost.
+        arrived: takes what comes from the actor.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class _Worker(Actor):
         spec: ModelSpec,
         params: SamplingParams,
         snapshots: ObjectStoreSnapshots,
-        arrived: queue.SimpleQueue[Any],
+        arrived: queue.SimpleQueue[Arrived | None],
         place: Place,
         room_timeout: float,
     ) -> None:
@@ -236,15 +237,12 @@ class _Worker(Actor):
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
-        self.send(request)
-
-    def send(self, request: Request) -> None:
         version = max(self._snapshots.newest, request.after) if request.version is None else request.version
         self.call(self._answer, "sample", request, version, self._snapshots.reference(version))
 
-    def answered(self) -> Request:
+    def answered(self, place: int) -> Request:
         self.at_rest()
-        return self.open.pop(0)
+        return self.open.pop(place)
 
     def close(self) -> None:
         self.kill()
@@ -253,9 +251,19 @@ class _Worker(Actor):
         if isinstance(answer, Reply):
             answer = _shifted(answer, time.monotonic() - time.time())
         elif isinstance(answer, RayError):
-            self._arrived.put((self, start, None if is_lost(answer) else Failure(str(answer), "")))
+            self._arrived.put(Arrived(self, start, None if is_lost(answer) else Failure(str(answer), "")))
             return
-        self._arrived.put((self, start, answer))
+        self._arrived.put(Arrived(self, start, answer))
+
+    def _heard(self, start: int, answer: tuple[float, bool] | RayError) -> None:
+        """It is placed, and can take requests, once it has given a sign; lost before that, it has none to fail."""
+        placed = self._placed
+        super()._heard(start, answer)
+        if isinstance(answer, RayError):
+            if not placed:
+                self._answer(start, answer)
+        elif not placed:
+            self._arrived.put(Arrived(self, start, Ready()))
 
 
 def _shifted(reply: Reply, seconds: float) -> Reply:

@@ -44,6 +44,11 @@ def check_together(config: OnlineConfig) -> None:
         config.generation.shares,
         f"must be at most the batch of {config.batch_size} prompts",
     )
+    size = config.generation.prompts_per_request
+    right = f"must be at most the batch of {config.batch_size} prompts"
+    require(size is None or size <= config.batch_size, "generation.prompts_per_request", size, right)
+    right = 'must be null with placement "inline", where nothing is sent'
+    require(size is None or config.placement != "inline", "generation.prompts_per_request", size, right)
     _check_generation(config)
     _check_precision_and_penalty(config)
     _check_parallel(config)

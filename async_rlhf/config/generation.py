@@ -101,9 +101,14 @@ class GenerationConfig(Checked):
     """ "inline" samples in the learner's process, alternating with training (staleness 0 only); "process" samples in
     separate processes; "server" in vLLM servers reached by URL; "auto" is inline for staleness 0, else process."""
     workers: int = key(1, at_least(1), at_most(1024, "each is a process"))
-    """Generator processes; they share the prompts of each batch."""
+    """Generator processes; each samples the next prompts of a batch when it is free."""
+    prompts_per_request: int | None = key(None, at_least(1))
+    """How many prompts a worker or server is asked for at a time; a free one takes the next. null makes as many
+    requests of each batch as there are workers or servers. Fewer prompts keep workers busy that differ in speed; more
+    share one pass. With the engine "transformers" rounding depends on what is decoded together, so this is part of the
+    result, and how many workers take the requests is not."""
     urls: list[str] = key([], _ONE_EACH, role="place")
-    """URLs of the servers, which ``async-rlhf serve`` starts; they share the prompts of each batch."""
+    """URLs of the servers, which ``async-rlhf serve`` starts; each samples the next prompts when it is free."""
     api_key: str | None = key(None, _SENDABLE, role="place")
     """The key that the servers were started with; null takes the environment variable ASYNC_RLHF_API_KEY. It is written
     nowhere. A URL with a user and a password of its own (``https://user:password@host``) gets these instead."""
@@ -190,6 +195,10 @@ class GenerationConfig(Checked):
     def shares(self) -> int:
         """How many processes or servers share the prompts of a batch."""
         return len(self.urls) or self.workers
+
+    def requests(self, prompts: int) -> int:
+        """How many requests a batch of so many prompts makes."""
+        return self.shares if self.prompts_per_request is None else -(-prompts // self.prompts_per_request)
 
 
 def _is_url(text: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from async_rlhf.generation.decode_cache import add_rows, forget_left, keep_rows
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.truncation import truncated
 from async_rlhf.types import Prompt, Sample
@@ -32,21 +32,18 @@ class Model(Protocol):
     version: int
     """Of the weights, which may change between two steps."""
     refresh: Callable[[], None] | None
-    device: torch.device
+    occupancy: Occupancy
+    """To which every step is added."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
 
     def prefill(self, rows: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, DynamicCache]:
         """Logits (B, V) after each row of tokens, repeated for its samples, and their cache, padded on the left."""
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
         """Logits (B, V) after one more token of each row, which then has ``lengths_B`` in the last columns."""
-
-
-@dataclass
-class Occupancy:
-    """How full the places were. A step of decoding with 30 of 32 places taken adds 30 and 32."""
-
-    taken: int = 0
-    places: int = 0
 
 
 @dataclass
@@ -73,6 +70,8 @@ class _Rows:
     columns: int
     """Of the cache: tokens of its longest row, and padding on the left of the others."""
     cache: DynamicCache
+    version: int | None
+    """Of the weights that computed the cache; None if they were several."""
 
     def keep(self, stays: Sequence[bool], device: torch.device) -> None:
         """Drop the other rows."""
@@ -87,6 +86,7 @@ class _Rows:
         """Append rows. Only for caches that only grow."""
         add_rows(self.cache, other.cache)
         self.columns = max(self.columns, other.columns)
+        self.version = self.version if self.version == other.version else None
         self.places += other.places
         self.places_B, self.steps_B, self.lengths_B, self.tokens_B = (
             torch.cat(pair)
@@ -107,7 +107,6 @@ class Decoding:
         places: most completions under way; at least K.
         refilled: whether further prompts take the places of completions that have ended, as long as others are under
             way; else only when all have ended. Only for caches to which rows can be added.
-        occupancy: takes how full the places were.
     """
 
     def __init__(self, model: Model, places: int, refilled: bool = False, occupancy: Occupancy | None = None) -> None:
@@ -126,13 +125,13 @@ class Decoding:
         self._ended: list[tuple[int, bool]] = []
         """Places of completions that have ended, and whether by a stop token."""
         self._rows: _Rows | None = None
-        self.occupancy = Occupancy() if occupancy is None else occupancy
 
     def run(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[Complete]:
         """Decode until there is nothing left.
 
         Args:
-            more: given for how many prompts there are places, returns at most as many; none if there are none now.
+            more: given for how many prompts there are places, returns at most as many; none if there are none now. It
+                may load other weights.
 
         Yields:
             The number of each prompt, in the order in which they were taken, and its K completions, as soon as all of
@@ -143,8 +142,8 @@ class Decoding:
             if self._rows is None:
                 return
             logits_BV = self._next_logits(self._rows)
-            self.occupancy.taken += len(self._rows.places)
-            self.occupancy.places += len(self._steps_R)
+            self.model.occupancy.taken += len(self._rows.places)
+            self.model.occupancy.places += len(self._steps_R)
             self._draw(self._rows, logits_BV)
             if not self._rows.places:
                 self._rows = None
@@ -183,7 +182,7 @@ class Decoding:
         lengths_B = torch.tensor(lengths).repeat_interleave(samples).to(device)
         logits_BV, cache = self.model.prefill([prompt.tokens for prompt in prompts], samples)
         none_B = torch.zeros_like(places_B)
-        rows = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache)
+        rows = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.model.version)
         self._draw(rows, logits_BV)
         return rows
 
@@ -205,13 +204,13 @@ class Decoding:
 
     def _next_logits(self, rows: _Rows) -> Tensor:
         """Logits (B, V) after the tokens that were drawn last, by the newest weights that :attr:`refresh` finds."""
-        model, before = self.model, self.model.version
+        model = self.model
         if model.refresh is not None:
             model.refresh()
         rows.lengths_B = rows.lengths_B + 1
-        if model.version != before:  # the cache was computed with other weights
+        if model.version != rows.version:
             so_far = self._so_far(rows)
-            rows.columns = max(map(len, so_far))
+            rows.columns, rows.version = max(map(len, so_far)), model.version
             logits_BV, rows.cache = model.prefill(so_far, 1)
             return logits_BV
         if self.refilled:
@@ -260,5 +259,4 @@ class Decoding:
         if not finite.all():
             version = versions[finite.argmin()]
             raise FloatingPointError(f"the logits of weights version {version} are not finite")
-        reason = "stop" if stopped else "length"
-        return Sample.answer(prompt.tokens, tokens[:end], logprobs[:end], versions, finish_reason=reason)
+        return Sample.answer(prompt.tokens, tokens[:end], logprobs[:end], versions, "stop" if stopped else "length")

@@ -68,9 +68,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One worker's share of a batch."""
+    """Some prompts of a batch, for one worker."""
 
     batch: int
+    unit: int
+    """Its number among the batch's units, from 0."""
     version: int | None
     """None for the newest when the worker starts."""
     prompts: tuple[Prompt, ...]
@@ -79,6 +81,11 @@ class Request:
     """Switch to newer weights as soon as there are any."""
     after: int = 0
     """Begin when this version is there, or a newer one; it may still be on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is built: the worker can take requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,10 @@ class Reply:
     load_seconds: float
     probe: tuple[int, list[float]] | None = None
     """Version, and its log-probabilities of the probe's sequences, if the request asked for them."""
+    unit: int = 0
+    """Of the batch, as in the request."""
+    occupancy: tuple[int, int] = (0, 0)
+    """Places that were taken, and places that there were, in all steps of decoding since the worker's last reply."""
 
 
 @dataclass(frozen=True, slots=True)

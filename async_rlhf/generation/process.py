@@ -1,7 +1,7 @@
 """Sampling in separate processes: the learner's side.
 
-Each worker has one pipe, which two threads here serve. A worker that dies or hangs is restarted and gets its open
-requests again; their weights are still in the ring.
+Each worker has one pipe, which two threads here serve. A worker that dies or hangs is restarted, and whoever is free
+samples again what it had; the weights are still in the ring.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parallel import launched_on_host
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.remote import Arrivals, RestartingGenerator
+from async_rlhf.generation.restarting import Arrived, RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
@@ -35,7 +35,7 @@ from async_rlhf.system.children import NO_RANK, context_of, hang_up, start_proce
 
 
 class ProcessGenerator(RestartingGenerator):
-    """Generator processes that share the prompts of every batch.
+    """Generator processes that sample the units of every batch.
 
     Args:
         config: of the run.
@@ -45,7 +45,7 @@ class ProcessGenerator(RestartingGenerator):
         parallel: how the policy's weights are sharded over ranks.
     """
 
-    kind = "generator process"
+    kind, streams = "generator process", True
     workers: list[_Worker]
 
     def __init__(
@@ -58,7 +58,8 @@ class ProcessGenerator(RestartingGenerator):
     ) -> None:
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
         dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
-        devices = [worker_device(generation.device, number, device) for number in range(generation.workers)]
+        self._device = partial(worker_device, generation.device, learner=device)
+        devices = list(map(self._device, range(generation.workers)))
         shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
         kind = DeviceRing if shared else SnapshotRing
         self.ring = kind.for_model(policy, dtype, config.staleness + 1, adapters_only, parallel)
@@ -76,14 +77,15 @@ class ProcessGenerator(RestartingGenerator):
             config = replace(
                 config, generation=replace(generation, probe_steps=0)
             )  # vLLM gives no log-probabilities of prompts with an adapter
-        arrived = Arrivals()
-        workers = [
-            _Worker(number, replace(spec, device=devices[number]), params, self.ring, arrived)
-            for number in range(generation.workers)
-        ]
+        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        self._worker = partial(_Worker, spec=spec, params=params, ring=self.ring, arrived=arrived)
+        workers = list(map(self._make, range(generation.workers)))
         super().__init__(arrived, config, policy, params, trace, parallel, self.ring, workers)
         # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
+
+    def _make(self, number: int) -> _Worker:
+        return self._worker(number, self._device(number))
 
     def close(self) -> None:
         """End the processes."""
@@ -94,21 +96,28 @@ class ProcessGenerator(RestartingGenerator):
 
 
 class _Worker:
-    """One generator process and its open requests, in order.
+    """One generator process; see :class:`~async_rlhf.generation.restarting.MortalWorker`.
 
     Two threads serve its pipe, so that a process that is stopped in the middle of a message blocks nothing here.
 
     Args:
-        arrived: takes (worker, number of its start, answer); the answer is None when the process has died.
+        arrived: takes what comes from the process.
     """
 
     def __init__(
-        self, number: int, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, arrived: queue.SimpleQueue[Any]
+        self,
+        number: int,
+        device: str,
+        spec: ModelSpec,
+        params: SamplingParams,
+        ring: SnapshotRing,
+        arrived: queue.SimpleQueue[Arrived | None],
     ) -> None:
         self.number = number
         self.label = f"generator {number}"
         self.open: list[Request] = []
         self.starts = 0
+        spec = replace(spec, device=device)
         self._arguments = (spec, params, ring)
         self._method = "forkserver"
         self._environment: dict[str, str | None] = dict(NO_RANK)
@@ -141,8 +150,8 @@ class _Worker:
     def _read(self, pipe: Connection, start: int) -> None:
         with suppress(EOFError, OSError):
             while True:
-                self._arrived.put((self, start, pipe.recv()))
-        self._arrived.put((self, start, None))
+                self._arrived.put(Arrived(self, start, pipe.recv()))
+        self._arrived.put(Arrived(self, start, None))
 
     @property
     def has_begun(self) -> bool:
@@ -162,19 +171,14 @@ class _Worker:
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
 
-    def answered(self) -> Request:
-        """Remove and return the request that was just answered; the next one's time begins."""
-        self.since = time.monotonic()
-        return self.open.pop(0)
+    def answered(self, place: int) -> Request:
+        """Remove and return the request that was just answered."""
+        return self.open.pop(place)
 
     def submit(self, request: Request) -> None:
-        if not self.open:
-            self.since = time.monotonic()
+        """Send a request; its time begins. If the process has died, it is noticed by the thread that reads."""
+        self.since = time.monotonic()
         self.open.append(request)
-        self.send(request)
-
-    def send(self, request: Request) -> None:
-        # If it has died, collecting will notice, start it again and send all open requests.
         self._outbox.put(request)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,14 @@ class SamplingParams:
         return Distribution(self.temperature, self.top_p, self.top_k)
 
 
+@dataclass
+class Occupancy:
+    """How full the places for completions were. A step of decoding with 30 of 32 places taken adds 30 and 32."""
+
+    taken: int = 0
+    places: int = 0
+
+
 Version = int | tuple[int, ...] | None
 """A version of the weights, or one for each worker, or None: the newest when a worker starts."""
 
@@ -58,6 +66,20 @@ class Engine(Sampler, Protocol):
     """Version of the weights that it holds."""
     refresh: Callable[[], None] | None
     """Called between two tokens; may load newer weights, which draw the tokens that follow."""
+
+    occupancy: Occupancy
+    """Of all steps of decoding so far; may be replaced to begin anew. An engine that cannot tell leaves it as it is."""
+
+    def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        """Sample without an end to wait for: as completions end, further prompts take their places.
+
+        Args:
+            more: given for how many prompts there are places, returns at most as many; none if there are none now.
+
+        Yields:
+            Each prompt's number, in the order in which they were taken, and its K completions once all have ended. It
+            ends when all have ended and there is nothing more.
+        """
 
     def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
         """Call ``heartbeat`` often while generating: a sign of life."""

@@ -1,24 +1,23 @@
-"""What all generators outside the learner's process share: numbered snapshots, shares of a batch, proof of both."""
+"""What all generators outside the learner's process share: numbered snapshots, units of a batch, proof of both."""
 
 from __future__ import annotations
 
-import logging
-import queue
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config import OnlineConfig
 from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.messages import Failure, Reply, Request
+from async_rlhf.generation.dispatch import Dispatcher, Worker, cut
+from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.probe import differences, probe_logprobs
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
@@ -30,32 +29,12 @@ from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
-logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 5.0
-
-
-class Worker(Protocol):
-    """One process or server and its open requests, in order."""
-
-    number: int
-    label: str
-    open: list[Request]
-
-    def submit(self, request: Request) -> None:
-        """Send a request. Returns at once."""
-
-    def answered(self) -> Request:
-        """Remove and return the request that was just answered."""
-
-    def close(self) -> None:
-        """End it."""
-
 
 class RemoteGenerator:
-    """Workers that share the prompts of every batch; subclasses wait for them.
+    """Workers that sample the units of every batch, each the next one when it is free; subclasses wait for them.
 
-    Only rank 0 has workers. The other ranks use this class itself, without workers.
+    Only rank 0 has workers. The other ranks use this class itself, without workers. With weights that are loaded in
+    flight a worker that :attr:`streams` has so many units at a time that its places are full, of whichever batches.
 
     Args:
         config: of the run.
@@ -66,6 +45,9 @@ class RemoteGenerator:
         snapshots: where the workers find the weights.
         workers: at least one on rank 0.
     """
+
+    streams = False
+    """Whether a worker can sample several units at a time."""
 
     def __init__(
         self,
@@ -81,6 +63,9 @@ class RemoteGenerator:
         self.workers = workers
         self.snapshots = snapshots
         self.config = config.generation
+        streaming = self.streams and self.config.in_flight
+        self._size = self.config.prompts_per_request or (1 if streaming else None)
+        self.dispatcher = Dispatcher(workers, at_once=_in_flight(self._size, params) if streaming else 1)
         self.trace = trace
         self._autocast = autocast_dtype(config)
         self._publisher, self._newest = Beside("publisher"), -1
@@ -92,7 +77,10 @@ class RemoteGenerator:
         self._policy: PreTrainedModel | None = None
         self._probes: dict[int, list[float]] = {}
         self._prompts: dict[int, Sequence[Prompt]] = {}
-        self._replies: dict[int, dict[int, Reply]] = {}
+        self._units: dict[int, int] = {}
+        """By batch: how many there are."""
+        self._replies: dict[int, dict[int, tuple[str, Reply]]] = {}
+        """By batch and unit: who answered, and what."""
         self.on_arrival: Callable[[int, Sequence[Group]], None] | None = None
         """Called as soon as all completions of a batch are here, in any thread and before they are checked."""
         self._here: dict[int, dict[int, Completions]] = {}
@@ -119,57 +107,68 @@ class RemoteGenerator:
         return self._publisher(timed)
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
-        """Give each worker its share of the batch."""
-        self._prompts[index] = prompts
-        self._replies[index] = {}
-        count = len(self.workers)
-        for worker in self.workers:
-            share = prompts[worker.number * len(prompts) // count : (worker.number + 1) * len(prompts) // count]
-            own = version[worker.number] if isinstance(version, tuple) else version
+        """Cut the batch into units, of which each free worker takes the next."""
+        parts = cut(prompts, self.config.shares, self._size)
+        self._prompts[index], self._units[index], self._replies[index] = prompts, len(parts), {}
+        requests = []
+        for unit, part in enumerate(parts):
+            own = version[unit] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
-            stripped = tuple(replace(prompt, columns={}) for prompt in share)
+            stripped = tuple(replace(prompt, columns={}) for prompt in part)
             probe = self._probing and (own is None or own in self._probes)
             after = self._newest if own is None else own
-            worker.submit(Request(index, own, stripped, probe, in_flight=self.config.in_flight, after=after))
+            requests.append(Request(index, unit, own, stripped, probe, in_flight=self.config.in_flight, after=after))
+        self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:
-        """Wait for every share of the batch.
+        """Wait for every unit of the batch.
 
         Raises:
-            GeneratorError: a worker raised, died too often, answered with other weights, or did not answer.
+            GeneratorError: a worker raised, all died too often, one answered with other weights, or none answered.
         """
         replies = self._await(index)
-        seconds, shares = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: _course(replies))
-        completions = [group for reply in replies for group in reply.completions]
+        course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
+        seconds, versions, idle = course
+        completions = [group for _, reply in replies for group in reply.completions]
         groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
-        return Batch(index, min(shares), groups, seconds, shares, self._measure(index, replies, groups))
+        metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
+        return Batch(index, min(versions), groups, seconds, versions, metrics)
 
-    def note(self, worker: Worker, reply: Reply) -> None:
-        """Note an answer at the moment that it arrives, in any thread: :meth:`collect` may be called much later."""
+    def taken(self, worker: Worker, reply: Reply) -> Request:
+        """Give the worker its next unit at the moment that its answer arrives, in any thread: :meth:`collect` may be
+        called much later. Returns the request that was answered.
+        """
+        request = self.dispatcher.answered(worker, reply.batch, reply.unit)
         if self.on_arrival is None:
-            return
+            return request
         with self._arriving:
-            shares = self._here.setdefault(reply.batch, {})
-            shares[worker.number] = reply.completions
-            if len(shares) < len(self.workers):
-                return
-            del self._here[reply.batch]
-        completions = [samples for number in sorted(shares) for samples in shares[number]]
-        prompts = self._prompts.get(reply.batch, ())
+            here = self._here.setdefault(request.batch, {})
+            here[request.unit] = reply.completions
+            if len(here) < self._units[request.batch]:
+                return request
+            del self._here[request.batch]
+        completions = [samples for unit in sorted(here) for samples in here[unit]]
+        prompts = self._prompts.get(request.batch, ())
         if len(prompts) == len(completions):  # else collect() says what is wrong
-            self.on_arrival(reply.batch, tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True)))
+            self.on_arrival(request.batch, tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True)))
+        return request
 
-    def _await(self, index: int) -> list[Reply]:
-        """Every worker's share, in the workers' order."""
-        replies = self._replies[index]
+    def _await(self, index: int) -> list[tuple[str, Reply]]:
+        """Every unit's reply, in order, and who gave it."""
+        replies, units = self._replies[index], self._units[index]
         deadline = time.monotonic() + self.config.timeout
-        while len(replies) < len(self.workers):
+        while len(replies) < units:
             self._publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
-        del self._replies[index]
-        return [replies[worker.number] for worker in self.workers]
+        del self._replies[index], self._units[index]
+        return [replies[unit] for unit in range(units)]
+
+    def _course(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[float, tuple[int, ...], float]:
+        """The seconds that completions took, the oldest version in each unit, and the workers' idle share."""
+        seconds = max(reply.ended for _, reply in replies) - min(reply.started for _, reply in replies)
+        return seconds, tuple(_oldest(reply) for _, reply in replies), self.dispatcher.idle_share(index)
 
     def close(self) -> None:
         """End the workers, and the thread that publishes."""
@@ -182,10 +181,10 @@ class RemoteGenerator:
         """Wait this long for an answer. Returns whether one came."""
         raise NotImplementedError
 
-    def _accept(self, worker: Worker, reply: Reply) -> None:
+    def _accept(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
-        self._check(worker, worker.answered(), reply)
-        self._replies[reply.batch][worker.number] = reply
+        self._check(worker, request, reply)
+        self._replies[request.batch][request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
         self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
@@ -210,20 +209,24 @@ class RemoteGenerator:
                     f"{version}: {wrong}"
                 )
 
-    def _measure(self, index: int, replies: Sequence[Reply], groups: tuple[Group, ...]) -> dict[str, float]:
+    def _measure(self, index: int, replies: Sequence[tuple[str, Reply]], groups: tuple[Group, ...]) -> dict[str, float]:
         """Require that the engine computes and draws what the learner would, and return how far they differ."""
         assert self._policy is not None
-        probed = []
-        for worker, reply in zip(self.workers, replies, strict=True):
+        probed: list[Tensor] = []
+        for label, reply in replies:
             if reply.probe is not None and reply.probe[0] in self._probes:
                 version, logprobs = reply.probe
                 found_N = differences(logprobs, self._probes[version])
-                who = f"{worker.label} holds the weights of version {version}"
-                self.agreement.probe_noise.require(who, found_N, "the probe")
-                probed.append(found_N.mean().item())
-        metrics = {"weights/probe_difference": max(probed)} if probed else {}
+                # How many workers were probed depends on timing; workers that compute alike are one measurement.
+                if any(torch.equal(found_N, other_N) for other_N in probed):
+                    continue
+                self.agreement.probe_noise.require(
+                    f"{label} holds the weights of version {version}", found_N, "the probe"
+                )
+                probed.append(found_N)
+        worst = {"weights/probe_difference": max(found_N.mean().item() for found_N in probed)} if probed else {}
         with self.trace.span("mismatch", batch=index):
-            return metrics | self.agreement.measure(index, self._policy, partial(self._weights, index), groups)
+            return worst | self.agreement.measure(index, self._policy, partial(self._weights, index), groups)
 
     def _weights(self, index: int, version: int) -> Mapping[str, Tensor | None]:
         """A version's tensors; none where the policy still has those very numbers, when a batch is collected."""
@@ -232,131 +235,17 @@ class RemoteGenerator:
         return self.snapshots.views(version)
 
 
-class MortalWorker(Worker, Protocol):
-    """A worker that can be restarted when it was lost, and gets its requests again."""
-
-    starts: int
-    """How often it was started; answers from an earlier start are ignored."""
-    since: float
-    """When its silence may have begun."""
-
-    has_begun: bool
-    """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
-
-    def silent_for(self) -> float:
-        """Seconds since its last sign of life, or its start, while it had something to do; 0 if unknown."""
-
-    def end(self) -> str:
-        """Make sure that it has ended, and describe how it ended."""
-
-    def kill(self) -> None:
-        """End it, whatever it is doing."""
-
-    def start(self) -> None:
-        """Start it, the first time or again."""
-
-    def send(self, request: Request) -> None:
-        """Send a request without recording it as open."""
+def _in_flight(size: int | None, params: SamplingParams) -> int:
+    """Units that fill the places of a worker, and an eighth more that wait for places that become free."""
+    prompts = max(1, params.batch_size // params.samples_per_prompt)
+    units = math.ceil(prompts / (size or 1))
+    return units + max(1, units // 8)
 
 
-class Arrivals(queue.SimpleQueue[tuple[Any, int, Any]]):
-    """(worker, number of its start, answer), put by other threads; a reply is noted at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.note: Callable[[Any, Reply], None] | None = None
-
-    def put(self, item: tuple[Any, int, Any], block: bool = True, timeout: float | None = None) -> None:
-        worker, start, answer = item
-        if self.note is not None and isinstance(answer, Reply) and start == worker.starts:
-            self.note(worker, answer)
-        super().put(item, block, timeout)
-
-
-class RestartingGenerator(RemoteGenerator):
-    """Workers that may die or hang: they are restarted and get their open requests again; the weights are still there.
-    Subclasses make the workers, which put (worker, number of its start, answer) into ``_arrived``; the answer is None
-    when the worker has died.
-    """
-
-    kind: str
-    """What messages call a worker."""
-    workers: Sequence[Any]
-    """Each a :class:`MortalWorker`."""
-
-    def __init__(self, arrived: Arrivals, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        arrived.note = self.note
-        self._arrived = arrived
-        self._restarts = 0
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait for an answer, but wake up in between to see which workers hang. Returns whether one came."""
-        quarter = min(self.config.heartbeat_timeout, self.config.start_timeout) / 4
-        pause, asked = min(max(seconds, 0.0), quarter, _LOOK_SECONDS), time.monotonic()
-        try:
-            worker, start, answer = self._arrived.get(timeout=pause)
-        except queue.Empty:
-            if time.monotonic() - asked > pause + quarter:  # this process itself was stopped for a while
-                for worker in self.workers:
-                    worker.since = time.monotonic()
-                return True
-            self._look_for_the_silent(seconds)
-            return False
-        return start == worker.starts and self._receive(worker, answer)
-
-    def _look_for_the_silent(self, seconds: float) -> None:
-        busy = [worker for worker in self.workers if worker.open]
-        if seconds <= 0:
-            raise GeneratorError(
-                f"no answer from {self.kind} {', '.join(str(worker.number) for worker in busy)} "
-                f"for {self.config.timeout:g} s (generation.timeout)"
-            )
-        for worker in busy:
-            key = "heartbeat_timeout" if worker.has_begun else "start_timeout"
-            limit = self.config.heartbeat_timeout if worker.has_begun else self.config.start_timeout
-            if worker.silent_for() > limit:
-                worker.kill()
-                self._restart(worker, f"gave no sign of life for {limit:g} s (generation.{key})")
-
-    def _receive(self, worker: MortalWorker, reply: Reply | Failure | None) -> bool:
-        if reply is None:  # it died, perhaps in the middle of a message
-            self._restart(worker)
-            return False
-        if isinstance(reply, Failure) and reply.out_of_memory:
-            self._restart(worker, f"ran out of memory: {reply.message}")
-            return False
-        if isinstance(reply, Failure) and reply.is_config:
-            raise ConfigError(reply.message)
-        if isinstance(reply, Failure):
-            raise GeneratorError(f"{self.kind} {worker.number}: {reply.message}\n\n{reply.traceback}")
-        self._accept(worker, reply)
-        return True
-
-    def _restart(self, worker: MortalWorker, why: str = "") -> None:
-        ended = worker.end()
-        why = why or ended
-        if self._restarts >= self.config.max_restarts:
-            raise GeneratorError(
-                f"{self.kind} {worker.number} {why} after {self._restarts} restarts (generation.max_restarts)"
-            )
-        self._restarts += 1
-        logger.warning(
-            "%s %d %s; starting it again, to sample batch %s again",
-            self.kind,
-            worker.number,
-            why,
-            ", ".join(str(request.batch) for request in worker.open),
-        )
-        worker.start()
-        for request in worker.open:
-            worker.send(request)
-
-
-def _course(replies: Sequence[Reply]) -> tuple[float, tuple[int, ...]]:
-    """The seconds that completions took, and the oldest version in each worker's share."""
-    seconds = max(reply.ended for reply in replies) - min(reply.started for reply in replies)
-    return seconds, tuple(_oldest(reply) for reply in replies)
+def _places(replies: Sequence[tuple[str, Reply]]) -> dict[str, float]:
+    """The share of the places for completions that were taken, if the engines can tell."""
+    taken, places = (sum(reply.occupancy[i] for _, reply in replies) for i in (0, 1))
+    return {"time/generate_places_taken": taken / places} if places else {}
 
 
 def _oldest(reply: Reply) -> int:

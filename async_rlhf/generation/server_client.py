@@ -99,6 +99,14 @@ class ServerClient:
         """The label of the weights that the server holds."""
         return (await self._request("GET", "/weight_info"))["weight_version"]
 
+    async def is_there(self) -> bool:
+        """Whether the server answers."""
+        try:
+            await self.weight_version()
+        except ServerGoneError:
+            return False
+        return True
+
     async def load(self, file: Path) -> list[dict[str, str]]:
         """Have the server load a file that it sees under the same path. Returns the digests of each of its workers."""
         answer = await self._post("/collective_rpc", json={"method": "load_snapshot", "args": [str(file)]})

@@ -1,8 +1,9 @@
 """Sampling in vLLM servers reached by URL: the learner's side. ``async-rlhf serve`` starts them.
 
-Each server has one thread here, which gives it one batch's share after the other, each with the weights that the
-schedule names. A server labels every token with the weights that drew it. So the learner notices if a server was
-restarted or given other weights by somebody else; it loads the right weights and samples the share again.
+Each server has one thread here, which gives it one unit after the other, each with the weights that the schedule names.
+A server labels every token with the weights that drew it. So the learner notices if a server was restarted or given
+other weights by somebody else; it loads the right weights and has the unit sampled again. While a server is away, the
+others take its units.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 import uuid
 from asyncio import Event, Runner, Task, TaskGroup, current_task, sleep, to_thread
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -46,7 +47,7 @@ _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
 class ServerGenerator(RemoteGenerator):
-    """Servers that share the prompts of every batch.
+    """Servers that sample the units of every batch.
 
     Args:
         config: of the run.
@@ -89,36 +90,56 @@ class ServerGenerator(RemoteGenerator):
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
                 for url, processes in zip(urls, described, strict=True)
             ]
-        self._arrived: queue.SimpleQueue[tuple[_Server, Reply | BaseException]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[_Server, Request, Reply] | BaseException] = queue.SimpleQueue()
         vocabulary = policy.get_input_embeddings().num_embeddings
         key = key_of(generation)
         workers = [
-            _Server(number, url, key, run, params, snapshots, transport, vocabulary, self._arrive)
+            _Server(number, url, key, run, params, snapshots, transport, vocabulary, self)
             for number, (url, transport) in enumerate(zip(urls, transports, strict=True))
         ]
         super().__init__(config, policy, params, trace, parallel, snapshots, workers)
 
-    def _arrive(self, worker: _Server, answer: Reply | BaseException) -> None:
-        """Take an answer, in any thread."""
-        if isinstance(answer, Reply):
-            self.note(worker, answer)
-        self._arrived.put((worker, answer))
+    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
+        """Take an answer, in the server's thread."""
+        taken = answer if isinstance(answer, BaseException) else (worker, self.taken(worker, answer), answer)
+        self._arrived.put(taken)
+
+    def gone(self, worker: _Server) -> None:
+        """Give what a server has to others, until it is back."""
+        self.dispatcher.lost(worker)
+
+    def back(self, worker: _Server) -> None:
+        """Count on a server again."""
+        self.dispatcher.join(worker)
 
     def _wait(self, seconds: float) -> bool:
         pause = min(max(seconds, 0.0), _LOOK_SECONDS)
         try:
-            worker, answer = self._arrived.get(timeout=pause)
+            answer = self._arrived.get(timeout=pause)
         except queue.Empty:
             if seconds > pause:
                 return False
-            busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open]
+            busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
             raise GeneratorError(
                 f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}"
             ) from None
         if isinstance(answer, BaseException):
             raise answer
-        self._accept(worker, answer)
+        self._accept(*answer)
         return True
+
+
+class _Taker(Protocol):
+    """Whom a server tells what has become of what it was given."""
+
+    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
+        """It has answered, or cannot."""
+
+    def gone(self, worker: _Server) -> None:
+        """It does not answer for now."""
+
+    def back(self, worker: _Server) -> None:
+        """It can be asked again."""
 
 
 class _Transport(Protocol):
@@ -175,7 +196,7 @@ class _Server:
     """One server, and the thread that talks to it.
 
     Args:
-        number: of its share.
+        number: among the servers.
         url: its address.
         key: the key that it was started with; None for none.
         run: distinguishes this run's weights from those of other runs.
@@ -183,7 +204,7 @@ class _Server:
         snapshots: the weights.
         transport: how they get there.
         vocabulary: tokens of the policy.
-        answer: called with this object and a reply, or what went wrong.
+        taker: is told what becomes of what it was given.
     """
 
     def __init__(
@@ -196,7 +217,7 @@ class _Server:
         snapshots: Snapshots,
         transport: _Transport,
         vocabulary: int,
-        answer: Callable[[_Server, Reply | BaseException], None],
+        taker: _Taker,
     ) -> None:
         self.number = number
         self.label = f"server {masked(url)}"
@@ -206,7 +227,7 @@ class _Server:
         self._key = key
         self._transport = transport
         self._prefix = f"{run}:"
-        self._answer = answer
+        self._taker = taker
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._runner = Runner()
         self._task: Task[Any] | None = None
@@ -218,9 +239,9 @@ class _Server:
         self.open.append(request)
         self._requests.put(request)
 
-    def answered(self) -> Request:
+    def answered(self, place: int) -> Request:
         """The request that was just answered."""
-        return self.open.pop(0)
+        return self.open.pop(place)
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running and drops what is under way."""
@@ -235,28 +256,35 @@ class _Server:
         with self._runner:
             while (request := self._requests.get()) is not None:
                 try:
-                    reply: Reply | BaseException = self._runner.run(self._persist(request))
+                    reply = self._runner.run(self._try(request))
                 except BaseException as error:
-                    reply = error
-                self._answer(self, reply)
-                if isinstance(reply, BaseException):
+                    self._taker.answer(self, error)
                     return
+                if reply is None:
+                    self._taker.back(self)
+                else:
+                    self._taker.answer(self, reply)
 
-    async def _persist(self, request: Request) -> Reply:
-        """Answer a request, even if the server goes away in between, any number of times."""
+    async def _try(self, request: Request) -> Reply | None:
+        """Answer a request; if the server goes away meanwhile, hand the request back, and wait until it is there again.
+        It may be given the same one then.
+        """
         self._task = current_task()
         async with ServerClient(self.url, self._key) as client:
-            while True:
-                try:
-                    reply = await self._sample(client, request)
-                    self.trouble = ""
-                    return reply
-                except ServerGoneError as error:
-                    if not self.trouble:
-                        again = f"batch {request.batch} is sampled again once it is back"
-                        logger.warning("%s: %s; %s", self.label, error, again)
-                    self.trouble = f" ({error})"
-                    await sleep(_RETRY_SECONDS)
+            try:
+                reply = await self._sample(client, request)
+                self.trouble = ""
+                return reply
+            except ServerGoneError as error:
+                if not self.trouble:
+                    again = f"batch {request.batch} is sampled again once it is back, or by another server"
+                    logger.warning("%s: %s; %s", self.label, error, again)
+                self.trouble = f" ({error})"
+            self._taker.gone(self)
+            await sleep(_RETRY_SECONDS)
+            while not await client.is_there():
+                await sleep(_RETRY_SECONDS)
+            return None
 
     async def _sample(self, client: ServerClient, request: Request) -> Reply:
         while self.snapshots.newest < request.after:

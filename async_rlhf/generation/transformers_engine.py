@@ -9,21 +9,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rlhf.generation.decode_cache import join, only_grows
-from async_rlhf.generation.decoding import Decoding, Occupancy
+from async_rlhf.generation.decoding import Decoding
 from async_rlhf.generation.probe import probe_logprobs
-from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.models.snapshots import digests, named_weights
 from async_rlhf.types import Prompt, Sample
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Prompt tokens in one forward pass, padding included: few enough for the activations to fit a CPU's caches, enough to
 keep a GPU busy. Small groups of prompts of similar length also need less padding."""
+
+
+def _next(chunks: Iterator[Sequence[Prompt]], places: int) -> Sequence[Prompt]:
+    """The next chunk, which fits its places; nothing after the last."""
+    return next(chunks, ())
 
 
 class TransformersEngine:
@@ -52,6 +58,7 @@ class TransformersEngine:
         self.autocast = autocast
         self.refresh: Callable[[], None] | None = None
         """Called between two steps of decoding. It may load other weights; what was sampled so far is kept."""
+        self.occupancy = Occupancy()
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self.adds_rows = only_grows(DynamicCache(config=model.config))
@@ -103,32 +110,22 @@ class TransformersEngine:
         with self._evaluating():
             for start in range(0, len(order), per_chunk):
                 chunk = order[start : start + per_chunk]
-                left = [[prompts[i] for i in chunk]]
+                once = iter([[prompts[i] for i in chunk]])
                 decoding = Decoding(self, len(chunk) * samples)
-                for number, found in decoding.run(lambda _, left=left: left.pop() if left else ()):
+                for number, found in decoding.run(partial(_next, once)):
                     completions[chunk[number]] = found
                 if progress is not None:
                     progress(len(completions))
         return [completions[i] for i in range(len(prompts))]
 
     @torch.no_grad()
-    def stream(
-        self, more: Callable[[int], Sequence[Prompt]], occupancy: Occupancy | None = None
-    ) -> Iterator[tuple[int, tuple[Sample, ...]]]:
-        """The same without an end to wait for: as completions end, further prompts take their places.
+    def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        """See :class:`~async_rlhf.generation.protocol.Engine`.
 
         A model whose cache has a sliding window or a state takes further prompts only when all completions have ended.
-
-        Args:
-            more: given for how many prompts there are places, returns at most as many; none if there are none now.
-            occupancy: takes how full the places were.
-
-        Yields:
-            Each prompt's number, in the order in which they were taken, and its K completions once all have ended. It
-            ends when all have ended and there is nothing more.
         """
         samples = self.params.samples_per_prompt
-        decoding = Decoding(self, max(samples, self.params.batch_size // samples * samples), self.adds_rows, occupancy)
+        decoding = Decoding(self, max(samples, self.params.batch_size // samples * samples), self.adds_rows)
         with self._evaluating():
             yield from decoding.run(more)
 

@@ -23,7 +23,7 @@ from async_rlhf.config import ConfigError, VLLMConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import LENGTH, probe_tokens
-from async_rlhf.generation.protocol import Completions, SamplingParams
+from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.vllm_requests import request_fields, to_sample
 from async_rlhf.models.adapters import write_adapter
@@ -77,6 +77,7 @@ class VLLMEngine:
     def __init__(self, spec: ModelSpec, params: SamplingParams) -> None:
         self.params = params
         self.version = -1
+        self.occupancy = Occupancy()
         self.refresh: Callable[[], None] | None = None
         self._spec = spec
         self._heartbeat: Callable[[], None] = lambda: None
@@ -124,10 +125,30 @@ class VLLMEngine:
         seeds = request_seeds(self.params.seed, prompts)
         params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
         outputs = self._run([prompt.tokens for prompt in prompts], params, progress)
-        return [
-            tuple(_sample(prompt.tokens, answer) for answer in sorted(output.outputs, key=lambda answer: answer.index))
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        return [_samples(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+    def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        """See :class:`~async_rlhf.generation.protocol.Engine`. vLLM's scheduler fills the places."""
+        from vllm import SamplingParams as VLLMParams
+
+        engine, under_way, taken = self._llm.llm_engine, dict[int, Prompt](), 0
+        places = max(1, self.params.batch_size // self.params.samples_per_prompt)
+        while True:
+            prompts = more(places - len(under_way)) if len(under_way) < places else ()
+            for prompt, seed in zip(prompts, request_seeds(self.params.seed, prompts), strict=True):
+                params = VLLMParams(**request_fields(self.params, seed), detokenize=False)
+                self._add(taken, prompt.tokens, params)
+                under_way[taken] = prompt
+                taken += 1
+            if not under_way:
+                return
+            if self.refresh is not None:
+                self.refresh()
+            for output in engine.step():
+                if output.finished:
+                    number = int(output.request_id)
+                    yield number, _samples(under_way.pop(number), output)
+            self._heartbeat()
 
     def probe(self) -> list[float]:
         """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
@@ -162,12 +183,9 @@ class VLLMEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[Any], progress: Callable[[int], None] | None = None
     ) -> list[Any]:
         """vLLM's outputs, in the order of the prompts."""
-        from vllm.sampling_params import RequestOutputKind
-
         engine = self._llm.llm_engine
         for i, (tokens, given) in enumerate(zip(prompts, params, strict=True)):
-            given.output_kind = RequestOutputKind.FINAL_ONLY
-            engine.add_request(str(i), {"prompt_token_ids": list(tokens)}, given, lora_request=self._adapter)
+            self._add(i, tokens, given)
         finished: dict[int, Any] = {}
         while engine.has_unfinished_requests():
             if self.refresh is not None:
@@ -179,6 +197,19 @@ class VLLMEngine:
                         progress(len(finished))
             self._heartbeat()
         return [finished[i] for i in range(len(prompts))]
+
+    def _add(self, number: int, tokens: Sequence[int], params: Any) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        prompt = {"prompt_token_ids": list(tokens)}
+        self._llm.llm_engine.add_request(str(number), prompt, params, lora_request=self._adapter)
+
+
+def _samples(prompt: Prompt, output: Any) -> tuple[Sample, ...]:
+    """The K completions of a prompt."""
+    answers = sorted(output.outputs, key=lambda answer: answer.index)
+    return tuple(_sample(prompt.tokens, answer) for answer in answers)
 
 
 def _sample(prompt: Sequence[int], answer: Any) -> Sample:

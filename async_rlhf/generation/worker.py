@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from async_rlhf.config import ConfigError
-from async_rlhf.generation.messages import Failure, ModelSpec, Reply, Request
-from async_rlhf.generation.protocol import Engine, SamplingParams
+from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
+from async_rlhf.generation.protocol import Completions, Engine, Occupancy, SamplingParams
 from async_rlhf.generation.replies import fingerprint
+from async_rlhf.generation.streaming import serve
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.system.determinism import prepare_deterministic
+from async_rlhf.types import drawn_versions
 
 _LOOK_SECONDS = 0.001
 
@@ -78,22 +80,55 @@ class RequestHandler:
 
     def answer(self, request: Request) -> Reply:
         """Load the weights and sample."""
+        self.expect(request)
+        engine, started = self.engine, time.monotonic()
+        version = self.weights.newest if request.version is None else request.version
+        self.load(version)
+        loaded = time.monotonic()
+        engine.refresh = (lambda: self.load(self.weights.newest)) if request.in_flight else None
+        reply = self.reply(request, engine.generate(request.prompts), version, started, loaded)
+        self.forget_before(engine.version)
+        return reply
+
+    def expect(self, request: Request) -> None:
+        """Wait for the weights that a request is for; they may still be on their way."""
         while self.weights.newest < request.after:
             self._heartbeat()
             time.sleep(_LOOK_SECONDS)
-        engine, started = self.engine, time.monotonic()
-        version = self.weights.newest if request.version is None else request.version
-        self._load(version)
-        loaded = time.monotonic()
-        engine.refresh = (lambda: self._load(self.weights.newest)) if request.in_flight else None
-        completions = engine.generate(request.prompts)
-        ended = time.monotonic()
-        probe = (engine.version, engine.probe()) if request.probe else None
-        held, self._held = self._held, {engine.version: self._held[engine.version]}
-        asked = fingerprint(request.prompts)
-        return Reply(request.batch, version, held, asked, completions, started, ended, loaded - started, probe)
 
-    def _load(self, version: int) -> None:
+    def reply(self, request: Request, completions: Completions, version: int, started: float, loaded: float) -> Reply:
+        """The answer, with proof of the weights.
+
+        Args:
+            request: what was asked.
+            completions: of its prompts.
+            version: of the weights that drew the first tokens.
+            started: when work on it began, on the monotonic clock.
+            loaded: when its first weights were loaded.
+        """
+        engine, ended = self.engine, time.monotonic()
+        versions = {version, *drawn_versions(sample for samples in completions for sample in samples)}
+        occupancy, engine.occupancy = engine.occupancy, Occupancy()
+        return Reply(
+            request.batch,
+            version,
+            {number: digests for number, digests in self._held.items() if number in versions},
+            fingerprint(request.prompts),
+            completions,
+            started,
+            ended,
+            loaded - started,
+            probe=(engine.version, engine.probe()) if request.probe else None,
+            unit=request.unit,
+            occupancy=(occupancy.taken, occupancy.places),
+        )
+
+    def forget_before(self, version: int) -> None:
+        """Forget the digests of older versions: nothing that they have drawn is still to be answered."""
+        self._held = {number: held for number, held in self._held.items() if number >= version}
+
+    def load(self, version: int) -> None:
+        """Make sure that the engine holds a version."""
         if version != self.engine.version:
             self._held[version] = self.engine.load(self.weights.views(version), version)
 
@@ -118,14 +153,14 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the learner, which ends its workers
     logging.getLogger("transformers").setLevel(logging.ERROR)
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-    replies: queue.SimpleQueue[Reply | Failure | None] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Ready | Reply | Failure | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, requests), daemon=True).start()
     sender = threading.Thread(target=_send, args=(pipe, replies))
     sender.start()
     try:
         handler = RequestHandler(spec, params, ring, heartbeat=lambda: setattr(heartbeat, "value", time.monotonic()))
-        while (request := requests.get()) is not None:
-            replies.put(handler.answer(request))
+        replies.put(Ready())
+        serve(handler, requests, replies.put)
     except Exception as error:
         replies.put(to_failure(error))
     finally:
@@ -145,7 +180,7 @@ def _read(pipe: Connection, requests: queue.SimpleQueue[Request | None]) -> None
         os._exit(0)  # the learner is gone: nobody needs what this process is computing
 
 
-def _send(pipe: Connection, replies: queue.SimpleQueue[Reply | Failure | None]) -> None:
+def _send(pipe: Connection, replies: queue.SimpleQueue[Ready | Reply | Failure | None]) -> None:
     try:
         while (reply := replies.get()) is not None:
             pipe.send(reply)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.generation.protocol import Generator, Version
 from async_rlhf.reports.trace import Trace
@@ -51,7 +51,7 @@ class RolloutSchedule:
         staleness: S.
         trace: records the waiting.
         bounded: sample with the newest weights there are, at most S batches older than the schedule's newest.
-        recorded: versions of each batch's shares, to be repeated.
+        recorded: versions of each batch's units, to be repeated.
         start: batches that a resumed run has already trained on.
         ahead: batches after those that it had already sampled.
         leads: whether this is rank 0, which alone has the completions, and checks them.
@@ -127,7 +127,7 @@ class RolloutSchedule:
         """The batches that can be submitted once a version is published."""
         due: Iterable[int] = batches_for(version, self.staleness, self.num_batches, self.start)
         if self.recorded is not None:
-            due = (index for index, shares in self.recorded.items() if max(shares) == version and index > self.start)
+            due = (index for index, units in self.recorded.items() if max(units) == version and index > self.start)
         return [index for index in due if index not in self._ahead]
 
     def _version(self, index: int, published: int) -> Version:
@@ -151,11 +151,13 @@ class RolloutSchedule:
             )
 
 
-def read_schedule(path: Path, workers: int, batches: int) -> dict[int, tuple[int, ...]]:
-    """The versions of each batch's shares, as recorded by a bounded run.
+def read_schedule(
+    path: Path, generation: GenerationConfig, batch_size: int, batches: int
+) -> dict[int, tuple[int, ...]]:
+    """The versions of each batch's units, as recorded by a bounded run.
 
     Raises:
-        ConfigError: the file is not such a record, or its run had other workers or fewer batches.
+        ConfigError: the file is not such a record, or its run cut batches otherwise or had fewer.
     """
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -164,7 +166,15 @@ def read_schedule(path: Path, workers: int, batches: int) -> dict[int, tuple[int
         raise ConfigError(f"replay_from: got {str(path)!r}; must be the schedule.jsonl of a run: {error}") from error
     if list(found) != list(range(1, len(found) + 1)) or len(found) < batches:
         raise ConfigError(f"replay_from: {str(path)!r} has {len(found)} batches; must have all {batches}")
-    shares = {len(versions) for versions in found.values()}
-    if shares != {workers}:
-        raise ConfigError(f"generation.workers: got {workers}; must be {max(shares)}, as in {str(path)!r}")
+    wanted, recorded = generation.requests(batch_size), {len(versions) for versions in found.values()}
+    if recorded != {wanted}:
+        raise ConfigError(f"{_other_requests(generation, wanted, max(recorded))}, as in {str(path)!r}")
     return {index: found[index] for index in range(1, batches + 1)}
+
+
+def _other_requests(generation: GenerationConfig, ours: int, recorded: int) -> str:
+    size = generation.prompts_per_request
+    if size is None:
+        return f"generation.workers: got {generation.shares}; must be {recorded}"
+    right = f"must make {recorded} requests of each batch"
+    return f"generation.prompts_per_request: got {size}, which makes {ours} requests of each batch; {right}"

@@ -271,7 +271,7 @@ def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -
 def _read_record(config: OnlineConfig) -> dict[int, tuple[int, ...]] | None:
     if config.replay_from is None:
         return None
-    return read_schedule(Path(config.replay_from), config.generation.shares, config.num_batches)
+    return read_schedule(Path(config.replay_from), config.generation, config.batch_size, config.num_batches)
 
 
 def _read_prompts(

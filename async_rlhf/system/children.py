@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 NO_RANK: Mapping[str, str | None] = dict.fromkeys(OF_A_RANK)
 """Changes of the environment so that a process does not count as a rank."""
+
+_STARTING = threading.Lock()
+"""Held while a process is started, by one thread at a time: what is changed meanwhile belongs to the whole process."""
 
 _NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """With flash-attn installed, importing transformers asks whether there is a GPU. torch would initialise CUDA to find
@@ -53,7 +57,7 @@ def start_process(
     """
     if method == "forkserver":
         environment = {**environment, **_NO_CUDA_YET}
-    with _main_left_alone(), _endings_blocked(), _environment_changed(environment):
+    with _STARTING, _main_left_alone(), _endings_blocked(), _environment_changed(environment):
         try:
             process.start()
         except (OSError, EOFError, AttributeError) as error:  # the fork server is dead, or its socket is gone

@@ -75,8 +75,8 @@ class HereWorker:
     def submit(self, request: Request) -> None:
         self.open.append(request)
 
-    def answered(self) -> Request:
-        return self.open.pop(0)
+    def answered(self, place: int) -> Request:
+        return self.open.pop(place)
 
     def close(self) -> None:
         pass
@@ -98,7 +98,8 @@ class HereGenerator(RemoteGenerator):
 
     def _wait(self, seconds: float) -> bool:
         worker = self.workers[0]
-        self._accept(worker, worker.handler.answer(worker.open[0]))
+        reply = worker.handler.answer(worker.open[0])
+        self._accept(worker, self.taken(worker, reply), reply)
         return True
 
     def sample(self, batch: int) -> Batch:

@@ -47,18 +47,20 @@ def uneven():
     return reward
 
 
-@pytest.mark.parametrize(("staleness", "workers"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("staleness", "workers", "size", "requests"), [(1, 1, None, 1), (3, 1, None, 1), (2, 2, None, 2), (2, 2, 3, 3)]
+)
 def test_versions_are_within_the_bound_and_the_replay_is_identical(
-    make_policy, tokenizer, prompts, make_args, staleness, workers
+    make_policy, tokenizer, prompts, make_args, staleness, workers, size, requests
 ):
     options = {"staleness": staleness, "staleness_mode": "bounded", "total_episodes": 96}
-    generation = {"placement": "process", "workers": workers}
+    generation = {"placement": "process", "workers": workers, "prompts_per_request": size}
     args = make_args("bounded", generation, **options)
     weights, metrics, samples = run(make_policy, tokenizer, prompts, args, reward=uneven())
-    schedule = read_schedule(Path(args.output_dir) / "schedule.jsonl", workers, 12)
+    schedule = read_schedule(Path(args.output_dir) / "schedule.jsonl", args.generation, 8, 12)
     assert list(schedule) == list(range(1, 13))
     for batch, versions in schedule.items():
-        assert len(versions) == workers
+        assert len(versions) == requests
         assert all(max(0, batch - 1 - staleness) <= version <= batch - 1 for version in versions)
     assert [m["schedule/version"] for m in metrics] == [min(versions) for versions in schedule.values()]
 
@@ -69,7 +71,7 @@ def test_versions_are_within_the_bound_and_the_replay_is_identical(
     assert again[2] == samples
     for name, tensor in weights.items():
         assert torch.equal(tensor, again[0][name]), name
-    assert read_schedule(Path(replay_args.output_dir) / "schedule.jsonl", workers, 12) == schedule
+    assert read_schedule(Path(replay_args.output_dir) / "schedule.jsonl", args.generation, 8, 12) == schedule
 
 
 def test_a_replay_takes_the_versions_of_the_record(tmp_path, make_policy, tokenizer, prompts, make_args):
@@ -138,10 +140,10 @@ def test_in_flight_weights_draw_the_tokens_after_them_within_the_bound(
 
 
 def test_a_record_that_does_not_fit_is_named(tmp_path, make_policy, tokenizer, prompts, make_args):
-    def error(text: str, workers: int = 1) -> str:
+    def error(text: str, **generation: int) -> str:
         (tmp_path / "schedule.jsonl").write_text(text)
         args = make_args(
-            generation={"workers": workers},
+            generation=generation,
             staleness=1,
             staleness_mode="bounded",
             replay_from=str(tmp_path / "schedule.jsonl"),
@@ -154,5 +156,7 @@ def test_a_record_that_does_not_fit_is_named(tmp_path, make_policy, tokenizer, p
     assert "must be the schedule.jsonl of a run" in error("{")
     assert "has 5 batches; must have all 6" in error(whole[: whole.rindex('{"batch": 6')])
     assert "generation.workers: got 2; must be 1" in error(whole, workers=2)
+    other = "generation.prompts_per_request: got 3, which makes 3 requests of each batch; must make 1 requests of each"
+    assert other in error(whole, prompts_per_request=3)
     with pytest.raises(ConfigError, match=r'replay_from: [\s\S]* with staleness_mode "exact"'):
         make_args(staleness=1, replay_from="somewhere")

@@ -64,7 +64,7 @@ from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.remote import RestartingGenerator
+from async_rlhf.generation.restarting import RestartingGenerator
 from async_rlhf.generation.server_client import key_of
 from async_rlhf.generation.shared import shared_engine
 from async_rlhf.learner.launch import start_ranks
@@ -242,6 +242,10 @@ def _stop(*_: Any, **__: Any) -> Any:
     raise StopError
 
 
+def _give_up(_: Any, error: Exception) -> None:
+    raise error
+
+
 def _elsewhere(inputs: Inputs) -> None:
     """What goes to vLLM, DeepSpeed, other hosts and other ranks, up to the call of those."""
     args = partial(new_args, inputs.folder)
@@ -260,8 +264,9 @@ def _elsewhere(inputs: Inputs) -> None:
             with pytest.raises(StopError):
                 make_generator(config, engine, Trace(), 1)
         dead, often = SimpleNamespace(end=lambda: "died", number=0), {"_restarts": 3, "kind": "generator"}
+        often |= {"dispatcher": SimpleNamespace(lost=lambda _: []), "_give_up": _give_up}
         with pytest.raises(GeneratorError, match="max_restarts"):
-            RestartingGenerator._restart(SimpleNamespace(config=served.generation, **often), dead)
+            RestartingGenerator._replace(SimpleNamespace(config=served.generation, **often), dead)
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             patch.setenv(name, value)
         patch.setattr(dist, "init_process_group", _stop)

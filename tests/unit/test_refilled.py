@@ -23,12 +23,12 @@ from tiny import all_drawn
 
 from async_rlhf.generation import decoding
 from async_rlhf.generation.decode_cache import RoomyLayer
-from async_rlhf.generation.decoding import Occupancy
+from async_rlhf.generation.protocol import Occupancy
 from async_rlhf.generation.sampling import row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 
 
-def streamed(engine, prompts, offered=lambda free: free, occupancy=None):
+def streamed(engine, prompts, offered=lambda free: free):
     """The completions of each prompt, if ``offered`` decides how many of the free places get a prompt now."""
     left, found = deque(prompts), {}
 
@@ -37,7 +37,7 @@ def streamed(engine, prompts, offered=lambda free: free, occupancy=None):
 
     while left:  # a source that gave nothing is asked again once all have ended
         first = len(prompts) - len(left)
-        found |= {first + number: samples for number, samples in engine.stream(more, occupancy)}
+        found |= {first + number: samples for number, samples in engine.stream(more)}
     return all_drawn([found[i] for i in range(len(prompts))])
 
 
@@ -69,15 +69,13 @@ def test_places_are_taken_as_soon_as_completions_leave_them(make_policy):
     """One long answer holds up nobody; with a barrier it would."""
     prompts = ragged_prompts(60)
     sampling = params(samples_per_prompt=1, batch_size=6, response_length=40)
-    model, occupancy, barrier = make_policy(0).eval(), Occupancy(), Occupancy()
-    lengths = [
-        len(samples[0].tokens)
-        for samples in streamed(TransformersEngine(model, sampling), prompts, occupancy=occupancy)
-    ]
+    engine = TransformersEngine(make_policy(0).eval(), sampling)
+    lengths = [len(samples[0].tokens) for samples in streamed(engine, prompts)]
     assert max(lengths) > 3 * np.mean(lengths)
-    begun = iter(range(0, 60, 6))
-    for first in begun:
-        streamed(TransformersEngine(model, sampling), prompts[first : first + 6], occupancy=barrier)
+    occupancy, engine.occupancy = engine.occupancy, Occupancy()
+    for first in range(0, 60, 6):
+        engine.generate(prompts[first : first + 6])
+    barrier = engine.occupancy
     assert occupancy.taken == barrier.taken == sum(lengths) - 60, "the first token comes from the prompt's own pass"
     assert occupancy.taken / occupancy.places > 0.8
     assert barrier.taken / barrier.places < 0.5

@@ -1,0 +1,170 @@
+"""Which worker is given which unit, and when: each free one the next, in order, whatever comes in between."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from async_rlhf.generation.dispatch import Dispatcher, cut
+from async_rlhf.generation.messages import Request
+
+
+class Worker:
+    """Notes what it is given."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.label = number, f"worker {number}"
+        self.open: list[Request] = []
+        self.given: list[tuple[int, int]] = []
+        self.probes: list[tuple[int, int]] = []
+
+    def submit(self, request: Request) -> None:
+        self.open.append(request)
+        self.given.append((request.batch, request.unit))
+        if request.probe:
+            self.probes.append(self.given[-1])
+
+    def answered(self, place: int) -> Request:
+        return self.open.pop(place)
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def batch(index: int, units: int) -> list[Request]:
+    return [Request(index, unit, 0, (), probe=True) for unit in range(units)]
+
+
+def make(count: int, clock: Clock | None = None) -> tuple[list[Worker], Dispatcher]:
+    workers = [Worker(number) for number in range(count)]
+    return workers, Dispatcher(workers, clock or Clock())
+
+
+def test_free_workers_take_the_next_units_in_order_across_batches():
+    (first, second), dispatcher = make(2)
+    dispatcher.add(batch(1, 3))
+    dispatcher.add(batch(2, 2))
+    assert (first.given, second.given) == ([(1, 0)], [(1, 1)])
+    assert dispatcher.answered(second).unit == 1
+    dispatcher.answered(second)
+    dispatcher.answered(second)
+    assert (first.given, second.given) == ([(1, 0)], [(1, 1), (1, 2), (2, 0), (2, 1)])
+    dispatcher.answered(first)
+    assert first.open == []
+
+
+def test_what_a_lost_worker_had_comes_first():
+    (first, second), dispatcher = make(2)
+    dispatcher.add(batch(1, 4))
+    assert [request.unit for request in dispatcher.lost(first)] == [0]
+    dispatcher.answered(second)
+    assert second.given == [(1, 1), (1, 0)]
+    assert not dispatcher.is_there(first)
+    dispatcher.join(first)
+    assert first.given == [(1, 0), (1, 2)]
+    dispatcher.leave(second)
+    dispatcher.answered(second)  # it may end what it has
+    dispatcher.answered(first)
+    assert (first.given, second.given) == ([(1, 0), (1, 2), (1, 3)], [(1, 1), (1, 0)])
+
+
+def test_nothing_is_lost_while_nobody_is_there():
+    (only,), dispatcher = make(1)
+    dispatcher.lost(only)
+    dispatcher.add(batch(1, 2))
+    assert only.given == []
+    dispatcher.join(only)
+    dispatcher.join(only)  # twice is once
+    dispatcher.answered(only)
+    assert only.given == [(1, 0), (1, 1)]
+
+
+def test_a_worker_is_probed_once_in_a_batch_and_again_after_it_was_lost():
+    (only,), dispatcher = make(1)
+    dispatcher.add(batch(1, 2))
+    dispatcher.add(batch(2, 2))
+    for _ in range(3):
+        dispatcher.answered(only)
+    assert only.probes == [(1, 0), (2, 0)]
+    dispatcher.lost(only)
+    dispatcher.join(only)
+    assert only.probes == [(1, 0), (2, 0), (2, 1)]
+
+
+def test_idle_is_who_has_nothing_while_a_batch_is_sampled():
+    clock = Clock()
+    (first, second), dispatcher = make(2, clock)
+    clock.now = 10.0  # before a batch has begun, nothing counts
+    dispatcher.add(batch(1, 2))
+    clock.now = 12.0
+    dispatcher.answered(first)
+    clock.now = 16.0
+    dispatcher.answered(second)
+    assert dispatcher.idle_share(1) == pytest.approx(4 / 12)
+    # Work on another batch is work, also if it is not done when the batch is.
+    dispatcher.add(batch(2, 1))
+    clock.now = 18.0
+    dispatcher.add(batch(3, 1))
+    clock.now = 20.0
+    dispatcher.answered(first)
+    assert dispatcher.idle_share(2) == pytest.approx(2 / 8)
+    # Who is away is not idle.
+    dispatcher.lost(first)
+    clock.now = 22.0
+    dispatcher.join(first)
+    clock.now = 24.0
+    dispatcher.answered(second)
+    assert dispatcher.idle_share(3) == pytest.approx(2 / (4 + 6))
+
+
+def test_of_each_batch_every_unit_is_answered_once_whatever_happens_in_any_thread():
+    """Four threads answer, lose and join their workers at random while batches come."""
+    workers, dispatcher = make(4)
+    answered: list[tuple[int, int]] = []
+    ended = threading.Event()
+
+    def live(worker: Worker) -> None:
+        draw = random.Random(worker.number)
+        while not ended.is_set():
+            if not worker.open:
+                dispatcher.join(worker)
+            elif draw.random() < 0.2:
+                dispatcher.lost(worker)
+            else:
+                request = dispatcher.answered(worker)
+                answered.append((request.batch, request.unit))
+
+    threads = [threading.Thread(target=live, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    expected = {(index, unit) for index in range(1, 101) for unit in range(7)}
+    try:
+        for index in range(1, 101):
+            dispatcher.add(batch(index, 7))
+        deadline = threading.Event()
+        for _ in range(600):
+            if len(answered) >= len(expected):
+                break
+            deadline.wait(0.1)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert len(answered) == len(expected)
+    assert set(answered) == expected
+    assert all(0 <= dispatcher.idle_share(index) < 1 for index in range(1, 101))
+
+
+def test_batches_are_cut_into_consecutive_parts():
+    assert cut("abcdefg", 3, None) == ["ab", "cd", "efg"]
+    assert cut("abcdefg", 3, 2) == ["ab", "cd", "ef", "g"]
+    assert cut("", 3, 2) == cut("", 3, None) == []
