@@ -130,6 +130,7 @@ def come_late(monkeypatch) -> list[tuple[int, int]]:
 
     def submit_and_collect(self, version):
         submit(self, *waiting.pop())
+        self._publisher.finish()
         found.append((version, self.snapshots.newest))
         return collect(self, version)
 
