@@ -1,6 +1,7 @@
 """How much of generation and training happens at the same time.
 
     python benchmarks/overlap.py [--json] [--rounds 3] [--batches 14] [--hidden 128] [--layers 4] [--bf16]
+    python benchmarks/overlap.py --waiting [--json]
 
 The real trainer, on a GPT-NeoX of 1.3M parameters: generator and learner on one core each, with so many prompts a
 batch that generation and training take about equal time (found by trying). Staleness 0, 1 and 2 take turns, round by
@@ -15,6 +16,10 @@ round, so that a machine whose speed drifts treats them alike. For each:
 "0, both cores" is the fair synchronous rival: one process that samples and trains in turn with two threads.
 
 Where there are GPUs, the learner is on the first and the generator on the last; on a single one they share it.
+
+With --waiting: what rewards, publishing, evaluations, unlike workers and long answers add, each beside the naive way.
+Models sleep as long as a device would compute, so that the cores of this machine do not matter; the files waits_*.py
+have more figures of each. About 15 minutes.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ import json
 import logging
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, models
@@ -138,6 +144,53 @@ def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[s
     }
 
 
+class Wait(NamedTuple):
+    """Something that nobody should wait for."""
+
+    what: str
+    ratio: float
+    naive: float
+    target: str
+
+
+def waits() -> Iterator[Wait]:
+    """What each of them adds to a batch."""
+    import waits_evaluation
+    import waits_publish
+    import waits_queue
+    import waits_rewards
+    import waits_shares
+
+    rewards = waits_rewards.measure()
+    ours, naive = (rewards[f"rewards {how}, S = 2"]["ratio"] for how in ("beside training", "in their turn"))
+    yield Wait("rewards of half a batch, S = 2: wall / longer side", ours, naive, "at most 1.03")
+    evaluation = waits_evaluation.measure()
+    ours, naive = (evaluation[who]["ratio"] for who in ("generators", "learner"))
+    yield Wait("evaluation every 10 batches: wall / longer side", ours, naive, "at most 1.03")
+    publish = waits_publish.measure()
+    ours, naive = (publish[how]["wall"] / publish["nothing"]["wall"] for how in ("beside", "in publish()"))
+    yield Wait("publishing of 20% of a batch: wall / wall without", ours, naive, "at most 1.03")
+    ours, naive = (publish[how]["stall"] for how in ("beside", "in publish()"))
+    yield Wait("the same: share of a batch within publish()", ours, naive, "under 0.01")
+    shares = waits_shares.measure()
+    ours, naive = shares["units_over_best"], shares["fixed_shares_over_best"]
+    yield Wait("workers of speeds 1, 1, 1, 0.5: wall / best", ours, naive, "at most 1.05")
+    queue = waits_queue.measure()
+    ours, naive = (queue[how]["places"] for how in ("one queue", "batch by batch"))
+    yield Wait("lognormal lengths, S = 2: places that are busy", ours, naive, "at least 0.95")
+
+
+def print_waits(as_json: bool) -> None:
+    """A line for each."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if as_json:
+        print(json.dumps([wait._asdict() for wait in waits()]))
+        return
+    print(f"{'':<54}{'ours':>8}{'naive':>8}  target")
+    for wait in waits():
+        print(f"{wait.what:<54}{wait.ratio:>8.3f}{wait.naive:>8.3f}  {wait.target}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
@@ -150,7 +203,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128, help="the policy's width; a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--waiting", action="store_true", help="what else could be waited for, with devices that sleep")
     options = parser.parse_args()
+    if options.waiting:
+        print_waits(options.json)
+        return
     logging.getLogger("transformers").setLevel(logging.ERROR)
     size = Size(options.hidden, options.layers, options.bf16)
     prompts = options.prompts or balanced_batch(size, options.tried)

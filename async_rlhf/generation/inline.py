@@ -29,7 +29,7 @@ class InlineGenerator:
         agreement: compares some completions with what the learner computes for them.
     """
 
-    on_arrival: Callable[[int, Sequence[Group]], None] | None = None
+    on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
     """Never called: nothing arrives before it is collected."""
 
     def __init__(self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement) -> None:

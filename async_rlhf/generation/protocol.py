@@ -122,9 +122,10 @@ class Generator(Protocol):
     on other ranks than 0 it only takes part in what needs all ranks.
     """
 
-    on_arrival: Callable[[int, Sequence[Group]], None] | None
-    """Called as soon as all completions of a batch are here, in any thread, and maybe long before they are collected.
-    One that samples in this process never calls it."""
+    on_arrival: Callable[[int, int, Sequence[Group]], None] | None
+    """Called with a batch, the number of a prompt in it, and that prompt and some after it, as soon as all their
+    completions are here, in any thread, and maybe long before the batch is collected. One that samples in this process
+    never calls it."""
 
     @property
     def agreement(self) -> Resumable:

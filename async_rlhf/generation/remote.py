@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.dispatch import Dispatcher, Worker, cut
 from async_rlhf.generation.messages import Reply, Request, work
 from async_rlhf.generation.probe import differences, probe_logprobs
-from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
 from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.forward import autocast_dtype
@@ -66,6 +66,7 @@ class RemoteGenerator:
         streaming = self.streams and self.config.in_flight
         self._size = self.config.prompts_per_request or (1 if streaming else None)
         self.dispatcher = Dispatcher(workers, at_once=_in_flight(self._size, params) if streaming else 1)
+        self._lanes = config.staleness + 1 if streaming else 0
         self.trace = trace
         self._autocast = autocast_dtype(config)
         self._publisher, self._newest = Beside("publisher"), -1
@@ -80,14 +81,12 @@ class RemoteGenerator:
         """The batch that was submitted last."""
         self._prompts: dict[int, Sequence[Prompt]] = {}
         """By batch, or minus the version that is evaluated; as units and replies."""
-        self._units: dict[int, int] = {}
-        """By batch: how many there are."""
+        self._firsts: dict[int, list[int]] = {}
+        """By batch: the number of each unit's first prompt."""
         self._replies: dict[int, dict[int, tuple[str, Reply]]] = {}
         """By batch and unit: who answered, and what."""
-        self.on_arrival: Callable[[int, Sequence[Group]], None] | None = None
-        """Called as soon as all completions of a batch are here, in any thread and before they are checked."""
-        self._here: dict[int, dict[int, Completions]] = {}
-        self._arriving = threading.Lock()
+        self.on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
+        """Called as soon as all completions of a unit are here, in any thread and before they are checked."""
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
@@ -134,7 +133,8 @@ class RemoteGenerator:
         # Held-out prompts may be few, and are not sampled in flight.
         size = self._size if params is None else self.config.prompts_per_request
         parts = cut(prompts, min(self.config.shares, len(prompts)), size)
-        self._prompts[index], self._units[index], self._replies[index] = prompts, len(parts), {}
+        self._prompts[index], self._replies[index] = prompts, {}
+        self._firsts[index] = [0, *accumulate(map(len, parts))][: len(parts)]
         requests = []
         for unit, part in enumerate(parts):
             own = version[unit] if isinstance(version, tuple) else version
@@ -155,6 +155,7 @@ class RemoteGenerator:
         replies = self._await(index)
         course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
         seconds, versions, idle = course
+        self._trace_lanes(index, replies)
         completions = [group for _, reply in replies for group in reply.completions]
         groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
         metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
@@ -167,29 +168,34 @@ class RemoteGenerator:
         request = self.dispatcher.answered(worker, reply.batch, reply.unit)
         if self.on_arrival is None or request.params is not None:
             return request
-        with self._arriving:
-            here = self._here.setdefault(request.batch, {})
-            here[request.unit] = reply.completions
-            if len(here) < self._units[request.batch]:
-                return request
-            del self._here[request.batch]
-        completions = [samples for unit in sorted(here) for samples in here[unit]]
-        prompts = self._prompts.get(request.batch, ())
-        if len(prompts) == len(completions):  # else collect() says what is wrong
-            self.on_arrival(request.batch, tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True)))
+        first = self._firsts[request.batch][request.unit]
+        prompts = self._prompts[request.batch][first : first + len(request.prompts)]
+        if len(prompts) == len(reply.completions):  # else collect() says what is wrong
+            groups = tuple(Group(p, c) for p, c in zip(prompts, reply.completions, strict=True))
+            self.on_arrival(request.batch, first, groups)
         return request
 
     def _await(self, index: int) -> list[tuple[str, Reply]]:
         """Every unit's reply, in order, and who gave it."""
-        replies, units = self._replies[index], self._units[index]
+        replies, units = self._replies[index], len(self._firsts[index])
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < units:
             self._publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
-        del self._replies[index], self._units[index]
+        del self._replies[index], self._firsts[index]
         return [replies[unit] for unit in range(units)]
+
+    def _trace_lanes(self, index: int, replies: Sequence[tuple[str, Reply]]) -> None:
+        """Requests that are under way together get one span for each worker and batch, on one of S + 1 tracks."""
+        if not self._lanes:
+            return
+        for label in dict.fromkeys(label for label, _ in replies):
+            mine = [reply for other, reply in replies if other == label]
+            started, ended = min(reply.started for reply in mine), max(reply.ended for reply in mine)
+            track = f"{label}, {index % self._lanes + 1} of {self._lanes}"
+            self.trace.add("generate", started, ended, track, batch=index, version=min(map(_oldest, mine)))
 
     def _course(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[float, tuple[int, ...], float]:
         """The seconds that completions took, the oldest version in each unit, and the workers' idle share."""
@@ -213,9 +219,9 @@ class RemoteGenerator:
         self._replies[request.batch][request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
-        if request.params is None:
+        if request.params is None and not self._lanes:
             self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
-        else:
+        elif request.params is not None:
             self.trace.add("evaluate", loaded, reply.ended, worker.label, version=reply.version)
 
     def _check(self, worker: Worker, request: Request, reply: Reply) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, ClassVar, Self, overload
 
 from async_rlhf.config.base import Checked
 
@@ -18,6 +18,9 @@ class Reward(Checked, ABC):
     Called with completions, it rewards them; called with options only, it returns the same reward with those options.
     So both ``numeric_answer`` and ``numeric_answer(tolerance=0.01)`` are reward functions.
     """
+
+    by_prompt: ClassVar[bool] = True
+    """It may be called with some prompts of a batch; see :data:`~async_rlhf.scoring.functions.RewardFunction`."""
 
     @overload
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]: ...

@@ -68,6 +68,9 @@ def score(
     ]
 
 
+vars(score)["by_prompt"] = True
+
+
 def _score(task: str, completion: str, entry: dict[str, Any]) -> float:
     scorer = _scorer(task)
     found = _library().utils.extract_answer(completion)

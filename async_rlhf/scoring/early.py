@@ -20,16 +20,18 @@ Judged = TypeVar("Judged")
 
 @dataclass
 class _Job(Generic[Judged]):
+    """A batch, or some of its prompts."""
+
     index: int
     groups: Sequence[Group]
     done: Future[Judged] = field(default_factory=Future)
 
-    def is_of(self, batch: Batch) -> bool:
-        """Whether exactly these completions are what the batch has come to."""
-        theirs = [group.samples for group in batch.groups]
-        return len(theirs) == len(self.groups) and all(
-            mine.samples is samples for mine, samples in zip(self.groups, theirs, strict=True)
-        )
+
+def _are(jobs: Sequence[_Job[Judged]], batch: Batch) -> bool:
+    """Whether exactly these completions are what the batch has come to."""
+    mine = [group.samples for job in jobs for group in job.groups]
+    theirs = [group.samples for group in batch.groups]
+    return len(mine) == len(theirs) and all(ours is other for ours, other in zip(mine, theirs, strict=True))
 
 
 class EarlyRewards(Generic[Judged]):
@@ -37,13 +39,22 @@ class EarlyRewards(Generic[Judged]):
 
     Args:
         judge: computes the rewards of groups. It is never called twice at the same time.
+        join: makes the rewards of a batch from those of its parts, in order, where these may be judged apart, while
+            others are still being sampled; None if a batch has to be judged as a whole.
     """
 
-    def __init__(self, judge: Callable[[Sequence[Group]], Judged]) -> None:
-        self._judge = judge
+    def __init__(
+        self,
+        judge: Callable[[Sequence[Group]], Judged],
+        join: Callable[[Sequence[Judged]], Judged] | None = None,
+    ) -> None:
+        self._judge, self._join = judge, join
+        self._here: dict[int, dict[int, Sequence[Group]]] = {}
+        """Parts of batches that are not whole yet, by the number of the first prompt."""
         self._alone = threading.Lock()
         self._waiting: queue.SimpleQueue[_Job[Judged] | None] = queue.SimpleQueue()
-        self._jobs: dict[int, _Job[Judged]] = {}
+        self._jobs: dict[int, dict[int, _Job[Judged]]] = {}
+        """By batch and number of the first prompt."""
         self._beginning = threading.Lock()
         self._random: dict[int, RandomState] = {}
         """By batch that is judged before its turn: the state of the global random generators before that."""
@@ -55,14 +66,30 @@ class EarlyRewards(Generic[Judged]):
         try:
             yield
         finally:
-            for job in list(self._jobs.values()):
-                job.done.cancel()
+            for jobs in list(self._jobs.values()):
+                for job in list(jobs.values()):
+                    job.done.cancel()
             self._waiting.put(None)
 
-    def begin(self, index: int, groups: Sequence[Group]) -> None:
-        """Hand in a batch that has just been sampled; from any thread."""
+    def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int) -> None:
+        """Hand in prompts that have just been sampled; from any thread.
+
+        Args:
+            index: their batch.
+            first: number of the first one in it.
+            groups: they and those after it.
+            prompts: how many the batch has.
+        """
+        if self._join is None:
+            with self._beginning:
+                here = self._here.setdefault(index, {})
+                here[first] = groups
+                if sum(map(len, here.values())) < prompts:
+                    return
+                del self._here[index]
+            first, groups = 0, tuple(group for number in sorted(here) for group in here[number])
         job = _Job[Judged](index, groups)
-        self._jobs[index] = job
+        self._jobs.setdefault(index, {})[first] = job
         self._waiting.put(job)
 
     def random_state(self) -> RandomState:
@@ -72,11 +99,12 @@ class EarlyRewards(Generic[Judged]):
 
     def of(self, batch: Batch) -> Judged:
         """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
-        job = self._jobs.pop(batch.index, None)
+        jobs = [job for _, job in sorted(self._jobs.pop(batch.index, {}).items())]
         try:
-            if job is not None and job.is_of(batch):
-                return job.done.result()
-            if job is not None:
+            if jobs and _are(jobs, batch):
+                judged = [job.done.result() for job in jobs]
+                return judged[0] if self._join is None else self._join(judged)
+            for job in jobs:
                 job.done.cancel()
             with self._alone:
                 return self._judge(batch.groups)
@@ -93,7 +121,7 @@ class EarlyRewards(Generic[Judged]):
         with self._beginning:
             if not job.done.set_running_or_notify_cancel():
                 return
-            self._random[job.index] = capture()
+            self._random.setdefault(job.index, capture())
         started = time.monotonic()
         try:
             judged = self._judge(job.groups)

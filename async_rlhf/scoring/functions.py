@@ -27,10 +27,12 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 None instead of a number says that the function does not apply to that completion, and leaves its reward to the others.
 
 A batch is judged as soon as it has been sampled, beside training on the one before, unless a function keeps a state
-(`load_state_dict`), or an evaluation comes first. Every call is made in a new thread, with a new event loop for an
-async function, so anything that belongs to one thread or loop (a database connection, an HTTP session) must be opened
-within the call. Functions of one batch run at the same time, so a function that draws random numbers needs its own
-generator if the run is to be repeatable.
+(`load_state_dict`), or an evaluation comes first. If every function of a run has a true attribute `by_prompt`, they are
+called with some prompts of a batch, and all K completions of each, while others are still being sampled.
+
+Every call is made in a new thread, with a new event loop for an async function, so anything that belongs to one thread
+or loop (a database connection, an HTTP session) must be opened within the call. Functions of one batch run at the same
+time, so a function that draws random numbers needs its own generator if the run is to be repeatable.
 """
 
 

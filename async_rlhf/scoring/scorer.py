@@ -54,6 +54,13 @@ class _Judged(NamedTuple):
     seconds: float
     """That the functions took."""
 
+    @staticmethod
+    def join(parts: Sequence[_Judged]) -> _Judged:
+        """Of a batch whose parts were judged apart, by functions alone."""
+        names = parts[0].by_functions
+        rewards = {name: [value for part in parts for value in part.by_functions[name]] for name in names}
+        return _Judged(None, rewards, sum(part.seconds for part in parts))
+
 
 class Scorer:
     """The weighted sum of a reward model and of reward functions, less ``length_penalty`` for each token.
@@ -105,7 +112,9 @@ class Scorer:
         self._weights = dict(zip(names, weights, strict=True))
         here = config.launch == "local" or config.ray.reward_workers == 0  # else actors call them
         limit = config.reward_timeout if here else None
-        self._early = EarlyRewards(self._judge)
+        apart = bool(reward_funcs) and not self.model_elsewhere
+        apart = apart and all(getattr(function, "by_prompt", False) for function in reward_funcs)
+        self._early = EarlyRewards(self._judge, _Judged.join if apart else None)
         self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
@@ -153,14 +162,15 @@ class Scorer:
         metrics |= _metrics(scores_R, rewards, ended_R, samples)
         return scores_R.view(len(batch.groups), -1), metrics
 
-    def begin(self, index: int, groups: Sequence[Group]) -> None:
-        """Say that a batch has been sampled: what needs no rank of the learner is computed from now on, unless a
-        function keeps a state, and so has to see the batches in their turn. From any thread of rank 0.
+    def begin(self, index: int, first: int, groups: Sequence[Group]) -> None:
+        """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
+        learner is computed from now on, or once the batch is whole, unless a function keeps a state, and so has to see
+        the batches in their turn. From any thread of rank 0.
         """
         evaluated = index - 1 - self.config.evaluation_delay  # the version whose answers are scored just before
         evaluating = self.config.eval_steps > 0 and evaluated > 0 and evaluated % self.config.eval_steps == 0
         if not (self.state() or evaluating):  # an evaluation calls the functions before
-            self._early.begin(index, groups)
+            self._early.begin(index, first, groups, self.config.batch_size)
 
     def random_state(self) -> RandomState:
         """The state of the global random generators, from which the rewards of the next batch draw."""

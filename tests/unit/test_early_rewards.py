@@ -153,6 +153,54 @@ def test_a_checkpoint_has_the_random_numbers_that_the_next_batch_was_judged_with
     assert [line["objective/scores"] for line in found][-3:] == [line["objective/scores"] for line in lines][3:]
 
 
+class ByPrompt(Slow):
+    """May be called with some prompts of a batch."""
+
+    by_prompt = True
+
+    def __init__(self, seconds: float = 0.05) -> None:
+        super().__init__(seconds)
+        self.sizes: list[int] = []
+
+    def __call__(self, completions, **more):
+        self.sizes.append(len(completions))
+        return super().__call__(completions, **more)
+
+
+def test_a_function_that_may_is_called_while_other_prompts_are_sampled(make_policy, tokenizer, prompts, make_args):
+    """With all completions of each prompt; what comes out is what it says of whole batches."""
+    rows, judged, judges = {}, {}, {False: Slow(0.05), True: ByPrompt()}
+    for by_prompt, function in judges.items():
+        function.__name__ = "judge"
+        args = asynchronous(make_args, f"by prompt: {by_prompt}")
+        args = replace(args, generation=replace(args.generation, prompts_per_request=2, response_length=30))
+        found = run(make_policy(), tokenizer, prompts, args, function)
+        rows[by_prompt] = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in found]
+        judged[by_prompt] = spans(args.output_dir, "rewards")
+    assert rows[True] == rows[False]
+    assert set(judges[True].sizes) == {4}
+    assert len(judges[True].sizes) == 4 * len(judges[False].calls) == 24
+    assert [batch for batch, _, _ in judged[True]] == [batch for batch in range(1, 7) for _ in range(4)]
+    sampled = spans(args.output_dir, "generate")
+    last = {batch: max(end for other, _, end in sampled if other == batch) for batch in range(1, 7)}
+    assert any(min(start for other, start, _ in judged[True] if other == batch) < last[batch] for batch in last)
+
+
+def test_the_error_of_a_part_is_raised_in_the_turn_of_its_batch(make_policy, tokenizer, prompts, make_args):
+    class Breaks(ByPrompt):
+        def __call__(self, completions, **more):
+            if len(self.sizes) == 9:
+                raise ArithmeticError("the tenth")
+            return super().__call__(completions, **more)
+
+    args = asynchronous(make_args, "run")
+    args = replace(args, generation=replace(args.generation, prompts_per_request=2))
+    with pytest.raises(RewardError, match="the tenth"):
+        run(make_policy(), tokenizer, prompts, args, Breaks())
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in lines] == [1, 2]
+
+
 def test_only_the_very_completions_that_were_judged_are_taken():
     groups = tuple(Group(Prompt(i, i, (1,)), ()) for i in range(2))
     others = tuple(replace(group, samples=(None,)) for group in groups)  # a share that was sampled again
@@ -164,9 +212,10 @@ def test_only_the_very_completions_that_were_judged_are_taken():
 
     rewards = EarlyRewards(judge)
     with rewards.running(None):
-        rewards.begin(1, groups)
+        rewards.begin(1, 1, groups[1:], 2)
+        rewards.begin(1, 0, groups[:1], 2)
         assert rewards.of(Batch(1, 0, groups, 0.0)) == 1
-        rewards.begin(2, groups)
+        rewards.begin(2, 0, groups, 2)
         deadline = time.monotonic() + 60
         while len(asked) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
