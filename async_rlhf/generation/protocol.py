@@ -123,7 +123,8 @@ class Generator(Protocol):
     """
 
     on_arrival: Callable[[int, int, Sequence[Group]], None] | None
-    """Called with a batch, the number of a prompt in it, and that prompt and some after it, as soon as all their
+    """Called with a batch (or minus the version that is evaluated), the number of a prompt in it, and that prompt and
+    some after it, as soon as all their
     completions are here, in any thread, and maybe long before the batch is collected. One that samples in this process
     never calls it."""
 

@@ -166,7 +166,7 @@ class RemoteGenerator:
         called much later. Returns the request that was answered.
         """
         request = self.dispatcher.answered(worker, reply.batch, reply.unit)
-        if self.on_arrival is None or request.params is not None:
+        if self.on_arrival is None:
             return request
         first = self._firsts[request.batch][request.unit]
         prompts = self._prompts[request.batch][first : first + len(request.prompts)]

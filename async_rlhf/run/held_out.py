@@ -95,7 +95,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], ScoredBatch]:
 
 
 def _scored(run: Run, version: int, groups: tuple[Group, ...]) -> tuple[dict[str, float], ScoredBatch]:
-    scored = run.scorer(Batch(0, version, groups, 0.0))
+    scored = run.scorer(Batch(-version, version, groups, 0.0))  # the number that its requests have
     return {f"eval_{name}": value for name, value in scored.metrics.items()}, scored
 
 

@@ -130,4 +130,5 @@ class EarlyRewards(Generic[Judged]):
         else:
             job.done.set_result(judged)
         if trace is not None:
-            trace.add("rewards", started, time.monotonic(), "rewards", batch=job.index)
+            what = {"batch": job.index} if job.index > 0 else {"evaluation": -job.index}
+            trace.add("rewards", started, time.monotonic(), "rewards", **what)

@@ -113,8 +113,8 @@ class Scorer:
         here = config.launch == "local" or config.ray.reward_workers == 0  # else actors call them
         limit = config.reward_timeout if here else None
         apart = bool(reward_funcs) and not self.model_elsewhere
-        apart = apart and all(getattr(function, "by_prompt", False) for function in reward_funcs)
-        self._early = EarlyRewards(self._judge, _Judged.join if apart else None)
+        self._apart = apart and all(getattr(function, "by_prompt", False) for function in reward_funcs)
+        self._early = EarlyRewards(self._judge, _Judged.join if self._apart else None)
         self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
@@ -166,10 +166,14 @@ class Scorer:
         """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
         learner is computed from now on, or once the batch is whole, unless a function keeps a state, and so has to see
         the batches in their turn. From any thread of rank 0.
+
+        Held-out answers have minus their version as the batch. Functions that judge a whole batch see them, and the
+        batch after them, in their turn: a function that draws random numbers is to draw the same ones in every run.
         """
         evaluated = index - 1 - self.config.evaluation_delay  # the version whose answers are scored just before
         evaluating = self.config.eval_steps > 0 and evaluated > 0 and evaluated % self.config.eval_steps == 0
-        if not (self.state() or evaluating):  # an evaluation calls the functions before
+        in_turn = index <= 0 or evaluating  # else held-out answers do not come between
+        if not self.state() and (self._apart or not in_turn):
             self._early.begin(index, first, groups, self.config.batch_size)
 
     def random_state(self) -> RandomState:

@@ -186,6 +186,23 @@ def test_a_function_that_may_is_called_while_other_prompts_are_sampled(make_poli
     assert any(min(start for other, start, _ in judged[True] if other == batch) < last[batch] for batch in last)
 
 
+def test_so_are_held_out_answers_and_the_batches_after_them(make_policy, tokenizer, prompts, make_args):
+    rows, judges = {}, {False: Slow(0.05), True: ByPrompt()}
+    for by_prompt, function in judges.items():
+        function.__name__ = "judge"
+        args = asynchronous(make_args, f"held out, by prompt: {by_prompt}", eval_steps=2)
+        args = replace(args, generation=replace(args.generation, prompts_per_request=2))
+        found = run(make_policy(), tokenizer, prompts, args, function, eval_dataset=prompts[:4])
+        times = ("time/", "eval_time/")
+        rows[by_prompt] = [{k: v for k, v in row.items() if not k.startswith(times) and k != "eps"} for row in found]
+    assert rows[True] == rows[False]
+    assert sum("eval_objective/scores" in row for row in rows[True]) == 3
+    text = (Path(args.output_dir) / "trace.json").read_text().splitlines()
+    events = [json.loads(line.rstrip(","))["args"] for line in text if '"name": "rewards", "ph": "X"' in line]
+    assert sorted(event["batch"] for event in events if "batch" in event) == [b for b in range(1, 7) for _ in range(4)]
+    assert sorted(event["evaluation"] for event in events if "evaluation" in event) == [2, 2, 4, 4, 6, 6]
+
+
 def test_the_error_of_a_part_is_raised_in_the_turn_of_its_batch(make_policy, tokenizer, prompts, make_args):
     class Breaks(ByPrompt):
         def __call__(self, completions, **more):
