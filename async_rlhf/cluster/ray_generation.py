@@ -94,9 +94,9 @@ class ObjectStoreSnapshots:
 class FetchedWeights:
     """The versions that an actor has fetched."""
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], slots: int) -> None:
         self.newest = -1
-        self._specs = specs
+        self._specs, self._slots = specs, slots
         self._fetched: dict[int, Memory] = {}
 
     def fetch(self, version: int, reference: list[ray.ObjectRef]) -> None:
@@ -104,6 +104,7 @@ class FetchedWeights:
         if version not in self._fetched:
             self._fetched[version] = ray.get(reference[0])
         self.newest = max(self.newest, version)
+        self.keep(self.newest - self._slots + 1)  # older ones are not asked for any more; an idle actor holds them too
 
     def expect(self, version: int, reference: list[ray.ObjectRef], sign: Callable[[], None]) -> None:
         """The same; without a reference, wait until another thread has fetched it."""
@@ -114,8 +115,8 @@ class FetchedWeights:
 
     def keep(self, version: int) -> None:
         """Release all versions older than this one."""
-        for old in [v for v in list(self._fetched) if v < version]:  # in place: another thread may be adding one
-            del self._fetched[old]
+        for old in [v for v in list(self._fetched) if v < version]:  # in place: another thread may change it too
+            self._fetched.pop(old, None)
 
     def views(self, version: int) -> Mapping[str, Tensor]:
         """The tensors of a version, without a copy."""
@@ -129,13 +130,14 @@ class GeneratorActor(Signs):
         spec: the model.
         params: how to sample.
         specs: places of the tensors in a snapshot.
+        slots: versions that may be asked for.
     """
 
-    def __init__(self, spec: ModelSpec, params: SamplingParams, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, spec: ModelSpec, params: SamplingParams, specs: Sequence[TensorSpec], slots: int) -> None:
         super().__init__()
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._spec, self._params = spec, params
-        self._weights = FetchedWeights(specs)
+        self._weights = FetchedWeights(specs, slots)
         self._handler: RequestHandler | None = None
         self.has_begun = False
 
@@ -225,7 +227,7 @@ class _Worker(Actor):
         room_timeout: float,
     ) -> None:
         environment = cpu_environment() if spec.vllm is not None and spec.device == "cpu" else {}
-        arguments = (spec, params, snapshots.specs)
+        arguments = (spec, params, snapshots.specs, snapshots.slots)
         super().__init__(f"generator {number}", GeneratorActor, arguments, place, room_timeout, environment)
         self.number = number
         self.open: list[Request] = []

@@ -77,7 +77,8 @@ class Request:
     version: int | None
     """None for the newest when the worker starts."""
     prompts: tuple[Prompt, ...]
-    probe: bool = False
+    probe: int = 0
+    """Probe versions that this number divides; 0 for none."""
     in_flight: bool = False
     """Switch to newer weights as soon as there are any."""
     params: SamplingParams | None = None

@@ -70,6 +70,8 @@ class RemoteGenerator:
         self.trace = trace
         self._autocast = autocast_dtype(config)
         self._publisher, self._newest = Beside("publisher"), -1
+        self._handed_out: dict[int, float] = {}
+        """When the publisher began with a version."""
         self._probing = self.config.probe_steps > 0
         self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
         dtype = getattr(torch, self.config.dtype)
@@ -94,6 +96,7 @@ class RemoteGenerator:
         self._publisher.finish()  # one version at a time is on its way
         self._policy, self._newest = policy, version
         self.snapshots.publish(policy, version, self.parallel, partial(self._beside, version))
+        self._publisher(partial(self._trace_publisher, version))
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
         if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
@@ -102,11 +105,14 @@ class RemoteGenerator:
         """Have a part of publishing done beside training."""
 
         def timed() -> None:
-            started = time.monotonic()
+            self._handed_out.setdefault(version, time.monotonic())
             work()
-            self.trace.add("hand out", started, time.monotonic(), "publisher", version=version)
 
         return self._publisher(timed)
+
+    def _trace_publisher(self, version: int) -> None:
+        if (started := self._handed_out.pop(version, None)) is not None:
+            self.trace.add("hand out", started, time.monotonic(), "publisher", version=version)
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Cut the batch into units, of which each free worker takes the next."""
@@ -140,7 +146,7 @@ class RemoteGenerator:
             own = version[unit] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
             stripped = tuple(replace(prompt, columns={}) for prompt in part)
-            probe = self._probing and (own is None or own in self._probes) and params is None
+            probe = self.config.probe_steps if (own is None or own in self._probes) and params is None else 0
             in_flight = self.config.in_flight and params is None
             after = self._newest if own is None else own
             requests.append(Request(index, unit, own, stripped, probe, in_flight, params, self._submitted, after))

@@ -206,7 +206,8 @@ class RestartingGenerator(RemoteGenerator):
                         with self._members:
                             self._take(*arrived)
                 except queue.Empty:
-                    if _overslept(asked, pause):
+                    # What came after a stop of this process was taken first.
+                    if _overslept(asked, pause) or _overslept(looked, self._look_seconds):
                         for worker in self.workers:
                             worker.since = time.monotonic()
                     with self._members:

@@ -258,13 +258,13 @@ class _Server:
             while (request := self._requests.get()) is not None:
                 try:
                     reply = self._runner.run(self._try(request))
+                    if reply is None:
+                        self._taker.back(self)
+                    else:
+                        self._taker.answer(self, reply)
                 except BaseException as error:
                     self._taker.answer(self, error)
                     return
-                if reply is None:
-                    self._taker.back(self)
-                else:
-                    self._taker.answer(self, reply)
 
     async def _try(self, request: Request) -> Reply | None:
         """Answer a request; if the server goes away meanwhile, hand the request back, and wait until it is there again.
@@ -299,7 +299,8 @@ class _Server:
         else:
             groups = await self._generate(client, request.prompts, request.params or self.params)
         ended = time.monotonic()
-        probe = await self._probe(client, max(held)) if request.probe else None
+        probes = request.probe > 0 and max(held) % request.probe == 0
+        probe = await self._probe(client, max(held)) if probes else None
         asked = fingerprint(request.prompts)
         return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe, request.unit)
 

@@ -115,7 +115,7 @@ class RequestHandler:
             started,
             ended,
             loaded - started,
-            probe=self._probe() if request.probe else None,
+            probe=self._probe() if request.probe and engine.version % request.probe == 0 else None,
             unit=request.unit,
             occupancy=(occupancy.taken, occupancy.places),
         )

@@ -92,7 +92,7 @@ class Leaving:
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, later: Later) -> None:
-        device = parallel.device or next(model.parameters()).device
+        self._device = device = parallel.device or next(model.parameters()).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._later = later
         held = sum(parameter.nbytes for parameter in trainable(model))
@@ -129,7 +129,7 @@ class Leaving:
         if self._stream is None:
             return None
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(self._device))  # not of the current device, which may be another GPU
         return ready
 
     def _beside(self, ready: Any, work: Callable[[], Any]) -> None:

@@ -365,10 +365,13 @@ class SimulatedEvent:
 
     def __init__(self) -> None:
         self.upto: list[Callable[[], Any]] = []
+        self.index = 0
 
-    def record(self) -> None:
-        if _streams[-1] is not None:
-            self.upto = list(_streams[-1].pending)
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """Without a stream, of the one of the current device: that is the first GPU, wherever tensors are."""
+        stream = stream or _streams[-1]
+        if stream is not None:
+            self.upto, self.index = list(stream.pending), stream.index
 
 
 class SimulatedStream:
@@ -376,9 +379,11 @@ class SimulatedStream:
 
     def __init__(self, device: Any = None) -> None:
         self.pending: list[Callable[[], Any]] = []
+        self.index = 0 if device is None else torch.device(device).index or 0
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """The stream of the tensors themselves is never behind."""
+        """The stream of the tensors themselves is never behind, but that of another GPU says nothing of them."""
+        assert event.index == self.index, f"GPU {self.index} waits for what GPU {event.index} was asked to do"
 
     def synchronize(self) -> None:
         _waits()
@@ -438,6 +443,7 @@ def install() -> None:
     cuda.set_rng_state = lambda state, device=0: None
     cuda.synchronize = lambda device=None: _waits()
     cuda.Stream, cuda.Event, cuda.stream = SimulatedStream, SimulatedEvent, _on_stream
+    cuda.current_stream = lambda device=None: _streams[-1] or SimulatedStream(device)
     cuda.cudart = lambda: SimulatedRuntime
     _redirect_autocast()
     _factories.__enter__()

@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -27,6 +28,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import snapshots
 from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.leaving import Leaving
 from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
@@ -268,3 +270,17 @@ def _planted(fault: Fault) -> Iterator[None]:
         yield
     finally:
         function.__code__ = right
+
+
+def leaves(device: str) -> list[float]:
+    """Weights that a publisher has brought to the host, from any GPU."""
+    model = torch.nn.Linear(3, 2, bias=False).to(device)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).view(2, 3))
+    place, later = torch.zeros(2, 3, dtype=torch.bfloat16), []
+    leaving = Leaving(model, ALONE, lambda work: later.append(work) or Future())
+    leaving.copy(model.weight, place)
+    leaving.end(lambda: None)
+    for work in later:
+        work()
+    return place.flatten().tolist()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import is_deterministic, tokens_in_flight, train
+from simulated_runs import is_deterministic, leaves, tokens_in_flight, train
 from test_golden import KEYS, RUNS
 
 from async_rlhf import KLConfig, LoRAConfig
@@ -109,3 +109,8 @@ def test_weights_that_come_in_flight_sample_what_they_sample_on_the_cpu(on_gpu):
     found = on_gpu(tokens_in_flight, "cuda:0")
     assert found == tokens_in_flight("cpu")
     assert len({version for _, versions in found for version in versions}) > 3
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_weights_leave_the_gpu_that_they_are_on(on_gpu, device):
+    assert on_gpu(leaves, device) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
