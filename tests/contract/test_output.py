@@ -18,7 +18,7 @@ from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.evaluation.penalties import Penalties, training_penalties
 from async_rlhf.evaluation.tables import format_table
-from async_rlhf.models import loading
+from async_rlhf.models import loading, saving
 from async_rlhf.models.loading import load_policy, new_reward_model
 from async_rlhf.models.saving import write_model
 from async_rlhf.reports import progress
@@ -100,6 +100,7 @@ def test_loading_and_saving_a_small_model_says_nothing(make_policy, tokenizer, t
 
     assert load_and_save() == ""
     monkeypatch.setattr(loading, "quietly", _loud)
+    monkeypatch.setattr(saving, "quietly", _loud)
     noise = load_and_save()  # what it would be otherwise
     assert all(one in noise for one in ("LOAD REPORT", "Writing model shards"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "m")
