@@ -81,4 +81,4 @@ def train(
 
 
 def largest(metrics: list[dict[str, float]], name: str) -> float:
-    return max(row[name] for row in metrics)
+    return max(row[name] for row in metrics if name in row)

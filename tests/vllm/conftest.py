@@ -102,7 +102,7 @@ def engine(only_engine):
 
 def new_args(folder: Path, name: str = "run", generation: dict[str, object] | None = None, **changes: object):
     """As tiny.new_args, for a run with vLLM at staleness 1."""
-    generation = {"engine": "vllm", **(generation or {})}
+    generation = {"engine": "vllm", "mismatch_steps": 1, **(generation or {})}  # every batch is compared
     if generation.get("placement") != "server":  # servers have their own
         generation.setdefault("vllm", VLLMConfig(kv_cache_gb=0.05))
     return tiny.new_args(Path(folder), name, generation, **{"staleness": 1, **changes})
