@@ -271,7 +271,7 @@ class RemoteGenerator:
 
     def _weights(self, index: int, version: int) -> Mapping[str, Tensor | None]:
         """A version's tensors; none where the policy still has those very numbers, when a batch is collected."""
-        if self._published_as_is and version == index - 1:
+        if self._published_as_is and version == index - 1 == self._newest:
             return {}
         return self.snapshots.views(version)
 
