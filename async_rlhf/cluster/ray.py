@@ -194,15 +194,17 @@ class Actor:
         self._remote = ray.remote(concurrency_groups=groups)(kind).options(**options)
         self._arguments = arguments
         self.starts = 0
+        self.has_place = True
 
     def start(self) -> None:
-        """Ask Ray to place and start it. Returns at once."""
+        """Ask Ray to place and start it. Returns at once. One that was lost before it had a place waits on for one."""
         self.starts += 1
-        self.since = self._started = time.monotonic()
-        self._placed = self._told = False
+        self.since = time.monotonic()
+        if self.has_place:
+            self._asked_for_room, self._told, self._died = self.since, False, "died"
+        self.has_place = False
         self._silence = 0.0
         self.has_begun = False
-        self._died = "died"
         self._handle = self._remote.remote(*self._arguments)
         self._ask_for_a_sign()
 
@@ -230,8 +232,8 @@ class Actor:
             NoRoomError: it has waited too long.
         """
         now = time.monotonic()
-        if not self._placed:
-            self._wait_for_room(now - self._started)
+        if not self.has_place:
+            self._wait_for_room(now - self._asked_for_room)
             return 0.0
         asked = self._asked
         if asked is None:
@@ -249,11 +251,12 @@ class Actor:
 
     def _heard(self, start: int, answer: tuple[float, bool] | RayError) -> None:
         if start == self.starts and not isinstance(answer, RayError):
-            self._placed, self._asked = True, None
+            self.has_place, self._asked = True, None
             self._silence, self.has_begun = answer
 
     def _wait_for_room(self, seconds: float) -> None:
-        needs = f"it needs {self.place}; the cluster has {describe_nodes()}"
+        last = "" if self._died == "died" else f"; at the last attempt it {self._died}"
+        needs = f"it needs {self.place}; the cluster has {describe_nodes()}{last}"
         if seconds > self.room_timeout:
             raise NoRoomError(
                 f"{self.label} was not started within {self.room_timeout:g} s (ray.room_timeout): {needs}"

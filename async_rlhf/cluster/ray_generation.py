@@ -259,7 +259,7 @@ class _Worker(Actor):
 
     def _heard(self, start: int, answer: tuple[float, bool] | RayError) -> None:
         """It is placed, and can take requests, once it has given a sign; lost before that, it has none to fail."""
-        placed = self._placed
+        placed = self.has_place
         super()._heard(start, answer)
         if isinstance(answer, RayError):
             if not placed:

@@ -173,6 +173,10 @@ class RewardPool:
 
     def _restart(self, actor: Actor, why: str = "") -> None:
         ended = actor.end()
+        if not actor.has_place:  # it got onto a host that was about to go
+            actor.silent_for()
+            actor.start()
+            return
         why = why or ended
         if self._restarts >= self._config.ray.reward_max_restarts:
             raise RewardError(f"{actor.label} {why} after {self._restarts} restarts (ray.reward_max_restarts)")

@@ -104,6 +104,8 @@ class _Worker:
         arrived: takes what comes from the process.
     """
 
+    has_place = True
+
     def __init__(
         self,
         number: int,

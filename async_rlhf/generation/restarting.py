@@ -40,6 +40,9 @@ class MortalWorker(Worker, Protocol):
     has_begun: bool
     """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
 
+    has_place: bool
+    """Whether it has a host to run on. One that is lost before is placed elsewhere, and that counts as no restart."""
+
     def silent_for(self) -> float:
         """Seconds since its last sign of life, or its start, while it had something to do; 0 if unknown.
 
@@ -259,6 +262,9 @@ class RestartingGenerator(RemoteGenerator):
         ended = worker.end()
         if worker in self._stopping:
             self._dismiss_if_idle(worker)
+            return
+        if not worker.has_place:  # it got onto a host that was about to go
+            worker.start()
             return
         why = why or ended
         if self._restarts >= self.config.max_restarts:

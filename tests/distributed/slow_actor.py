@@ -1,8 +1,10 @@
-"""What a Ray worker is told to run when it starts, so that sampling takes a while."""
+"""What a Ray worker is told to run when it starts, so that sampling takes a while or the first actors are lost."""
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 
 def slow_down() -> None:
@@ -16,3 +18,19 @@ def slow_down() -> None:
         return forward(engine, *inputs, **options)
 
     TransformersEngine._forward = slowly
+
+
+def lose_the_first() -> None:
+    """Every actor is lost before it has run, as on a node that is about to go, while there are fewer than three."""
+    from async_rlhf.cluster.ray import Signs
+
+    begin = Signs.__init__
+
+    def lose(actor):
+        attempts = Path(os.environ["ATTEMPTS"])
+        attempts.joinpath(str(os.getpid())).touch()
+        if len(list(attempts.iterdir())) < 3:
+            os._exit(1)
+        begin(actor)
+
+    Signs.__init__ = lose
