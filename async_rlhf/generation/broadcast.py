@@ -1,9 +1,13 @@
 """Sends weights from the learner's memory to a server's over the network, without a shared folder.
 
-Each transfer has a port of its own (:mod:`async_rlhf.system.guarded_port`), on the address under which the server sees
-the learner, and a secret of its own, which the server is told over HTTP. So a server that was restarted has nothing to
-join again, nobody waits for one that is gone, and a stranger gets no weights and gives none. Between CPUs the bytes go
-over the connections that this port has accepted; between GPUs by NCCL, whose group is made over them.
+Learner and server stay connected from one transfer to the next. The learner opens a port for them once
+(:mod:`async_rlhf.system.guarded_port`), on the address under which the server sees it, with a secret that the server is
+told over HTTP; a stranger gets no weights and gives none. After anything that goes wrong both sides let go, and the next
+transfer begins with a new port and a new secret: so a server that was restarted has nothing to join again, and nobody
+waits for one that is gone. Between CPUs the bytes go over the connections that this port has accepted; between GPUs by
+NCCL, whose group is made over them.
+
+Tensors travel in buckets: as many as follow each other in the snapshot's memory, as one row of bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,9 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from async_rlhf.models.snapshots import TensorSpec, tensors_in
 from async_rlhf.system.guarded_port import GuardedPort, connect
 
 TIMEOUT = timedelta(seconds=120)
+BUCKET = 1 << 26
+"""Bytes of a bucket. A larger tensor has one of its own, and is sent in parts of this size."""
 _BLOCK = 1 << 24
 """Bytes that must be transferred within TIMEOUT."""
 _LONGEST_LINE = 1 << 16
@@ -34,7 +42,7 @@ _TAKEN = b"\1"
 
 
 class Sender:
-    """The learner's end of one transfer.
+    """The learner's end: connected to a server's processes from the first transfer until one fails.
 
     Args:
         url: of the server; decides which of the learner's addresses it can reach.
@@ -47,89 +55,207 @@ class Sender:
         self._receivers = receivers
         self._host = own_address(url)
         self._port = GuardedPort(self._host)
+        self._channels: list[socket.socket] = []
+        self._group: _NCCLGroup | None = None
+        self._stream = own_stream(device)
 
-    def invitation(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The arguments of :func:`receive`, for JSON."""
+    def invitation(self, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+        """The arguments of :meth:`Receiver.receive`, for JSON.
+
+        Args:
+            specs: places of the tensors that are to be sent, in order.
+        """
         return {
             "host": self._host,
             "port": self._port.port,
             "secret": self._port.secret.hex(),
+            "new": not self._channels,
             "world": self._receivers + 1,
             "backend": "nccl" if by_nccl(self.device) else "tcp",
-            "tensors": [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()],
+            "tensors": [
+                [spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch."), spec.offset] for spec in specs
+            ],
         }
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send them in order. Blocks until every receiver has all of them.
+    def is_connected(self) -> bool:
+        """Whether every receiver is still there, as far as this host knows."""
+        return bool(self._channels) and not any(map(_is_over, self._channels))
+
+    def send(self, memory: Tensor, specs: Sequence[TensorSpec]) -> None:
+        """Send the tensors that lie in this memory. Blocks until every receiver has all of them.
+
+        Args:
+            memory: of a snapshot, as uint8.
+            specs: places of the tensors in it.
 
         Raises:
-            ConnectionError: a receiver did not connect, or disconnected.
+            ConnectionError: a receiver did not connect, or disconnected. Nothing more can be sent then.
         """
         try:
-            with ExitStack() as stack:
-                accepted = self._port.accept(range(1, self._receivers + 1), TIMEOUT.total_seconds())
-                channels = [stack.enter_context(channel) for channel in accepted.values()]
-                for channel in channels:
-                    channel.settimeout(TIMEOUT.total_seconds())
-                if by_nccl(self.device):
-                    self._send_by_nccl(channels, tensors)
-                else:
-                    with ThreadPoolExecutor(len(channels)) as pool:
-                        list(pool.map(lambda channel: _send_all(channel, tensors), channels))
-        except (OSError, RuntimeError) as error:
-            raise ConnectionError(str(error)) from error
-
-    def _send_by_nccl(self, channels: Sequence[socket.socket], tensors: Mapping[str, Tensor]) -> None:
-        store = dist.HashStore()
-        with forwarded(store, channels), _NCCLGroup(store, 0, self._receivers + 1) as group, own_stream(self.device):
-            for tensor in tensors.values():
-                group.broadcast(tensor.to(self.device))
-
-
-def receive(
-    host: str,
-    port: int,
-    secret: str,
-    world: int,
-    rank: int,
-    device: torch.device,
-    tensors: Sequence[Sequence[Any]],
-) -> Iterator[tuple[str, Tensor]]:
-    """A server process's end: yields names and tensors as they arrive.
-
-    Args:
-        host: of the learner.
-        port: see host.
-        secret: of the learner's port, in hexadecimal digits.
-        world: number of processes, learner and receivers.
-        rank: from 1.
-        device: where the tensors are needed; on a GPU they come by NCCL.
-        tensors: name, shape and dtype of each.
-    """
-    seconds = TIMEOUT.total_seconds()
-    with ExitStack() as stack:
-        channel = stack.enter_context(connect(host, port, bytes.fromhex(secret), rank, seconds))
-        channel.settimeout(seconds)
-        group = None
-        if by_nccl(device):
-            store = dist.HashStore()
-            store.set_timeout(TIMEOUT)
-            stack.enter_context(received(store, channel))
-            group = stack.enter_context(_NCCLGroup(store, rank, world))
-        for name, shape, dtype in tensors:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            if group is None:
-                _receive_into(channel, _bytes(tensor))
+            if not self._channels:
+                seconds = TIMEOUT.total_seconds()
+                self._channels = list(self._port.accept(range(1, self._receivers + 1), seconds).values())
+                for channel in self._channels:
+                    _keep(channel)
+            parts = [part for bucket in _buckets(specs) for part in _span(memory, bucket).split(BUCKET)]
+            if by_nccl(self.device):
+                self._send_by_nccl(parts)
             else:
-                group.broadcast(tensor)
-            yield name, tensor
-        if group is None:
-            channel.sendall(_TAKEN)
+                with ThreadPoolExecutor(len(self._channels)) as pool:
+                    list(pool.map(lambda channel: _send_all(channel, parts), self._channels))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (OSError, RuntimeError)):
+                raise ConnectionError(str(error)) from error
+            raise
+
+    def _send_by_nccl(self, parts: Sequence[Tensor]) -> None:
+        telling: AbstractContextManager[None] = nullcontext()
+        if self._group is None:
+            store = dist.HashStore()
+            telling = forwarded(store, self._channels)
+            self._group = _NCCLGroup(store, 0, self._receivers + 1)
+        with telling, self._stream:
+            for part in parts:
+                self._group.broadcast(part.to(self.device, non_blocking=True))
+            self._group.finish()
+
+    def close(self) -> None:
+        """Let go of the receivers, in any thread: who waits for one gets an error."""
+        self._port.close()
+        for channel in self._channels:
+            _end(channel)
+        if self._group is not None:
+            self._group.abort()
 
 
-def _send_all(channel: socket.socket, tensors: Mapping[str, Tensor]) -> None:
-    for tensor in tensors.values():
-        data = _bytes(tensor.cpu())
+class Receiver:
+    """A server process's end. It stays connected to the learner that has sent last."""
+
+    def __init__(self) -> None:
+        self._secret = ""
+        self._channel: socket.socket | None = None
+        self._group: _NCCLGroup | None = None
+
+    def receive(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        new: bool,
+        world: int,
+        rank: int,
+        device: torch.device,
+        tensors: Sequence[Sequence[Any]],
+    ) -> Iterator[tuple[str, Tensor]] | None:
+        """Names and tensors as they arrive; None if the learner believes this process to be connected, and it is not.
+
+        Args:
+            host: of the learner.
+            port: see host.
+            secret: of the learner's port, in hexadecimal digits.
+            new: whether the port waits for connections.
+            world: number of processes, learner and receivers.
+            rank: from 1.
+            device: where the tensors are needed; on a GPU they come by NCCL.
+            tensors: name, shape and dtype of each, and its place in the memory that is sent.
+
+        Raises:
+            ConnectionError: the learner cannot be reached, or went away.
+        """
+        if secret != self._secret:
+            self.close()
+            if not new:
+                return None
+            self._channel = connect(host, port, bytes.fromhex(secret), rank, TIMEOUT.total_seconds())
+            self._secret = secret
+            _keep(self._channel)
+            if by_nccl(device):
+                store = dist.HashStore()
+                store.set_timeout(TIMEOUT)
+                self._channel.settimeout(None)  # nothing comes between two transfers
+                hear(store, self._channel)
+                self._group = _NCCLGroup(store, rank, world)
+        specs = [TensorSpec(name, tuple(shape), getattr(torch, dtype), at) for name, shape, dtype, at in tensors]
+        return self._taken(specs, device)
+
+    def _taken(self, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        assert self._channel is not None
+        try:
+            for bucket in _buckets(specs):
+                start = bucket[0].offset
+                # Not used again for the next one: who takes the tensors may keep them.
+                memory = torch.empty(bucket[-1].end - start, dtype=torch.uint8, device=device)
+                if self._group is None:
+                    _receive_into(self._channel, memory.numpy().data)
+                else:
+                    for part in memory.split(BUCKET):
+                        self._group.broadcast(part, wait=True)
+                yield from tensors_in(memory, [replace(spec, offset=spec.offset - start) for spec in bucket]).items()
+            if self._group is None:
+                self._channel.sendall(_TAKEN)
+            else:
+                self._group.finish()
+        except BaseException:  # also if the tensors are not taken to the end
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the learner."""
+        self._secret = ""
+        if self._channel is not None:
+            _end(self._channel)
+        if self._group is not None:
+            self._group.abort()
+        self._channel = self._group = None
+
+
+def _buckets(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """Tensors that travel together, whole."""
+    found: list[list[TensorSpec]] = []
+    for spec in specs:
+        if not found or spec.end - found[-1][0].offset > BUCKET:
+            found.append([])
+        found[-1].append(spec)
+    return found
+
+
+def _span(memory: Tensor, bucket: Sequence[TensorSpec]) -> Tensor:
+    return memory[bucket[0].offset : bucket[-1].end]
+
+
+def _keep(channel: socket.socket) -> None:
+    """Limit what is sent and received at a time, and have the system notice a host that is gone meanwhile."""
+    channel.settimeout(TIMEOUT.total_seconds())
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):  # not on every system
+            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _is_over(channel: socket.socket) -> bool:
+    """Whether the other end of an idle connection is gone."""
+    limit = channel.gettimeout()
+    try:
+        channel.settimeout(0)
+        channel.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        channel.settimeout(limit)
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _end(channel: socket.socket) -> None:
+    with suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it, which close() does not
+    channel.close()
+
+
+def _send_all(channel: socket.socket, parts: Sequence[Tensor]) -> None:
+    for part in parts:
+        data = part.numpy().data
         for start in range(0, len(data), _BLOCK):
             channel.sendall(data[start : start + _BLOCK])
     if channel.recv(1) != _TAKEN:
@@ -144,13 +270,6 @@ def _receive_into(channel: socket.socket, data: memoryview) -> None:
         data = data[count:]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, without a copy if it is contiguous."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def by_nccl(device: torch.device) -> bool:
     """Whether tensors reach this device by NCCL."""
     return device.type == "cuda"
@@ -162,15 +281,15 @@ def gpu_of(device: torch.device) -> str | None:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, the device works on a stream of its own, so that training does not wait for a server."""
+    """Within, any number of times, the device works on a stream of its own: training does not wait for a server."""
     return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 
 class _NCCLGroup:
-    """NCCL's group for one transfer.
+    """NCCL's group of the learner and a server's processes.
 
-    NCCL only queues a broadcast, and a group that is dropped aborts what is still queued. So the group waits until the
-    device has done everything, and is shut down after that. After an error it is aborted at once.
+    NCCL only queues a broadcast, and a group that ends aborts what is still queued. So every transfer waits until the
+    device has done everything. A group ends by being aborted: shutting it down would wait for processes that may be gone.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
@@ -179,28 +298,22 @@ class _NCCLGroup:
         self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def __enter__(self) -> _NCCLGroup:
-        return self
+    def broadcast(self, data: Tensor, wait: bool = False) -> None:
+        """Broadcast bytes from rank 0.
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._group.abort()
+        Args:
+            data: contiguous, as uint8.
+            wait: whether what this thread queues on the device after it waits for it; this thread does not.
+        """
+        if data.numel() == 0:
             return
-        self._finish(0)
-        self._group.shutdown()
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast from rank 0. What this thread queues on the device after it waits for it, but not this thread."""
-        if tensor.numel() == 0:
-            return
-        # As bytes: not every backend supports every type.
-        data = tensor.contiguous().view(-1).view(torch.uint8)
         work = self._group.broadcast([data], dist.BroadcastOptions())
-        work.wait()
+        if wait:
+            work.wait()
         self._under_way.append((work, data))
-        self._finish(1)  # the next one is copied to the device meanwhile
+        self.finish(1)  # the next one is copied to the device meanwhile
 
-    def _finish(self, left: int) -> None:
+    def finish(self, left: int = 0) -> None:
         """Wait until no more than ``left`` broadcasts are under way.
 
         Raises:
@@ -211,10 +324,13 @@ class _NCCLGroup:
             if self._under_way[0][0].is_completed():
                 self._under_way.popleft()
             elif time.monotonic() > deadline:
-                self._group.abort()
-                raise ConnectionError(f"NCCL has not sent a tensor within {TIMEOUT.total_seconds():g} s")
+                raise ConnectionError(f"NCCL has not sent a bucket within {TIMEOUT.total_seconds():g} s")
             else:
                 time.sleep(0.0002)
+
+    def abort(self) -> None:
+        """End it, without a word to the other processes."""
+        self._group.abort()
 
 
 @contextmanager
@@ -241,26 +357,16 @@ def forwarded(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[
         thread.join()
 
 
-@contextmanager
-def received(store: dist.Store, channel: socket.socket) -> Iterator[None]:
-    """Within, write to this store what the learner forwards."""
+def hear(store: dist.Store, channel: socket.socket) -> None:
+    """From now on, until the learner is gone, write to this store what it forwards."""
 
-    def hear() -> None:
-        try:
-            with channel.makefile("rb") as lines:
-                while line := lines.readline(_LONGEST_LINE):
-                    key, value = json.loads(line)
-                    store.set(key, bytes.fromhex(value))  # type: ignore[arg-type]  # it takes both
-        except (OSError, ValueError):  # the learner is gone: NCCL's own timeout reports it
-            return
+    def listen() -> None:
+        with suppress(OSError, ValueError), channel.makefile("rb") as lines:  # NCCL's own timeout reports them
+            while line := lines.readline(_LONGEST_LINE):
+                key, value = json.loads(line)
+                store.set(key, bytes.fromhex(value))  # type: ignore[arg-type]  # it takes both
 
-    thread = threading.Thread(target=hear, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        channel.shutdown(socket.SHUT_RDWR)
-        thread.join()
+    threading.Thread(target=listen, daemon=True).start()
 
 
 def own_address(url: str) -> str:

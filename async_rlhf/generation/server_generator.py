@@ -148,6 +148,9 @@ class _Transport(Protocol):
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
         """Have the server load a version. Returns the digests of each of its processes."""
 
+    def close(self) -> None:
+        """Let go of the server."""
+
 
 class _FolderTransport:
     def __init__(self, snapshots: SnapshotFolder) -> None:
@@ -163,23 +166,47 @@ class _FolderTransport:
             right = f"generation.weights_dir: the server must see {str(file.parent)!r} under the same name"
             raise GeneratorError(f"{error}; {right}") from error
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class _NetworkTransport:
+    """Stays connected to the server from one version to the next, until something goes wrong."""
+
     def __init__(self, snapshots: SnapshotRing, url: str, receivers: int, device: torch.device) -> None:
         self._snapshots, self._url, self._receivers, self._device = snapshots, url, receivers, device
+        self._sender: Sender | None = None
 
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
-        tensors = self._snapshots.views(version)
-        sender = Sender(self._url, self._receivers, self._device)
+        specs = self._snapshots.specs
+        if self._sender is None or not self._sender.is_connected():
+            self.close()
+            self._sender = Sender(self._url, self._receivers, self._device)
+        sender = self._sender
 
         async def send() -> list[dict[str, str]]:
             try:
-                await to_thread(sender.send, tensors)
+                await to_thread(sender.send, self._snapshots.slot(version), specs)
             except ConnectionError as error:
                 raise ServerGoneError(f"took no weights: {error}") from error
             return []
 
-        return (await _together([client.receive(sender.invitation(tensors)), send()]))[0]
+        async def receive() -> list[dict[str, str]]:
+            digests = await client.receive(sender.invitation(specs))
+            if not all(digests):
+                raise ServerGoneError("was restarted, and knows nothing of the connection to it")
+            return digests
+
+        try:
+            return (await _together([receive(), send()]))[0]
+        except BaseException:
+            self.close()  # what is half sent cannot be continued
+            raise
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
 
 def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> torch.device:
@@ -252,6 +279,7 @@ class _Server:
             with suppress(RuntimeError):  # the loop has already ended
                 task.get_loop().call_soon_threadsafe(task.cancel)
         self._thread.join(timeout=10)
+        self._transport.close()
 
     def _serve(self) -> None:
         with self._runner:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from async_rlhf.generation.broadcast import gpu_of, receive
+from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.snapshots import digests
 
@@ -34,7 +34,7 @@ class SnapshotLoader:
         return load_weights(self, load_file(Path(path)).items())
 
     def receive_snapshot(self, invitation: str) -> dict[str, str]:
-        """Load what the learner sends. Returns the digest of each tensor.
+        """Load what the learner sends. Returns the digest of each tensor; none if the learner has to connect anew.
 
         Args:
             invitation: JSON of :meth:`~async_rlhf.generation.broadcast.Sender.invitation`.
@@ -42,7 +42,9 @@ class SnapshotLoader:
         fields = json.loads(invitation)
         device = torch.device("cuda" if fields.pop("backend") == "nccl" else "cpu")
         rank = self.rank + 1  # type: ignore[attr-defined]  # of vLLM's worker
-        return load_weights(self, receive(rank=rank, device=device, **fields))
+        receiver = self.__dict__.setdefault("async_rlhf_receiver", Receiver())
+        tensors = receiver.receive(rank=rank, device=device, **fields)
+        return {} if tensors is None else load_weights(self, tensors)
 
     def describe_model(self) -> dict[str, Any]:
         """The architecture, and how it is computed."""

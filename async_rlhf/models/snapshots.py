@@ -184,6 +184,11 @@ class TensorSpec:
     dtype: torch.dtype
     offset: int
 
+    @property
+    def end(self) -> int:
+        """Where its bytes end."""
+        return self.offset + torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 class SnapshotRing:
     """S + 1 snapshots in memory that processes share through a file descriptor, without a name.
@@ -248,8 +253,12 @@ class SnapshotRing:
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
+        return tensors_in(self.slot(version), self.specs)
+
+    def slot(self, version: int) -> Tensor:
+        """A version's memory, as uint8."""
         start = _ALIGNMENT + version % self.slots * self.slot_bytes
-        return tensors_in(self._bytes[start : start + self.slot_bytes], self.specs)
+        return self._bytes[start : start + self.slot_bytes]
 
     @property
     def newest(self) -> int:
@@ -409,8 +418,7 @@ def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]
     """
     views = {}
     for spec in specs:
-        size = int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize
-        views[spec.name] = memory[spec.offset : spec.offset + size].view(spec.dtype).view(spec.shape)
+        views[spec.name] = memory[spec.offset : spec.end].view(spec.dtype).view(spec.shape)
     return views
 
 

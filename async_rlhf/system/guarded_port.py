@@ -55,6 +55,7 @@ class GuardedPort:
 
         Raises:
             TimeoutError: a peer did not come.
+            ConnectionAbortedError: the port was closed meanwhile.
         """
         accepted: dict[int, socket.socket] = {}
         waiting: list[_Peer] = []
@@ -66,6 +67,8 @@ class GuardedPort:
                     if time.monotonic() > deadline:
                         missing = ", ".join(str(number) for number in sorted(set(numbers) - accepted.keys()))
                         raise TimeoutError(f"number {missing} did not come within {seconds:g} s")
+                    if self._server.fileno() < 0:
+                        raise ConnectionAbortedError("the port was closed")
                     for key, _ in selector.select(0.5):
                         if key.data is None:
                             self._accept_one(selector, waiting)

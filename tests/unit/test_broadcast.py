@@ -6,8 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import ClassVar
 
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from async_rlhf.generation import broadcast, server_generator
-from async_rlhf.generation.broadcast import Sender, forwarded, receive, received
+from async_rlhf.generation.broadcast import Receiver, Sender, forwarded, hear
+from async_rlhf.models.snapshots import TensorSpec, tensors_in
 
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:80"
@@ -31,36 +31,148 @@ TENSORS = {
 }
 
 
+def packed(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[TensorSpec, ...]]:
+    """Tensors as they lie in a snapshot: their memory, and their places in it."""
+    specs, end = [], 0
+    for name, tensor in tensors.items():
+        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, -(-end // 64) * 64))
+        end = specs[-1].end
+    memory = torch.full((end,), 255, dtype=torch.uint8)
+    for name, view in tensors_in(memory, specs).items():
+        view.copy_(tensors[name])
+    return memory, tuple(specs)
+
+
+MEMORY, SPECS = packed(TENSORS)
+
+
+class Takers:
+    """Processes of a server, as threads. They stay connected from one transfer to the next."""
+
+    def __init__(self, count: int) -> None:
+        self.receivers = [Receiver() for _ in range(count)]
+        self.found: dict[int, dict[str, torch.Tensor] | BaseException] = {}
+
+    def take(self, sender: Sender, specs=SPECS) -> list[threading.Thread]:
+        invitation = sender.invitation(specs)
+        invitation.pop("backend")
+
+        def receive(rank: int, receiver: Receiver) -> None:
+            try:
+                taken = receiver.receive(rank=rank, device=CPU, **invitation)
+                self.found[rank] = {} if taken is None else dict(taken)
+            except ConnectionError as error:
+                self.found[rank] = error
+
+        threads = [threading.Thread(target=receive, args=taker) for taker in enumerate(self.receivers, start=1)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def transfer(self, sender: Sender, tensors=TENSORS) -> list[dict[str, torch.Tensor]]:
+        """Send tensors to all of them."""
+        memory, specs = packed(tensors)
+        threads = self.take(sender, specs)
+        sender.send(memory, specs)
+        for thread in threads:
+            thread.join()
+        return [self.found[rank] for rank in sorted(self.found)]
+
+
 def transfer(receivers: int, before=lambda invitation: None, backend: str = "tcp") -> list[dict[str, torch.Tensor]]:
     """Send TENSORS to receivers in threads. ``before`` is called once the port is open."""
     sender = Sender(URL, receivers, CPU)
-    invitation = sender.invitation(TENSORS)
+    invitation = sender.invitation(SPECS)
     before(invitation)
-    assert invitation.pop("backend") == backend
-    found: dict[int, dict[str, torch.Tensor]] = {}
-
-    def take(rank: int) -> None:
-        found[rank] = dict(receive(rank=rank, device=CPU, **invitation))
-
-    threads = [threading.Thread(target=take, args=(rank,)) for rank in range(1, receivers + 1)]
-    for thread in threads:
-        thread.start()
-    sender.send(TENSORS)
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in sorted(found)]
+    assert invitation["backend"] == backend
+    return Takers(receivers).transfer(sender)
 
 
-@pytest.mark.parametrize(("receivers", "block"), [(1, 1 << 24), (2, 1000)])
-def test_every_receiver_gets_every_tensor(receivers, block, monkeypatch):
+@pytest.mark.parametrize(
+    ("receivers", "block", "bucket"), [(1, 1 << 24, 1 << 26), (2, 1000, 1 << 26), (2, 1000, 4096), (1, 1 << 24, 1)]
+)
+def test_every_receiver_gets_every_tensor(receivers, block, bucket, monkeypatch):
+    """In one bucket, in several, with a tensor that is larger than a bucket, and each in one of its own."""
     monkeypatch.setattr(broadcast, "_BLOCK", block)
+    monkeypatch.setattr(broadcast, "BUCKET", bucket)
     taken = transfer(receivers)
     assert len(taken) == receivers
     for tensors in taken:
-        assert list(tensors) == list(TENSORS)
-        for name, tensor in TENSORS.items():
-            assert tensors[name].dtype == tensor.dtype
-            assert torch.equal(tensors[name], tensor), name
+        require_all(tensors)
+        memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel() > 0}
+        assert len(memories) == {1 << 26: 1, 4096: 2, 1: 6}[bucket]
+
+
+def require_all(tensors, expected=TENSORS) -> None:
+    assert list(tensors) == list(expected)
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_later_transfers_go_over_the_same_connections(monkeypatch):
+    """What was taken before is not written over."""
+    opened = []
+    monkeypatch.setattr(broadcast, "connect", lambda *given, made=broadcast.connect: opened.append(1) or made(*given))
+    sender, takers = Sender(URL, 2, CPU), Takers(2)
+    assert not sender.is_connected()
+    kept = []
+    for version in range(3):
+        tensors = {name: tensor + version if tensor.dtype != torch.bool else tensor for name, tensor in TENSORS.items()}
+        kept.append((takers.transfer(sender, tensors), tensors))
+        assert sender.is_connected()
+    for found, tensors in kept:
+        for taken in found:
+            require_all(taken, tensors)
+    assert len(opened) == 2
+
+
+def test_a_receiver_that_is_gone_is_noticed_before_the_next_transfer():
+    sender, takers = Sender(URL, 2, CPU), Takers(2)
+    takers.transfer(sender)
+    takers.receivers[1].close()
+    deadline = time.monotonic() + 30
+    while sender.is_connected() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not sender.is_connected()
+    sender.close()
+    require_all(takers.transfer(Sender(URL, 2, CPU))[1])  # whose first receiver lets go of the old connection
+
+
+def test_a_receiver_that_does_not_know_the_connection_takes_nothing_and_says_so():
+    """As after a restart that the learner has not noticed: what it sends then is an error, at the latest when it lets go.
+    """
+    sender, takers = Sender(URL, 1, CPU), Takers(1)
+    takers.transfer(sender)
+    old, takers.receivers[0] = takers.receivers[0], Receiver()
+    for thread in takers.take(sender):
+        thread.join()
+    assert takers.found[1] == {}
+    errors: list[ConnectionError] = []
+
+    def send() -> None:
+        try:
+            sender.send(MEMORY, SPECS)
+        except ConnectionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    time.sleep(0.1)
+    sender.close()
+    thread.join(timeout=30)
+    assert len(errors) == 1
+    require_all(takers.transfer(Sender(URL, 1, CPU))[0])
+    old.close()
+
+
+def test_who_waits_for_a_receiver_is_woken_when_the_learner_lets_go():
+    sender = Sender(URL, 1, CPU)
+    threading.Timer(0.2, sender.close).start()
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match="the port was closed"):
+        sender.send(MEMORY, SPECS)
+    assert time.monotonic() - started < 60
 
 
 def test_strangers_get_no_weights_and_hold_nothing_up():
@@ -88,20 +200,20 @@ def test_strangers_get_no_weights_and_hold_nothing_up():
 def test_a_receiver_with_another_secret_gets_nothing(monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=2))
     sender = Sender(URL, 1, CPU)
-    fields = sender.invitation(TENSORS) | {"secret": os.urandom(32).hex()}
+    fields = sender.invitation(SPECS) | {"secret": os.urandom(32).hex()}
     fields.pop("backend")
     errors: list[BaseException] = []
 
     def send() -> None:
         try:
-            sender.send(TENSORS)
+            sender.send(MEMORY, SPECS)
         except ConnectionError as error:
             errors.append(error)
 
     thread = threading.Thread(target=send)
     thread.start()
     with pytest.raises(ConnectionError):
-        list(receive(rank=1, device=CPU, **fields))
+        Receiver().receive(rank=1, device=CPU, **fields)
     thread.join(timeout=30)
     assert "number 1 did not come" in str(errors[0])
 
@@ -109,29 +221,31 @@ def test_a_receiver_with_another_secret_gets_nothing(monkeypatch):
 def test_a_receiver_that_does_not_come_is_an_error(monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=1))
     with pytest.raises(ConnectionError):
-        Sender(URL, 1, CPU).send(TENSORS)
+        Sender(URL, 1, CPU).send(MEMORY, SPECS)
 
 
 def test_a_receiver_that_goes_away_is_an_error():
+    memory, specs = packed({"small": torch.zeros(3), "large": torch.zeros(1 << 24)})
     sender = Sender(URL, 1, CPU)
-    fields = sender.invitation({"large": torch.zeros(1 << 24)})
+    fields = sender.invitation(specs)
     fields.pop("backend")
-    tensors = receive(rank=1, device=CPU, **{**fields, "tensors": [["small", [3], "float32"]]})
 
     def take_one_and_leave() -> None:
+        tensors = Receiver().receive(rank=1, device=CPU, **fields)
         next(tensors)
         tensors.close()
 
     thread = threading.Thread(target=take_one_and_leave)
     thread.start()
     with pytest.raises(ConnectionError):
-        sender.send({"large": torch.zeros(1 << 24)})
+        sender.send(memory, specs)
     thread.join(timeout=30)
+    assert not sender.is_connected()
 
 
 def test_the_learner_listens_where_the_server_sees_it_and_nowhere_else():
     sender = Sender("http://localhost:8000", 1, CPU)
-    invitation = sender.invitation({})
+    invitation = sender.invitation(())
     with socket.create_connection((invitation["host"], invitation["port"]), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError):
@@ -166,7 +280,7 @@ def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():
                 stack.enter_context(end)
         for store, (_, far) in zip(theirs, pairs, strict=True):
             store.set_timeout(timedelta(seconds=30))
-            stack.enter_context(received(store, far))
+            hear(store, far)
         stack.enter_context(forwarded(ours, [near for near, _ in pairs]))
         for key, value in (("0", os.urandom(128)), ("later", b"\0\n")):
             ours.set(key, value)
@@ -213,20 +327,17 @@ class SlowGroup:
         self.on_own_stream.append(STREAM.entered)
         return SlowWork(self, self.group.broadcast(tensors, options))
 
-    def shutdown(self) -> None:
-        self.end = f"shut down with {len(self.under_way)} under way"
-
     def abort(self) -> None:
-        self.end = "aborted"
+        self.end = f"aborted with {len(self.under_way)} under way"
 
 
 class Stream(threading.local):
     entered = False
 
-    @contextmanager
-    def enter(self, device: torch.device) -> Iterator[None]:
+    def __enter__(self) -> None:
         self.entered = True
-        yield
+
+    def __exit__(self, *_: object) -> None:
         self.entered = False
 
 
@@ -237,42 +348,40 @@ STREAM = Stream()
 def slow_groups(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SlowGroup, raising=False)
     monkeypatch.setattr(broadcast, "by_nccl", lambda device: True)
-    monkeypatch.setattr(broadcast, "own_stream", STREAM.enter)
+    monkeypatch.setattr(broadcast, "own_stream", lambda device: STREAM)
     monkeypatch.setattr(SlowGroup, "made", [])
     monkeypatch.setattr(SlowGroup, "store", dist.HashStore(), raising=False)
     return SlowGroup.made
 
 
-def test_a_group_is_shut_down_only_when_the_device_has_sent_everything(slow_groups):
-    """A group of NCCL's that is dropped earlier aborts the transfer, and the last tensor arrives torn."""
-    taken = transfer(2, backend="nccl")
-    assert len(taken) == 2
-    for tensors in taken:
-        for name, tensor in TENSORS.items():
-            assert torch.equal(tensors[name], tensor), name
-    assert [group.end for group in slow_groups] == ["shut down with 0 under way"] * 3
+def test_one_group_serves_every_transfer_and_waits_until_the_device_has_sent_everything(slow_groups, monkeypatch):
+    """A group of NCCL's that ends earlier aborts the transfer, and the last tensor arrives torn."""
+    monkeypatch.setattr(broadcast, "BUCKET", 4096)
+    sender, takers = Sender(URL, 2, CPU), Takers(2)
+    assert sender.invitation(SPECS)["backend"] == "nccl"
+    for version in range(3):
+        tensors = {name: tensor + version if tensor.dtype != torch.bool else tensor for name, tensor in TENSORS.items()}
+        taken = takers.transfer(sender, tensors)
+        assert len(taken) == 2
+        for each in taken:
+            require_all(each, tensors)
+        assert [len(group.under_way) for group in slow_groups] == [0, 0, 0]
+    for one in (sender, *takers.receivers):
+        one.close()
+    assert [group.end for group in slow_groups] == ["aborted with 0 under way"] * 3
     for group in slow_groups:
+        assert len(group.on_own_stream) == 3 * (-(-84000 // 4096) + 1)  # the matrix in parts, and all others together
         assert set(group.on_own_stream) == {group.rank == 0}  # the learner trains on the other stream
 
 
 def test_a_transfer_that_does_not_end_is_aborted(slow_groups, monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(SlowWork, "is_completed", lambda self: False)
-    sender = Sender(URL, 1, CPU)
-    fields = sender.invitation(TENSORS)
-    fields.pop("backend")
-    errors: list[BaseException] = []
-
-    def take() -> None:
-        try:
-            list(receive(rank=1, device=CPU, **fields))
-        except ConnectionError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    with pytest.raises(ConnectionError, match="has not sent a tensor within 2 s"):
-        sender.send(TENSORS)
+    sender, takers = Sender(URL, 1, CPU), Takers(1)
+    (thread,) = takers.take(sender)
+    with pytest.raises(ConnectionError, match="has not sent a bucket within 2 s"):
+        sender.send(MEMORY, SPECS)
     thread.join(timeout=30)
-    assert len(errors) == 1
-    assert [group.end for group in slow_groups] == ["aborted"] * 2
+    assert isinstance(takers.found[1], ConnectionError)
+    assert [group.end for group in slow_groups] == ["aborted with 1 under way"] * 2
+    assert not sender.is_connected()
