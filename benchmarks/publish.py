@@ -1,14 +1,16 @@
 """How fast new weights leave the learner: GB/s of the weights as they are published, in bfloat16.
 
-    python benchmarks/publish.py [--device cuda:0] [--receivers 1] [--rounds 5] [--json FILE]
+    python benchmarks/publish.py [--device cuda:0] [--model 410m] [--receivers 1] [--rounds 5] [--json FILE]
 
-A GPT-NeoX with float32 weights, on a GPU of the size of Pythia 410m. Every way includes rounding and checksums:
+A GPT-NeoX with float32 weights, of 76 tensors, of 292 small ones, or of the size of Pythia 410m. Every way that is the
+run's includes rounding and checksums:
 
     device     DeviceRing: for generators on the learner's own GPU
     host       SnapshotRing: for other processes of this host
     folder     SnapshotFolder: for servers that share a file system
     network    from the host's copy to receivers in processes of their own until each has everything: by NCCL if there
-               is a GPU for each receiver beside the learner's, else by TCP; every transfer makes its own connections
+               is a GPU for each receiver beside the learner's, else by TCP; all rounds over the same connections
+    raw        torch's broadcast of as many bytes, from one piece of memory into another, by NCCL or Gloo
 
 The first round of each warms up and is shown by itself. "Stall" is what the learner waits for: until publish() returns,
 with a thread that does the rest.
@@ -22,7 +24,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,13 +35,23 @@ import torch
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from async_rlhf.generation.broadcast import Sender, receive
+from async_rlhf.generation import broadcast
+from async_rlhf.generation.broadcast import Receiver, Sender
 from async_rlhf.models.leaving import Beside
-from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, Snapshots, digests
+from async_rlhf.models.snapshots import (
+    DeviceRing,
+    SnapshotFolder,
+    SnapshotRing,
+    Snapshots,
+    TensorSpec,
+    digests,
+    tensors_in,
+)
 from async_rlhf.ranks.parallel import ALONE
 
 PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
 SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
+MODELS = {"410m": PYTHIA_410M, "292 tensors": {**SMALL, "num_hidden_layers": 24}, "small": SMALL}
 Prepare = Callable[[], None]
 
 
@@ -72,11 +85,14 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
         own = [i for i in range(gpus) if i != (torch.device(device).index or 0)][:receivers]
         by_nccl = gpus > 0 and len(own) == receivers
         places = [f"cuda:{i}" for i in own] if by_nccl else ["cpu"] * receivers
-        ways["network"] = send(host.views(2 * rounds), device if by_nccl else "cpu", places, rounds + 1)
+        place = device if by_nccl else "cpu"
+        ways["network"] = send(host.slot(2 * rounds), host.specs, place, places, rounds + 1)
+        ways["raw"] = raw(size, place, places, rounds + 1)
         for snapshots in kinds.values():
             snapshots.close()
     return {
         "gigabytes": size / 1e9,
+        "tensors": len(host.specs),
         "receivers": receivers,
         "network": "nccl" if by_nccl else "tcp",
         "ways": {
@@ -110,12 +126,18 @@ def _seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def send(
-    tensors: Mapping[str, Tensor], device: str, receivers: Sequence[str], rounds: int, prepare: Prepare | None = None
+    memory: Tensor,
+    specs: Sequence[TensorSpec],
+    device: str,
+    receivers: Sequence[str],
+    rounds: int,
+    prepare: Prepare | None = None,
 ) -> list[float]:
     """Send tensors to a process on each of these devices. Returns the seconds of each round.
 
     Args:
-        tensors: anywhere.
+        memory: of the tensors, on the host.
+        specs: their places in it.
         device: of the learner's end.
         receivers: devices, one for each process.
         rounds: how often.
@@ -124,44 +146,104 @@ def send(
     Raises:
         RuntimeError: a receiver's tensors are not those that were sent.
     """
+    expected, found = digests(tensors_in(memory, specs)), []
+    sender = Sender("http://127.0.0.1:80", len(receivers), torch.device(device))
+    with _processes(_receive, receivers, prepare) as pipes:
+        for _ in range(rounds):
+            started = time.perf_counter()
+            invitation = sender.invitation(specs)
+            for pipe in pipes:
+                pipe.send(invitation)
+            sender.send(memory, specs)
+            answers = [pipe.recv() for pipe in pipes]
+            found.append(max(taken for taken, _ in answers) - started)
+            for rank, (_, got) in enumerate(answers, start=1):
+                if got != expected:
+                    raise RuntimeError(f"receiver {rank} got other tensors than were sent")
+    sender.close()
+    return found
+
+
+def packed(tensors: Mapping[str, Tensor]) -> tuple[Tensor, tuple[TensorSpec, ...]]:
+    """Tensors as they lie in a snapshot: their memory, and their places in it."""
+    specs, end = [], 0
+    for name, tensor in tensors.items():
+        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, -(-end // 64) * 64))
+        end = specs[-1].end
+    memory = torch.zeros(end, dtype=torch.uint8)
+    for name, place in tensors_in(memory, specs).items():
+        place.copy_(tensors[name])
+    return memory, tuple(specs)
+
+
+def raw(size: int, device: str, receivers: Sequence[str], rounds: int) -> list[float]:
+    """Broadcast as many bytes, in parts as large as a bucket. Returns the seconds of each round."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder, _processes(_take_raw, receivers, folder, size) as pipes:
+        group = _raw_group(folder, 0, len(receivers) + 1, device)
+        memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+        for _ in range(rounds):
+            started = time.perf_counter()
+            for pipe in pipes:
+                pipe.send("")
+            _broadcast(group, [part.to(device, non_blocking=True) for part in memory.split(broadcast.BUCKET)], device)
+            found.append(max(pipe.recv() for pipe in pipes) - started)
+    return found
+
+
+def _raw_group(folder: str, rank: int, world: int, device: str) -> Any:
+    store = torch.distributed.FileStore(str(Path(folder) / "store"), world)
+    if device.startswith("cuda"):
+        return torch.distributed.ProcessGroupNCCL(store, rank, world, torch.distributed.ProcessGroupNCCL.Options())
+    return torch.distributed.ProcessGroupGloo(store, rank, world, broadcast.TIMEOUT)
+
+
+def _broadcast(group: Any, parts: Sequence[Tensor], device: str) -> None:
+    for part in parts:
+        group.broadcast([part], torch.distributed.BroadcastOptions()).wait()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _take_raw(pipe: Connection, rank: int, world: int, device: str, folder: str, size: int) -> None:
+    pipe.send(None)
+    group, memory = _raw_group(folder, rank, world, device), torch.zeros(size, dtype=torch.uint8, device=device)
+    while pipe.recv() is not None:
+        _broadcast(group, memory.split(broadcast.BUCKET), device)
+        pipe.send(time.perf_counter())
+
+
+@contextmanager
+def _processes(work: Callable[..., None], devices: Sequence[str], *given: Any) -> Iterator[list[Connection]]:
+    """Within, a process on each of these devices; they are up. The message None ends them."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes, expected, found = [], [], digests(tensors), []
-    for rank, place in enumerate(receivers, start=1):
+    pipes, processes = [], []
+    for rank, place in enumerate(devices, start=1):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_receive, args=(theirs, rank, place, prepare), daemon=True))
+        arguments = (theirs, rank, len(devices) + 1, place, *given)
+        processes.append(context.Process(target=work, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
     for pipe in pipes:
-        pipe.recv()  # it is up
-    for _ in range(rounds):
-        sender = Sender("http://127.0.0.1:80", len(receivers), torch.device(device))
-        invitation = sender.invitation(tensors)
-        started = time.perf_counter()
-        for pipe in pipes:
-            pipe.send(invitation)
-        sender.send(tensors)
-        answers = [pipe.recv() for pipe in pipes]
-        found.append(max(taken for taken, _ in answers) - started)
-        for rank, (_, got) in enumerate(answers, start=1):
-            if got != expected:
-                raise RuntimeError(f"receiver {rank} got other tensors than were sent")
+        pipe.recv()
+    yield pipes
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
-    return found
 
 
-def _receive(pipe: Connection, rank: int, device: str, prepare: Prepare | None) -> None:
+def _receive(pipe: Connection, rank: int, world: int, device: str, prepare: Prepare | None) -> None:
     if prepare is not None:
         prepare()
-    place = torch.device(device)
+    place, receiver = torch.device(device), Receiver()
     if place.type == "cuda":
         torch.cuda.set_device(place)
     pipe.send(None)
     while (invitation := pipe.recv()) is not None:
         invitation.pop("backend")
-        taken = dict(receive(rank=rank, device=place, **invitation))
+        tensors = receiver.receive(rank=rank, device=place, **invitation)
+        taken = {} if tensors is None else dict(tensors)
         if place.type == "cuda":
             torch.cuda.synchronize(place)
         ended = time.perf_counter()  # one clock for all processes of a host
@@ -173,7 +255,8 @@ def _shown(way: Mapping[str, Any]) -> str:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    lines = [f"{found['gigabytes']:.3g} GB in bfloat16, {found['receivers']} receivers by {found['network']}"]
+    how = f"{found['receivers']} receivers by {found['network']}"
+    lines = [f"{found['gigabytes']:.3g} GB in {found['tensors']} tensors, {how}"]
     lines += [f"{'':<10}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
     for name, way in found["ways"].items():
         lines.append(
@@ -185,14 +268,15 @@ def text(found: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", choices=sorted(MODELS), help="by default small on a CPU, and 410m on a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of the host")
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    sizes = PYTHIA_410M if options.device.startswith("cuda") else SMALL
-    found = measure(options.device, sizes, options.rounds, options.receivers)
+    name = options.model or ("410m" if options.device.startswith("cuda") else "small")
+    found = measure(options.device, MODELS[name], options.rounds, options.receivers)
     print(f"{machine.name_of(options.device)}: {text(found)}")
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": machine.describe(options.device), **found}, indent=2))

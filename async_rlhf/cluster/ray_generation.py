@@ -235,7 +235,12 @@ class _Worker(Actor):
         self.start()
 
     def announce(self, version: int) -> None:
-        self.call(lambda *_: None, "announce", version, self._snapshots.reference(version))
+        self.call(self._announced, "announce", version, self._snapshots.reference(version))
+
+    def _announced(self, start: int, answer: RayError | None) -> None:
+        """It may be waiting for these weights already, and would wait for ever."""
+        if answer is not None:
+            self._answer(start, answer)
 
     def submit(self, request: Request) -> None:
         self.open.append(request)

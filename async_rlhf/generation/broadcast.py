@@ -2,12 +2,13 @@
 
 Learner and server stay connected from one transfer to the next. The learner opens a port for them once
 (:mod:`async_rlhf.system.guarded_port`), on the address under which the server sees it, with a secret that the server is
-told over HTTP; a stranger gets no weights and gives none. After anything that goes wrong both sides let go, and the next
-transfer begins with a new port and a new secret: so a server that was restarted has nothing to join again, and nobody
-waits for one that is gone. Between CPUs the bytes go over the connections that this port has accepted; between GPUs by
-NCCL, whose group is made over them.
+told over HTTP; a stranger gets no weights and gives none. After anything that goes wrong both sides let go, and the
+next transfer begins with a new port and a new secret: so a server that was restarted has nothing to join again, and
+nobody waits for one that is gone. Between CPUs the bytes go over the connections that this port has accepted; between
+GPUs by NCCL, whose group is made over them.
 
-Tensors travel in buckets: as many as follow each other in the snapshot's memory, as one row of bytes.
+What is sent is the snapshot's memory as it is. Over a connection it flows into the tensors one after the other. NCCL
+has to be told of every message, so there the tensors come in buckets, many in each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,7 @@ from async_rlhf.system.guarded_port import GuardedPort, connect
 
 TIMEOUT = timedelta(seconds=120)
 BUCKET = 1 << 26
-"""Bytes of a bucket. A larger tensor has one of its own, and is sent in parts of this size."""
+"""Bytes that NCCL is given at a time. A larger tensor is sent in several parts."""
 _BLOCK = 1 << 24
 """Bytes that must be transferred within TIMEOUT."""
 _LONGEST_LINE = 1 << 16
@@ -97,27 +98,28 @@ class Sender:
                 self._channels = list(self._port.accept(range(1, self._receivers + 1), seconds).values())
                 for channel in self._channels:
                     _keep(channel)
-            parts = [part for bucket in _buckets(specs) for part in _span(memory, bucket).split(BUCKET)]
             if by_nccl(self.device):
-                self._send_by_nccl(parts)
+                self._send_by_nccl(memory, specs)
             else:
+                data = memory[: specs[-1].end].numpy().data
                 with ThreadPoolExecutor(len(self._channels)) as pool:
-                    list(pool.map(lambda channel: _send_all(channel, parts), self._channels))
+                    list(pool.map(lambda channel: _send_all(channel, data), self._channels))
         except BaseException as error:
             self.close()
             if isinstance(error, (OSError, RuntimeError)):
                 raise ConnectionError(str(error)) from error
             raise
 
-    def _send_by_nccl(self, parts: Sequence[Tensor]) -> None:
-        telling: AbstractContextManager[None] = nullcontext()
-        if self._group is None:
-            store = dist.HashStore()
-            telling = forwarded(store, self._channels)
-            self._group = _NCCLGroup(store, 0, self._receivers + 1)
-        with telling, self._stream:
-            for part in parts:
-                self._group.broadcast(part.to(self.device, non_blocking=True))
+    def _send_by_nccl(self, memory: Tensor, specs: Sequence[TensorSpec]) -> None:
+        with ExitStack() as stack:
+            if self._group is None:
+                store = dist.HashStore()
+                stack.enter_context(forwarded(store, self._channels))  # until they have met
+                self._group = _NCCLGroup(store, 0, self._receivers + 1)
+            stack.enter_context(self._stream)
+            for bucket in _buckets(specs):
+                for part in memory[bucket[0].offset : bucket[-1].end].split(BUCKET):
+                    self._group.broadcast(part.to(self.device, non_blocking=True))
             self._group.finish()
 
     def close(self) -> None:
@@ -182,19 +184,11 @@ class Receiver:
     def _taken(self, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         assert self._channel is not None
         try:
-            for bucket in _buckets(specs):
-                start = bucket[0].offset
-                # Not used again for the next one: who takes the tensors may keep them.
-                memory = torch.empty(bucket[-1].end - start, dtype=torch.uint8, device=device)
-                if self._group is None:
-                    _receive_into(self._channel, memory.numpy().data)
-                else:
-                    for part in memory.split(BUCKET):
-                        self._group.broadcast(part, wait=True)
-                yield from tensors_in(memory, [replace(spec, offset=spec.offset - start) for spec in bucket]).items()
             if self._group is None:
+                yield from _from_connection(self._channel, specs)
                 self._channel.sendall(_TAKEN)
             else:
+                yield from _from_nccl(self._group, specs, device)
                 self._group.finish()
         except BaseException:  # also if the tensors are not taken to the end
             self.close()
@@ -220,8 +214,24 @@ def _buckets(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     return found
 
 
-def _span(memory: Tensor, bucket: Sequence[TensorSpec]) -> Tensor:
-    return memory[bucket[0].offset : bucket[-1].end]
+def _from_nccl(group: _NCCLGroup, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    for bucket in _buckets(specs):
+        start = bucket[0].offset
+        # Not used again for the next one: who takes the tensors may keep them.
+        memory = torch.empty(bucket[-1].end - start, dtype=torch.uint8, device=device)
+        for part in memory.split(BUCKET):
+            group.broadcast(part, wait=True)
+        yield from tensors_in(memory, [replace(spec, offset=spec.offset - start) for spec in bucket]).items()
+
+
+def _from_connection(channel: socket.socket, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    at = 0
+    for spec in specs:
+        _receive_into(channel, memoryview(bytearray(spec.offset - at)))  # between two tensors
+        memory = torch.empty(spec.end - spec.offset, dtype=torch.uint8)
+        _receive_into(channel, memory.numpy().data)
+        yield from tensors_in(memory, [replace(spec, offset=0)]).items()
+        at = spec.end
 
 
 def _keep(channel: socket.socket) -> None:
@@ -253,11 +263,9 @@ def _end(channel: socket.socket) -> None:
     channel.close()
 
 
-def _send_all(channel: socket.socket, parts: Sequence[Tensor]) -> None:
-    for part in parts:
-        data = part.numpy().data
-        for start in range(0, len(data), _BLOCK):
-            channel.sendall(data[start : start + _BLOCK])
+def _send_all(channel: socket.socket, data: memoryview) -> None:
+    for start in range(0, len(data), _BLOCK):
+        channel.sendall(data[start : start + _BLOCK])
     if channel.recv(1) != _TAKEN:
         raise ConnectionError("a receiver went away")
 
@@ -289,7 +297,8 @@ class _NCCLGroup:
     """NCCL's group of the learner and a server's processes.
 
     NCCL only queues a broadcast, and a group that ends aborts what is still queued. So every transfer waits until the
-    device has done everything. A group ends by being aborted: shutting it down would wait for processes that may be gone.
+    device has done everything. A group ends by being aborted: to shut it down would wait for processes that may be
+    gone.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:

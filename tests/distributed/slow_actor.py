@@ -20,6 +20,16 @@ def slow_down() -> None:
     TransformersEngine._forward = slowly
 
 
+def fail_to_fetch() -> None:
+    """No weights can be had."""
+    from async_rlhf.cluster.ray_generation import FetchedWeights
+
+    def fail(weights, version, reference):
+        raise OSError(f"no room for version {version}")
+
+    FetchedWeights.fetch = fail
+
+
 def lose_the_first() -> None:
     """Every actor is lost before it has run, as on a node that is about to go, while there are fewer than three."""
     from async_rlhf.cluster.ray import Signs

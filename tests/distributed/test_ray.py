@@ -322,6 +322,33 @@ def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_
             generator.collect(5)
 
 
+def test_an_actor_that_waits_for_weights_which_it_cannot_fetch_ends_the_run(
+    cluster, make_policy, prompts, tokenizer, make_args, monkeypatch
+):
+    """It was asked to sample before they had come into the store."""
+    from async_rlhf.cluster.ray import connect
+    from async_rlhf.cluster.ray_generation import ObjectStoreSnapshots, RayGenerator
+
+    finish = ObjectStoreSnapshots._finish
+    monkeypatch.setattr(ObjectStoreSnapshots, "_finish", lambda *given: (time.sleep(1), finish(*given)))
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    hook = {"worker_process_setup_hook": "slow_actor.fail_to_fetch", "env_vars": {"PYTHONPATH": path}}
+    args = make_args(
+        generation={"timeout": 300.0},
+        staleness=1,
+        launch="ray",
+        ray=RayConfig(address=cluster.address, labels=ACTORS, runtime_env=hook),
+    )
+    connect(args)
+    params, policy, started = SamplingParams(2, 0.7, 16, (256,), 0), make_policy(), time.monotonic()
+    with closing(RayGenerator(args, policy, params, Trace())) as generator:
+        generator.publish(policy, 0)
+        generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 4))
+        with pytest.raises(GeneratorError, match=r"generator actor 0: .*no room for version 0"):
+            generator.collect(1)
+    assert time.monotonic() - started < 200
+
+
 def test_actors_that_are_lost_before_they_run_are_placed_again_and_that_is_no_restart(
     cluster, run, undisturbed, tmp_path
 ):

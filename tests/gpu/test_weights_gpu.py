@@ -43,18 +43,20 @@ def test_every_process_gets_every_tensor_by_nccl(receivers, monkeypatch):
         prepare = gloo.take_nccls_place
         monkeypatch.setattr(dist, "ProcessGroupNCCL", gloo.GlooGroup, raising=False)
         monkeypatch.setattr(broadcast, "by_nccl", lambda device: True)
-    tensors = {
-        "large": torch.randn(3000, 1000),
-        "half": torch.randn(1001).to(torch.bfloat16),
-        "count": torch.arange(3),
-        "truth": torch.tensor([True, False, True]),
-        "scalar": torch.tensor(2.5),
-        "none": torch.empty(0, 4),
-        "strided": torch.randn(800, 600).T,
-        "last": torch.randn(4000, 1000),
-    }
+    memory, specs = publish.packed(
+        {
+            "large": torch.randn(3000, 1000),
+            "half": torch.randn(1001).to(torch.bfloat16),
+            "count": torch.arange(3),
+            "truth": torch.tensor([True, False, True]),
+            "scalar": torch.tensor(2.5),
+            "none": torch.empty(0, 4),
+            "strided": torch.randn(800, 600).T,
+            "last": torch.randn(4000, 1000),
+        }
+    )
     places = [device(number) for number in range(1, receivers + 1)]
-    assert len(publish.send(tensors, DEVICE, places, 3, prepare)) == 3
+    assert len(publish.send(memory, specs, DEVICE, places, 3, prepare)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def test_what_publishing_takes_is_measured_and_written_down():
     receivers = min(2, max(1, device_count() - 1))
     found = publish.measure(DEVICE, publish.PYTHIA_410M if GPU else publish.SMALL, 3, receivers)
     assert found["network"] == ("nccl" if GPU and device_count() > receivers else "tcp")
-    assert found["ways"].keys() == {"device", "host", "folder", "network"}
+    assert found["ways"].keys() == {"device", "host", "folder", "network", "raw"}
     name = machine.name_of(DEVICE)
     FIGURES.mkdir(parents=True, exist_ok=True)
     file = FIGURES / f"publish_{re.sub('[^0-9A-Za-z]+', '_', name).strip('_')}.json"

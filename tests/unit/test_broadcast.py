@@ -88,19 +88,13 @@ def transfer(receivers: int, before=lambda invitation: None, backend: str = "tcp
     return Takers(receivers).transfer(sender)
 
 
-@pytest.mark.parametrize(
-    ("receivers", "block", "bucket"), [(1, 1 << 24, 1 << 26), (2, 1000, 1 << 26), (2, 1000, 4096), (1, 1 << 24, 1)]
-)
-def test_every_receiver_gets_every_tensor(receivers, block, bucket, monkeypatch):
-    """In one bucket, in several, with a tensor that is larger than a bucket, and each in one of its own."""
+@pytest.mark.parametrize(("receivers", "block"), [(1, 1 << 24), (2, 1000)])
+def test_every_receiver_gets_every_tensor(receivers, block, monkeypatch):
     monkeypatch.setattr(broadcast, "_BLOCK", block)
-    monkeypatch.setattr(broadcast, "BUCKET", bucket)
     taken = transfer(receivers)
     assert len(taken) == receivers
     for tensors in taken:
         require_all(tensors)
-        memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel() > 0}
-        assert len(memories) == {1 << 26: 1, 4096: 2, 1: 6}[bucket]
 
 
 def require_all(tensors, expected=TENSORS) -> None:
@@ -140,7 +134,8 @@ def test_a_receiver_that_is_gone_is_noticed_before_the_next_transfer():
 
 
 def test_a_receiver_that_does_not_know_the_connection_takes_nothing_and_says_so():
-    """As after a restart that the learner has not noticed: what it sends then is an error, at the latest when it lets go.
+    """As after a restart that the learner has not noticed. What it sends then is an error, at the latest when it lets
+    go.
     """
     sender, takers = Sender(URL, 1, CPU), Takers(1)
     takers.transfer(sender)
@@ -291,6 +286,8 @@ def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():
 class SlowWork:
     """As NCCL's: waiting for it only orders the device's work, and the bytes arrive later."""
 
+    seconds = 0.05
+
     def __init__(self, group: SlowGroup, work: dist.Work) -> None:
         self.group, self.work, self.since = group, work, time.monotonic()
         group.under_way.append(self)
@@ -299,7 +296,7 @@ class SlowWork:
         return True
 
     def is_completed(self) -> bool:
-        if time.monotonic() < self.since + 0.05:
+        if time.monotonic() < self.since + self.seconds:
             return False
         self.work.wait()
         if self in self.group.under_way:
@@ -354,9 +351,16 @@ def slow_groups(monkeypatch):
     return SlowGroup.made
 
 
-def test_one_group_serves_every_transfer_and_waits_until_the_device_has_sent_everything(slow_groups, monkeypatch):
-    """A group of NCCL's that ends earlier aborts the transfer, and the last tensor arrives torn."""
-    monkeypatch.setattr(broadcast, "BUCKET", 4096)
+@pytest.mark.parametrize(("bucket", "messages"), [(1 << 26, 1), (4096, -(-84000 // 4096) + 1), (300, 280 + 2)])
+def test_one_group_serves_every_transfer_and_waits_until_the_device_has_sent_everything(
+    slow_groups, monkeypatch, bucket, messages
+):
+    """A group of NCCL's that ends earlier aborts the transfer, and the last tensor arrives torn.
+
+    All tensors are in one bucket; or the matrix is sent in parts and all others are in one; or the others in two.
+    """
+    monkeypatch.setattr(broadcast, "BUCKET", bucket)
+    monkeypatch.setattr(SlowWork, "seconds", 0.05 if messages < 100 else 0.0005)
     sender, takers = Sender(URL, 2, CPU), Takers(2)
     assert sender.invitation(SPECS)["backend"] == "nccl"
     for version in range(3):
@@ -370,7 +374,7 @@ def test_one_group_serves_every_transfer_and_waits_until_the_device_has_sent_eve
         one.close()
     assert [group.end for group in slow_groups] == ["aborted with 0 under way"] * 3
     for group in slow_groups:
-        assert len(group.on_own_stream) == 3 * (-(-84000 // 4096) + 1)  # the matrix in parts, and all others together
+        assert len(group.on_own_stream) == 3 * messages
         assert set(group.on_own_stream) == {group.rank == 0}  # the learner trains on the other stream
 
 

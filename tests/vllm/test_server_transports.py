@@ -11,9 +11,11 @@ from tiny import PROMPTS, drawn
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
+from async_rlhf.generation import broadcast
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.reports.trace import Trace
+from async_rlhf.system.guarded_port import GuardedPort
 
 pytestmark = pytest.mark.vllm
 
@@ -22,10 +24,52 @@ def train(server, make_args, tokenizer, **generation):
     return run(make_args("run", {**served_by(server), **generation}, **SHORT), tokenizer, PROMPTS)
 
 
-def test_weights_over_the_network_are_those_of_a_process(server, make_args, tokenizer, undisturbed, tmp_path):
+@pytest.fixture
+def ports(monkeypatch):
+    """The ports that the learner opens for servers."""
+    opened = []
+
+    class Noted(GuardedPort):
+        def __init__(self, host: str) -> None:
+            super().__init__(host)
+            opened.append(self.port)
+
+    monkeypatch.setattr(broadcast, "GuardedPort", Noted)
+    return opened
+
+
+def test_weights_over_the_network_are_those_of_a_process(server, make_args, tokenizer, undisturbed, tmp_path, ports):
+    """Every version goes over one connection, and a second run makes its own."""
     metrics = train(server, make_args, tokenizer, weights_transport="network")
     assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
     assert not (tmp_path / "run" / "weights").exists()
+    assert len(ports) == 1
+    args = make_args("again", {**served_by(server), "weights_transport": "network"}, **SHORT)
+    assert same_metrics(run(args, tokenizer, PROMPTS), undisturbed[:SHORT_BATCHES])
+    assert len(ports) == 2
+
+
+def test_a_server_killed_in_the_middle_of_a_transfer_is_connected_again(
+    server, make_args, tokenizer, undisturbed, monkeypatch, ports
+):
+    send_all, calls = broadcast._send_all, []
+
+    def kill_at_the_third(channel, data):
+        calls.append(1)
+        if len(calls) == 3:
+            channel.sendall(data[: len(data) // 2])
+            server.kill()
+            server.start()
+        send_all(channel, data)
+
+    monkeypatch.setattr(broadcast, "_send_all", kill_at_the_third)
+    try:
+        metrics = train(server, make_args, tokenizer, weights_transport="network")
+    finally:
+        server.wait()
+    assert same_metrics(metrics, undisturbed[:SHORT_BATCHES])
+    assert len(calls) > 3
+    assert len(ports) == 2
 
 
 def test_a_folder_of_ones_own_is_used_and_emptied(server, make_args, tokenizer, undisturbed, tmp_path):
