@@ -159,9 +159,13 @@ class GeneratorActor(Signs):
         return _shifted(reply, time.time() - time.monotonic())
 
     @ray.method(concurrency_group="weights")
-    def announce(self, version: int, reference: list[ray.ObjectRef]) -> None:
+    def announce(self, version: int, reference: list[ray.ObjectRef]) -> Failure | None:
         """Fetch new weights while the previous ones still sample."""
-        self._weights.fetch(version, reference)
+        try:
+            self._weights.fetch(version, reference)
+        except Exception as error:  # a request that waits for them would wait for ever
+            return to_failure(error)
+        return None
 
     def _heartbeat(self) -> None:
         self.has_begun, self.last_sign = True, time.monotonic()
@@ -237,8 +241,7 @@ class _Worker(Actor):
     def announce(self, version: int) -> None:
         self.call(self._announced, "announce", version, self._snapshots.reference(version))
 
-    def _announced(self, start: int, answer: RayError | None) -> None:
-        """It may be waiting for these weights already, and would wait for ever."""
+    def _announced(self, start: int, answer: Failure | RayError | None) -> None:
         if answer is not None:
             self._answer(start, answer)
 

@@ -68,8 +68,8 @@ class TrainingLoop:
         # Only now: a callback may have drawn random numbers in begin().
         if run.resumed is not None and run.ranks.leads:
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
-        self.evaluations.begin()
         rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
+        self.evaluations.begin()  # behind the batches that this version samples, as before the run was stopped
         started = time.monotonic()
         for batch in rollouts:
             run.callbacks.step_begin()
