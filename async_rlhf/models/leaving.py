@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,12 @@ class Beside:
         self._pool.shutdown()
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all versions: torch has 32 streams, and a new one is in the end one that somebody else works on."""
+    return torch.cuda.Stream(device)
+
+
 class Leaving:
     """Copies of tensors on their way to where they are needed.
 
@@ -93,7 +99,7 @@ class Leaving:
 
     def __init__(self, model: nn.Module, parallel: Parallel, later: Later) -> None:
         self._device = device = parallel.device or next(model.parameters()).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream_of(device) if device.type == "cuda" else None
         self._later = later
         held = sum(parameter.nbytes for parameter in trainable(model))
         self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.spreads_weights else 1))

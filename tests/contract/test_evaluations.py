@@ -198,8 +198,17 @@ def test_with_bounded_staleness_an_evaluation_still_has_one_version(make_policy,
 
 
 @pytest.mark.parametrize(("staleness", "stop"), [(0, 2), (1, 2), (1, 3), (2, 4)])
-def test_a_run_resumes_bit_for_bit_around_an_evaluation(make_policy, tokenizer, prompts, make_args, staleness, stop):
+def test_a_run_resumes_bit_for_bit_around_an_evaluation(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, staleness, stop
+):
     """Stopped right after it was asked for, and while it is under way."""
+    submit, behind = ProcessGenerator.submit_evaluation, {}
+
+    def noted(self, version, *rest):
+        behind.setdefault(version, set()).add(self._submitted)
+        submit(self, version, *rest)
+
+    monkeypatch.setattr(ProcessGenerator, "submit_evaluation", noted)
     how = {"metric_for_best_model": "eval_objective/scores", "greater_is_better": False, "save_steps": 1}
     options = {"staleness": staleness, "batches": 7, "total_episodes": 56, "eval_steps": 3 if stop == 4 else 2, **how}
     whole = make_args("whole", {"placement": "process"}, **options)
@@ -218,6 +227,7 @@ def test_a_run_resumes_bit_for_bit_around_an_evaluation(make_policy, tokenizer, 
     assert Path(resumed.callbacks.state.best_model_checkpoint).name == Path(best).name
     for name, tensor in load_policy(f"{whole.output_dir}/final").state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    assert behind == {version: {min(version + 1 + staleness, 7)} for version in behind}  # also in the resumed run
 
 
 def test_an_evaluation_of_other_prompts_is_left_out_on_resuming(make_policy, tokenizer, prompts, make_args, caplog):
