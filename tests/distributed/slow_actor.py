@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -31,16 +32,18 @@ def fail_to_fetch() -> None:
 
 
 def lose_the_first() -> None:
-    """Every actor is lost before it has run, as on a node that is about to go, while there are fewer than three."""
+    """The first two actors are lost before they have run, as on a node that is about to go; all leave a file."""
     from async_rlhf.cluster.ray import Signs
 
     begin = Signs.__init__
 
     def lose(actor):
         attempts = Path(os.environ["ATTEMPTS"])
+        for number in ("first", "second"):
+            with suppress(FileExistsError):
+                attempts.joinpath(number).touch(exist_ok=False)
+                os._exit(1)
         attempts.joinpath(str(os.getpid())).touch()
-        if len(list(attempts.iterdir())) < 3:
-            os._exit(1)
         begin(actor)
 
     Signs.__init__ = lose

@@ -353,16 +353,18 @@ def test_actors_that_are_lost_before_they_run_are_placed_again_and_that_is_no_re
     cluster, run, undisturbed, tmp_path
 ):
     """As those that are placed on a node that is about to go. Two are lost, of generators or reward workers."""
+    attempts = tmp_path / "attempts"
+    attempts.mkdir()
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     hook = {
         "worker_process_setup_hook": "slow_actor.lose_the_first",
-        "env_vars": {"PYTHONPATH": path, "ATTEMPTS": str(tmp_path)},
+        "env_vars": {"PYTHONPATH": path, "ATTEMPTS": str(attempts)},
     }
     config = RayConfig(
         address=cluster.address, labels=ACTORS, reward_workers=1, reward_labels=ACTORS, reward_max_restarts=0
     )
     placed = run("placed", generation={"max_restarts": 0}, launch="ray", ray=replace(config, runtime_env=hook))
-    assert len(list(tmp_path.iterdir())) == 2 + 3  # the lost ones, two generators and a reward worker
+    assert len(list(attempts.iterdir())) == 2 + 3  # the lost ones, two generators and a reward worker
     assert_same(placed, undisturbed["outcome"])
 
 
