@@ -211,5 +211,8 @@ def _check_launch(config: OnlineConfig) -> None:
     require(config.placement == "process", "generation.placement", generation.placement, right)
     right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
     require(generation.device is None, "generation.device", generation.device, right)
+    gpus, reserved = generation.vllm.tensor_parallel_size, config.ray.num_gpus
+    right = f"must be {gpus}, as generation.vllm.tensor_parallel_size says, or 0 to sample on CPUs"
+    require(gpus == 1 or reserved in (0, gpus), "ray.num_gpus", reserved, right)
     right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
     require(config.lora.publish == "merged", "lora.publish", config.lora.publish, right)

@@ -68,6 +68,10 @@ _SENDABLE = Rule(
 class VLLMConfig(Checked):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
+    tensor_parallel_size: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place", must_stay=SUMS)
+    """GPUs that share the model of one generator; must divide the heads of its attention. Generators take GPUs that the
+    learner does not use, so many each; an inline one takes the first GPUs. On a CPU, processes that share its
+    threads."""
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
     """Share of the GPU's memory that vLLM may take in all."""
     kv_cache_gb: float | None = key(None, above(0), role="speed")
@@ -86,7 +90,9 @@ class VLLMConfig(Checked):
 
     def check(self) -> None:
         for name in DECIDED:
-            right = "is decided by the run itself" if "parallel" not in name else "is for servers: async-rlhf serve"
+            right = "is decided by the run itself"
+            if "parallel" in name:
+                right = "is a key of its own" if name.startswith("tensor") else "is for servers: async-rlhf serve"
             require(name not in self.options, f"options.{name}", self.options.get(name), right)
 
 
@@ -177,6 +183,11 @@ class GenerationConfig(Checked):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
+        gpus = self.vllm.tensor_parallel_size
+        right = 'must be left out unless engine is "vllm"'
+        require(self.engine == "vllm" or gpus == 1, "vllm.tensor_parallel_size", gpus, right)
+        right = f'must be null, "cpu" or "cuda" with vllm.tensor_parallel_size {gpus}, which takes as many GPUs'
+        require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", self.device, right)
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
 

@@ -53,6 +53,10 @@ class GeneratorError(RuntimeError):
     """A generator failed. The message contains its own error."""
 
 
+class EngineLostError(RuntimeError):
+    """An engine has lost a process that it needs. A new engine may succeed."""
+
+
 class Sampler(Protocol):
     """Samples with the current weights."""
 

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import LENGTH, probe_tokens
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.generation.sampling import request_seeds
+from async_rlhf.generation.vllm_ranks import SeveralProcesses, several_processes
 from async_rlhf.generation.vllm_requests import request_fields, to_sample
 from async_rlhf.models.adapters import write_adapter
 from async_rlhf.models.snapshots import digests
@@ -39,14 +40,16 @@ CPU_OPTIONS = {
 }
 
 
-def gpu_environment(device: str) -> dict[str, str]:
-    """Environment of a process in which vLLM runs on one GPU: vLLM takes the first that it sees."""
-    index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
-    require(
-        index < len(gpus), "generation.device", device, f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
-    )
-    return {"CUDA_VISIBLE_DEVICES": gpus[index]}
+def gpu_environment(devices: Sequence[str]) -> dict[str, str]:
+    """Environment of a process in which vLLM runs on these GPUs: vLLM takes the first that it sees."""
+    visible, seen = os.environ.get("CUDA_VISIBLE_DEVICES"), []
+    for device in devices:
+        index = int(device.partition(":")[2] or 0)
+        gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
+        right = f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
+        require(index < len(gpus), "generation.device", device, right)
+        seen.append(gpus[index])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 
 
 def cpu_environment() -> dict[str, str]:
@@ -87,6 +90,7 @@ class VLLMEngine:
         self._heartbeat: Callable[[], None] = lambda: None
         self._adapter: Any = None
         self._llm = _start(spec, params)
+        self._processes = None if spec.gpus == 1 else SeveralProcesses(self._llm)
 
     def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
         """Call ``heartbeat`` after every step of vLLM's scheduler."""
@@ -97,16 +101,19 @@ class VLLMEngine:
 
         The cache from the old weights is dropped; requests under way compute it again with the new ones.
         """
-        if self._spec.adapter is None:
-            from async_rlhf.generation.vllm_weights import load_weights
-
-            (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(),))
-        else:
-            found = self._load_adapter(tensors)
+        found = self._load_weights(tensors) if self._spec.adapter is None else self._load_adapter(tensors)
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop what it has cached with the old weights")
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
+        return found
+
+    def _load_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        from async_rlhf.generation.vllm_weights import load_weights
+
+        if self._processes is not None:
+            return self._processes.load(tensors)
+        (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(),))
         return found
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -212,7 +219,9 @@ class VLLMEngine:
 
     def _step(self) -> None:
         """One step of vLLM's scheduler, for all that is under way."""
-        self._finished |= {output.request_id: output for output in self._llm.llm_engine.step() if output.finished}
+        with nullcontext() if self._processes is None else self._processes.watched():
+            outputs = self._llm.llm_engine.step()
+        self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._heartbeat()
 
 
@@ -241,7 +250,15 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(f"generation.engine: vLLM cannot be imported: {error}") from error
-    with tempfile.TemporaryDirectory() as empty, _process_left_alone(), _class_left_alone(spec.model_class):
+    heads, gpus = spec.config.get_text_config().num_attention_heads, spec.gpus
+    right = f"must divide the {heads} heads of the model's attention"
+    require(heads % gpus == 0, "generation.vllm.tensor_parallel_size", gpus, right)
+    with ExitStack() as stack:
+        empty = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(_process_left_alone())
+        stack.enter_context(_class_left_alone(spec.model_class))
+        threads = (spec.num_threads or torch.get_num_threads()) if on_cpu else None
+        parallel = {} if gpus == 1 else stack.enter_context(several_processes(gpus, threads))
         if spec.base is None:
             config = copy.deepcopy(spec.config)
             config.architectures = [spec.model_class.__name__]
@@ -260,6 +277,7 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 enable_lora=spec.adapter is not None,
                 enable_sleep_mode=spec.sleeps,
                 disable_log_stats=True,
+                **parallel,
                 **_options(spec.vllm, on_cpu),
                 **({} if spec.adapter is None else {"max_lora_rank": _max_rank(spec.adapter.r)}),
             )

@@ -161,7 +161,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
         prepare_deterministic()
     watch = Watch(ranks)
     with watch.watching(), ExitStack() as stack:
-        check_launch(config, ranks)
+        check_launch(config, ranks, rank_device(config, ranks))
         config = with_prompt_cap(config, inputs.model)
         config = config.with_rows(ranks.from_lead("rows", lambda: _count(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
