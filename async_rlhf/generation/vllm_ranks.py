@@ -83,9 +83,8 @@ class SeveralProcesses:
         except Exception as error:
             deadline = time.monotonic() + _DEATH_SECONDS
             while time.monotonic() < deadline:
-                dead = [worker.rank for worker in self._executor.workers if not worker.proc.is_alive()]
-                if dead:
-                    raise EngineLostError(f"lost a process of vLLM's (rank {dead[0]}): {error}") from error
+                if not all(worker.proc.is_alive() for worker in self._executor.workers):
+                    raise EngineLostError(f"lost a process of vLLM's: {error}") from error
                 time.sleep(_LOOK_SECONDS / 10)
             raise
 
