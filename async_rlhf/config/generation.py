@@ -233,7 +233,10 @@ class ServeConfig(Checked):
     host: str = key("127.0.0.1", role="place")
     """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""
     port: int = key(8000, at_least(1), below(65536), role="place")
-    """Port to listen on."""
+    """Port to listen on; of several servers the first one's, and each of the others has the next."""
+    replicas: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place")
+    """Servers side by side on this host, each with the whole model and tensor_parallel_size GPUs of its own. A run gets
+    all their URLs (``generation.urls``)."""
     api_key: str | None = key(None, _SENDABLE, role="place")
     """The key that requests must send (``Authorization: Bearer KEY``); better given by the environment variable
     ASYNC_RLHF_API_KEY than on the command line, which every user of the host can read."""
@@ -246,13 +249,13 @@ class ServeConfig(Checked):
     max_model_len: int | None = key(None, at_least(1))
     """Most tokens of prompt and response together; null for the model's own limit."""
     tensor_parallel_size: int = key(1, at_least(1), role="place")
-    """GPUs that share the model."""
+    """GPUs that share the model of a server; must divide the heads of its attention. On a CPU, processes."""
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
     """Share of each GPU's memory that vLLM may take in all."""
     kv_cache_gb: float | None = key(None, above(0), role="speed")
     """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     num_threads: int | None = key(None, at_least(1), role="speed")
-    """CPU threads; null for vLLM's own choice."""
+    """CPU threads of each server; null for vLLM's own choice, or with several processes an equal share of the cores."""
     enforce_eager: bool | None = key(None, role="speed")
     """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU."""
     options: dict[str, Any] = key({})
@@ -262,6 +265,9 @@ class ServeConfig(Checked):
         right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "
         right += f"{API_KEY_VARIABLE}); or set open true, and whoever reaches the port can load weights"
         require(self.open or self.api_key is not None or _is_loopback(self.host), "host", self.host, right)
+        last = self.port + self.replicas - 1
+        right = f"must be at most {65536 - self.replicas}, so that all of the {self.replicas} replicas have a port"
+        require(last < 65536, "port", self.port, right)
         right = "must be false with api_key, which closes the server"
         require(not self.open or self.api_key is None, "open", self.open, right)
         for name in self.options:
