@@ -32,7 +32,7 @@ def run_side_by_side(replicas: Sequence[Replica]) -> int:
     """
     running: dict[int, tuple[Replica, subprocess.Popen[bytes]]] = {}
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         for _, process in running.values():
             process.send_signal(number)
 

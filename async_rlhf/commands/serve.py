@@ -19,6 +19,7 @@ from async_rlhf.config.secrets import API_KEY_VARIABLE
 from async_rlhf.generation.placement import available_cores
 from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment, gpu_environment
 from async_rlhf.generation.vllm_ranks import threads_of_each
+from async_rlhf.generation.vllm_requests import own_seed
 from async_rlhf.models.loading import with_revision
 
 
@@ -99,6 +100,7 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
         "load_format": "dummy",  # the run loads its own weights before anything is sampled
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",
+        "seed": own_seed(),  # for runs whose requests have none
         "logprobs_mode": "processed_logprobs",  # of the temperature-scaled distribution
         "enable_scale_out": True,  # the endpoint for tokens
         "trust_remote_code": config.trust_remote_code,

@@ -136,6 +136,10 @@ class GenerationConfig(Checked):
     """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
     """Most new tokens of a completion, the stop token included."""
+    seed_per_request: bool = True
+    """Give vLLM a seed for each prompt, so that what is drawn depends on nothing else. With false all requests draw
+    from one generator of vLLM's: faster on a GPU, where it draws for all rows at once instead of one by one, but no two
+    runs are alike, and what is sampled again comes out differently. Staleness stays as exact as ever."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     stop_token_ids: list[int] = key([], _IDS)
@@ -183,6 +187,8 @@ class GenerationConfig(Checked):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
+        right = 'must be true unless engine is "vllm"'
+        require(self.engine == "vllm" or self.seed_per_request, "seed_per_request", False, right)
         gpus = self.vllm.tensor_parallel_size
         right = 'must be left out unless engine is "vllm"'
         require(self.engine == "vllm" or gpus == 1, "vllm.tensor_parallel_size", gpus, right)

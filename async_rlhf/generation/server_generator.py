@@ -31,8 +31,8 @@ from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
-from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
+from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots, differing
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
@@ -406,7 +406,7 @@ class _Server:
     async def _generate(
         self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams
     ) -> list[tuple[Sample, ...]]:
-        seeds = request_seeds(params.seed, prompts)
+        seeds = seeds_of(params, prompts)
         return await _together(
             client.generate(prompt.tokens, params, seed, self._prefix)
             for prompt, seed in zip(prompts, seeds, strict=True)

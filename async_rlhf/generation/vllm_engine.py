@@ -25,9 +25,8 @@ from async_rlhf.config.base import require
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import LENGTH, probe_tokens
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
-from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.vllm_ranks import SeveralProcesses, several_processes
-from async_rlhf.generation.vllm_requests import request_fields, to_sample
+from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
 from async_rlhf.models.snapshots import digests
 from async_rlhf.types import Prompt, Sample
@@ -71,7 +70,7 @@ def cpu_environment() -> dict[str, str]:
 class VLLMEngine:
     """Samples with vLLM.
 
-    vLLM draws the random numbers; those of a completion depend only on (seed, draw, sample).
+    vLLM draws the random numbers; with a seed per request those of a completion depend only on (seed, draw, sample).
 
     Args:
         spec: the model and vLLM's options.
@@ -133,7 +132,7 @@ class VLLMEngine:
         """K completions for each prompt, in the order of the prompts."""
         from vllm import SamplingParams as VLLMParams
 
-        seeds = request_seeds(self.params.seed, prompts)
+        seeds = seeds_of(self.params, prompts)
         params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
         outputs = self._run([prompt.tokens for prompt in prompts], params, progress, self.refresh)
         return [_samples(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
@@ -147,7 +146,7 @@ class VLLMEngine:
         while True:
             prompts = more(places - len(under_way)) if len(under_way) < places else ()
             for prompt in prompts:
-                (seed,) = request_seeds(self.params.seed, [prompt])
+                (seed,) = seeds_of(self.params, [prompt])
                 params = VLLMParams(**request_fields(self.params, seed), detokenize=False)
                 under_way[self._add(prompt.tokens, params)] = next(numbers), prompt
             if not under_way:
@@ -270,7 +269,7 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 trust_remote_code=spec.brings_code,
                 skip_tokenizer_init=True,
                 dtype=str(spec.dtype).removeprefix("torch."),
-                seed=0,
+                seed=0 if params.seed_per_request else own_seed(),
                 logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
                 max_model_len=None if spec.max_length is None else max(spec.max_length, LENGTH + 1),  # for the probe
                 max_num_seqs=params.batch_size,

@@ -428,6 +428,7 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         batch_size=generation.batch_size,
         top_p=generation.top_p,
         top_k=generation.top_k,
+        seed_per_request=generation.seed_per_request,
     )
 
 

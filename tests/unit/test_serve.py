@@ -22,7 +22,9 @@ from async_rlhf.generation.vllm_middleware import OnlyWithKey
 def test_a_server_is_started_so_that_a_run_can_use_it():
     words = serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True)
     joined = " ".join(words)
+    assert joined != " ".join(serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True))
     for expected in (
+        "--seed ",  # another for each server
         "--model policy",
         "--port 8001",
         "--host 127.0.0.1",
