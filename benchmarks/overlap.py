@@ -173,7 +173,7 @@ def waits() -> Iterator[Wait]:
     ours, naive = (publish[how]["stall"] for how in ("beside", "in publish()"))
     yield Wait("the same: share of a batch within publish()", ours, naive, "under 0.01")
     shares = waits_shares.measure()
-    ours, naive = shares["units_over_best"], shares["fixed_shares_over_best"]
+    ours, naive = (shares[how]["over_best"] for how in ("units", "fixed shares"))
     yield Wait("workers of speeds 1, 1, 1, 0.5: wall / best", ours, naive, "at most 1.05")
     queue = waits_queue.measure()
     ours, naive = (queue[how]["places"] for how in ("one queue", "batch by batch"))

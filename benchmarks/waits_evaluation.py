@@ -12,25 +12,26 @@ itself while everything else waits. Seconds per batch, after the first four:
     training  score, annotate, update
     ratio     wall / max(sampling, training): 1 is an evaluation for nothing
     waited    of the learner for the generator
+    predicted wall by async-rlhf plan, from the times of the run without evaluations
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import waits
 from overlap import VOCABULARY, reward, tokenizer
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer, OnlineConfig
+from async_rlhf.config.plan import WorkloadConfig
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -63,10 +64,8 @@ def by_the_learner() -> Iterator[None]:
 
 
 def run(kind: str, batches: int) -> dict[str, float]:
-    """One run; means over the batches after the warm-up."""
-    words = " ".join(f"w{i}" for i in range(1, PROMPT_TOKENS))
-    rows = [{"query": f"w{i + 20} {words}"} for i in range(256)]
-    evaluates = kind != "none"
+    """Seconds of each phase of a batch, means over those after the warm-up."""
+    rows, evaluates = waits.prompts(PROMPT_TOKENS), kind != "none"
     with tempfile.TemporaryDirectory() as folder, by_the_learner() if kind == "learner" else nullcontext():
         args = GRPOConfig(
             output_dir=folder,
@@ -92,37 +91,30 @@ def run(kind: str, batches: int) -> dict[str, float]:
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     logs = [line for line in lines if "time/batch" in line and line["batch"] > WARM_UP]
     assert sum("eval_objective/scores" in line for line in lines) == (batches // EVERY + 1 if evaluates else 0)
-    mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
-    sampling, training = mean["time/generate"], mean["time/score"] + mean["time/annotate"] + mean["time/train"]
-    ratio = mean["time/batch"] / max(sampling, training)
-    return {
-        "wall": mean["time/batch"],
-        "sampling": sampling,
-        "training": training,
-        "waited": mean["time/wait"],
-        "ratio": ratio,
-    }
+    return waits.mean_times(logs)
+
+
+def figures(mean: dict[str, float], predicted: float) -> dict[str, float]:
+    """What is shown of a run."""
+    sampling, training = mean["generate"], mean["score"] + mean["annotate"] + mean["train"]
+    shown = {"wall": mean["batch"], "sampling": sampling, "training": training, "waited": mean["wait"]}
+    return {**shown, "ratio": mean["batch"] / max(sampling, training), "predicted": predicted}
 
 
 def measure(batches: int = 24) -> dict[str, dict[str, float]]:
-    """Seconds per batch and their ratio, by who evaluates."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    return {kind: run(kind, batches) for kind in KINDS}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    parser.add_argument("--batches", type=int, default=24)
-    options = parser.parse_args()
-    results = measure(options.batches)
-    if options.json:
-        print(json.dumps(results))
-        return
-    print(f"{'evaluations by':<16}" + "".join(f"{name:>12}" for name in results["none"]))
-    for kind, figures in results.items():
-        print(f"{kind:<16}" + "".join(f"{value:>12.3f}" for value in figures.values()))
+    """By who evaluates. An evaluation has as many completions as a batch."""
+    found = {kind: run(kind, batches) for kind in KINDS}
+    size = WorkloadConfig(PROMPTS, 2)
+    evaluated = replace(size, eval_completions=2 * PROMPTS, eval_steps=EVERY)
+    none = waits.seconds_of(found["none"], score=found["none"]["score"])
+    by_learner = replace(none, other=none.other + found["none"]["generate"] / EVERY)
+    by_plan = {
+        "none": waits.predicted(none, 1, size),
+        "generators": waits.predicted(none, 1, evaluated),
+        "learner": waits.predicted(by_learner, 1, size),
+    }
+    return {kind: figures(mean, by_plan[kind]) for kind, mean in found.items()}
 
 
 if __name__ == "__main__":
-    main()
+    waits.main(__doc__, measure)

@@ -9,6 +9,7 @@ weights waits on its way to the generator, as one of a large model does on the b
     publish   seconds of it in which the learner is within publish()
     wait      seconds in which it waits for completions
     stall     publish / wall
+    predicted wall by async-rlhf plan, from the times of the run with nothing
 
 "nothing" has no such copy; "in publish()" makes it wait there, in the learner's own thread; "beside" is what the code
 does. The generator waits for its weights as long in either. Medians over batches and rounds, in which they take turns.
@@ -16,17 +17,17 @@ does. The generator waits for its weights as long in either. Medians over batche
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import waits
 from overlap import PROMPT_TOKENS, VOCABULARY, WARM_UP, reward, tokenizer
 from waiting import waiting_policy
 
@@ -59,9 +60,8 @@ def copies_that_take(seconds: float, in_publish: bool) -> Iterator[None]:
 
 
 def run(batches: int) -> dict[str, float]:
-    """Medians over the batches after the warm-up."""
-    words = " ".join(f"w{i}" for i in range(1, PROMPT_TOKENS))
-    rows = [{"query": f"w{i + 20} {words}"} for i in range(256)]
+    """Seconds of each phase of a batch, means over those after the warm-up."""
+    rows = waits.prompts(PROMPT_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         generation = GenerationConfig(
             response_length=RESPONSE_TOKENS, placement="process", num_threads=1, mismatch_samples=0, probe_steps=0
@@ -81,44 +81,33 @@ def run(batches: int) -> dict[str, float]:
         model = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, 0.0)
         OnlineDPOTrainer(model, args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    logs = [json.loads(line) for line in lines][WARM_UP:-2]  # after the last but one nothing is published
-    middle = {name: statistics.median(log[f"time/{name}"] for log in logs) for name in ("batch", "publish", "wait")}
-    return {"wall": middle["batch"], "publish": middle["publish"], "wait": middle["wait"]}
+    # After the last but one nothing is published.
+    return waits.mean_times([json.loads(line) for line in lines][WARM_UP:-2])
 
 
 def measure(batches: int = 12, share: float = 0.2, rounds: int = 3) -> dict[str, dict[str, float]]:
-    """Seconds of a batch and the learner's stall in it, by the way of publishing."""
+    """By the way of publishing; ``share`` of a batch is how long it takes where training waits for it."""
     found: dict[str, list[dict[str, float]]] = {"nothing": [], "in publish()": [], "beside": []}
+    seconds = 0.0
     for _ in range(rounds):
-        for name, figures in found.items():
-            # The naive way's batch is as much longer.
-            seconds = 0.0 if name == "nothing" else found["nothing"][0]["wall"] * share / (1 - share)
-            with copies_that_take(seconds, name == "in publish()"):
-                figures.append(run(batches))
-    medians = {
-        name: {key: statistics.median(one[key] for one in figures) for key in figures[0]}
-        for name, figures in found.items()
+        for name, runs in found.items():
+            with copies_that_take(0.0 if name == "nothing" else seconds, name == "in publish()"):
+                runs.append(run(batches))
+            seconds = seconds or runs[0]["batch"] * share / (1 - share)
+    middle = {
+        name: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for name, runs in found.items()
     }
-    return {name: {**figures, "stall": figures["publish"] / figures["wall"]} for name, figures in medians.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--share", type=float, default=0.2, help="of a batch that publishing takes")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = measure(options.batches, options.share, options.rounds)
-    if options.json:
-        print(json.dumps(found))
-        return
-    columns = ["wall", "publish", "wait", "stall"]
-    print(f"{'publishing':<14}" + "".join(f"{name:>10}" for name in columns))
-    for name, figures in found.items():
-        print(f"{name:<14}" + "".join(f"{figures[column]:>10.4f}" for column in columns))
+    nothing = waits.seconds_of(middle["nothing"], score=middle["nothing"]["score"])
+    more = {"nothing": {}, "in publish()": {"publish": seconds}, "beside": {"transfer": seconds}}
+    return {
+        name: {
+            **{"wall": mean["batch"], "publish": mean["publish"], "wait": mean["wait"]},
+            "stall": mean["publish"] / mean["batch"],
+            "predicted": waits.predicted(replace(nothing, **more[name]), 1),
+        }
+        for name, mean in middle.items()
+    }
 
 
 if __name__ == "__main__":
-    main()
+    waits.main(__doc__, measure)

@@ -1,6 +1,6 @@
 """How full a generator's places are: batch by batch, or with one queue over batches.
 
-    python benchmarks/waits_queue.py [--json] [--batches 9]
+    python benchmarks/waits_queue.py [--json] [--batches 7]
 
 The real trainer, S = 2, one generator process with 32 places and 512 rows a batch, whose lengths are lognormal
 (sigma 1). Its model waits for each step of decoding as on a device of its own (waiting.py), so that cores do not
@@ -8,27 +8,29 @@ matter.
 For each, means over the batches after the first two and before the last two:
 
     places      share of the places that were taken, over all steps of decoding
-    sampled     rows per second, from a batch to the next
+    wall        seconds from a batch to the next
+    predicted   the same by async-rlhf plan, from the time that batch by batch takes to sample
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import random
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import waits
 from overlap import tokenizer
 from waiting import counting_policy
 
 from async_rlhf import GenerationConfig, RLOOConfig, RLOOTrainer
+from async_rlhf.config.plan import WorkloadConfig
 
 PLACES, ROWS, SAMPLES = 32, 512, 2
 MEDIAN, LONGEST, PROMPT_TOKENS = 12, 96, 4
-STEP_SECONDS, TOKEN_SECONDS = 0.01, 1e-6
+STEP_SECONDS, TOKEN_SECONDS = 0.025, 1e-6
 EDGE = 2  # batches at either end that do not count
 
 
@@ -37,10 +39,8 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
 
 
 def run(batches: int, one_queue: bool) -> dict[str, float]:
-    """Of one run."""
-    draw, prompts = random.Random(0), ROWS // SAMPLES
-    lengths = [min(LONGEST, max(1, round(draw.lognormvariate(0, 1) * MEDIAN))) for _ in range(prompts * batches)]
-    rows = [{"query": f"w{LONGEST + 1} w{LONGEST + 2} w{LONGEST + 3} w{length}"} for length in lengths]
+    """Means over batches of the times of each phase."""
+    rows = [{"query": f"w{LONGEST + 1} w{LONGEST + 2} w{LONGEST + 3} w{length}"} for length in lengths(batches)]
     where = {"placement": "process", "num_threads": 1, "in_flight": one_queue}
     with tempfile.TemporaryDirectory() as folder:
         args = RLOOConfig(
@@ -61,31 +61,34 @@ def run(batches: int, one_queue: bool) -> dict[str, float]:
         model = counting_policy(LONGEST + 8, PROMPT_TOKENS + LONGEST + 1, STEP_SECONDS, TOKEN_SECONDS)
         RLOOTrainer(model, args, rows, reward_funcs=reward, processing_class=made).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    logs = [json.loads(line) for line in lines][EDGE:-EDGE]
-    return {
-        "places": statistics.fmean(log["time/generate_places_taken"] for log in logs),
-        "sampled": ROWS / statistics.fmean(log["time/batch"] for log in logs),
-    }
+    return waits.mean_times([json.loads(line) for line in lines][EDGE:-EDGE])
 
 
-def measure(batches: int = 9) -> dict[str, dict[str, float]]:
+def lengths(batches: int) -> list[int]:
+    """Of the answers to each prompt; both have the same."""
+    draw = random.Random(0)
+    drawn = (draw.lognormvariate(0, 1) * MEDIAN for _ in range(batches * ROWS // SAMPLES))
+    return [min(LONGEST, max(1, round(length))) for length in drawn]
+
+
+def measure(batches: int = 7) -> dict[str, dict[str, float]]:
     """With one queue, and with a barrier after each batch."""
-    return {"one queue": run(batches, one_queue=True), "batch by batch": run(batches, one_queue=False)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    parser.add_argument("--batches", type=int, default=9)
-    options = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = measure(options.batches)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, figures in found.items():
-        print(f"{name:<16}" + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+    means = {"one queue": run(batches, one_queue=True), "batch by batch": run(batches, one_queue=False)}
+    size = WorkloadConfig(
+        prompts=ROWS // SAMPLES,
+        samples_per_prompt=SAMPLES,
+        response_length=LONGEST,
+        response_tokens=statistics.fmean(lengths(batches)),
+        places=PLACES,
+    )
+    found = {}
+    for name, mean in means.items():
+        predicted = waits.predicted(
+            waits.seconds_of(means["batch by batch"]), 2, replace(size, in_flight=name == "one queue")
+        )
+        found[name] = {"places": mean["generate_places_taken"], "wall": mean["batch"], "predicted": predicted}
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    waits.main(__doc__, measure)

@@ -8,19 +8,18 @@ matter, and the reward function waits for half of a batch's time, as a remote ju
     ratio       wall / max(sampling, training) of a batch, scoring not included; 1 is perfect
     bound       the same by the schedule alone: a batch passes through all three while S + 1 batches are under way, so
                 wall is at least (sampling + rewards + training) / (S + 1)
+    predicted   wall by async-rlhf plan, from sampling and training of the run with rewards in their turn
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from unittest.mock import patch
 
+import waits
 from overlap import PROMPT_TOKENS, VOCABULARY, reward, tokenizer
 from waiting import waiting_policy
 
@@ -38,9 +37,7 @@ def slow_reward(prompts: list[str], completions: list[str], **columns: object) -
 
 
 def run(batches: int, staleness: int, beside: bool) -> dict[str, float]:
-    """Seconds of a batch, means over those after the warm-up."""
-    words = [f"w{i}" for i in range(1, PROMPT_TOKENS + 1)]
-    rows = [{"query": " ".join([f"w{i + 20}", *words[1:]])} for i in range(256)]
+    """Seconds of each phase of a batch, means over those after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         args = OnlineDPOConfig(
             output_dir=folder,
@@ -57,41 +54,33 @@ def run(batches: int, staleness: int, beside: bool) -> dict[str, float]:
             ),
         )
         model = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, 0.0)
+        rows = waits.prompts(PROMPT_TOKENS)
         trainer = OnlineDPOTrainer(model, args, rows, reward_funcs=slow_reward, processing_class=tokenizer())
         with patch.object(Scorer, "begin", Scorer.begin if beside else lambda *_: None):
             trainer.train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    logs = [json.loads(line) for line in lines][WARM_UP:]
-    mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
-    wall, sampling, training = mean["time/batch"], mean["time/generate"], mean["time/annotate"] + mean["time/train"]
+    return waits.mean_times([json.loads(line) for line in lines][WARM_UP:])
+
+
+def figures(mean: dict[str, float], staleness: int, predicted: float) -> dict[str, float]:
+    """What is shown of a run."""
+    sampling, training = mean["generate"], mean["annotate"] + mean["train"]
     longer = max(sampling, training)
     bound = max(1.0, (sampling + REWARD_SECONDS + training) / (staleness + 1) / longer)
-    figures = {"wall": wall, "sampling": sampling, "training": training, "score": mean["time/score"]}
-    return {**figures, "ratio": wall / longer, "bound": bound}
+    shown = {"wall": mean["batch"], "sampling": sampling, "training": training, "score": mean["score"]}
+    return {**shown, "ratio": mean["batch"] / longer, "bound": bound, "predicted": predicted}
 
 
 def measure(batches: int = 16) -> dict[str, dict[str, float]]:
     """Beside training, and in turn."""
-    return {
-        f"rewards {'beside training' if beside else 'in their turn'}, S = {staleness}": run(batches, staleness, beside)
-        for staleness in (1, 2)
-        for beside in (True, False)
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    parser.add_argument("--batches", type=int, default=16)
-    options = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = measure(options.batches)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, figures in found.items():
-        print(f"{name:<34}" + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+    found = {}
+    for staleness in (1, 2):
+        beside, in_turn = (run(batches, staleness, each) for each in (True, False))
+        for name, mean, key in (("beside training", beside, "rewards"), ("in their turn", in_turn, "score")):
+            predicted = waits.predicted(waits.seconds_of(in_turn, **{key: REWARD_SECONDS}), staleness)
+            found[f"rewards {name}, S = {staleness}"] = figures(mean, staleness, predicted)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    waits.main(__doc__, measure)

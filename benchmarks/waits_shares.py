@@ -1,30 +1,33 @@
 """What workers that differ in speed wait for: units that each free worker takes, against fixed shares.
 
-    python benchmarks/waits_shares.py [--json]
+    python benchmarks/waits_shares.py [--json] [--batches 22]
 
 Real generator processes, four of them, with a model that sleeps as long as a device would compute: three are alike, the
 fourth is half as fast. Exact staleness 1, and a learner that takes no time, so that sampling is all there is. Wall is
-that of some batches after a first one, which starts the processes. It is compared with the best assignment of whole
-prompts, when the next batch may begin before the last one has ended: all work / all speed.
+from batch to batch, without the first two and the last two. It is compared with the best assignment of whole
+prompts, when the next batch may begin before the last one has ended: all work / all speed; and with what
+async-rlhf plan predicts of such a run without an end.
 
-    units           one prompt a request (generation.prompts_per_request: 1)
-    whole_shares    a quarter of the batch a request (null), and a free worker takes the next
-    fixed_shares    the same, and each quarter waits for its own worker, as it would without the queue
+    units         one prompt a request (generation.prompts_per_request: 1)
+    whole shares  a quarter of the batch a request (null), and a free worker takes the next
+    fixed shares  the same, and each quarter waits for its own worker, as it would without the queue
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
+import statistics
 import time
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import waits
 from waiting import sleeping_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig
+from async_rlhf.config.plan import SecondsConfig, WorkloadConfig
 from async_rlhf.generation.dispatch import Dispatcher
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
@@ -33,9 +36,10 @@ from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.types import Prompt
 
 SPEEDS = (1.0, 1.0, 1.0, 0.5)
-PROMPTS, BATCHES = 28, 4
-"""In a batch; and batches that are timed."""
-TOKENS, TOKEN_SECONDS = 8, 0.05
+PROMPTS = 28
+"""In a batch."""
+EDGE = 2  # batches at either end that do not count
+TOKENS, TOKEN_SECONDS = 8, 0.03
 """Of each completion; and what one of a prompt takes at speed 1, whatever it is decoded with."""
 VOCABULARY = 64
 
@@ -74,13 +78,13 @@ class Prompts:
         return [Prompt(draw, draw, (1 + draw % 9, 2, 3)) for draw in range((index - 1) * size, index * size)]
 
 
-def wall(size: int | None, fixed: bool = False) -> tuple[float, float]:
+def wall(batches: int, size: int | None, fixed: bool = False) -> tuple[float, float]:
     """Seconds a batch, and the mean share of them in which workers had nothing."""
     generation = GenerationConfig(
         workers=len(SPEEDS), prompts_per_request=size, num_threads=1, mismatch_samples=0, probe_steps=0
     )
     config = OnlineDPOConfig(
-        staleness=1, batches=BATCHES, per_device_train_batch_size=PROMPTS, generation=generation, num_threads=1
+        staleness=1, batches=batches, per_device_train_batch_size=PROMPTS, generation=generation, num_threads=1
     )
     model, trace = sleeping_policy(VOCABULARY, TOKENS + 8, TOKEN_SECONDS), Trace()
     with closing(UnequalWorkers(config, model, SamplingParams(1, 1.0, TOKENS, (), 0), trace)) as generator:
@@ -93,41 +97,33 @@ def wall(size: int | None, fixed: bool = False) -> tuple[float, float]:
             generator,
             Prompts(),
             batch_size=PROMPTS,
-            num_batches=BATCHES,
+            num_batches=batches,
             staleness=1,
             trace=trace,
         )
-        started, idle = time.monotonic(), []
+        ends, idle = [], []
         rollouts.publish(model, 0)
         for batch in rollouts:
+            ends.append(time.monotonic())
             idle.append(batch.metrics["time/generate_idle_share"])
             rollouts.publish(model, batch.index)
-        return (time.monotonic() - started) / BATCHES, sum(idle) / BATCHES
+        return statistics.fmean(b - a for a, b in pairwise(ends[EDGE - 1 : -EDGE])), statistics.fmean(idle[EDGE:-EDGE])
 
 
-def measure() -> dict[str, float]:
-    """Seconds a batch in each way, and of the best assignment; by how much each is longer; idle shares."""
-    best = PROMPTS * TOKENS * TOKEN_SECONDS / sum(SPEEDS)
-    found = {"best": best}
-    for name, arguments in {"units": (1,), "whole_shares": (None,), "fixed_shares": (None, True)}.items():
-        found[name], found[f"{name}_idle"] = wall(*arguments)
-        found[f"{name}_over_best"] = found[name] / best
+def measure(batches: int = 22) -> dict[str, dict[str, float]]:
+    """Seconds a batch in each way, over those of the best assignment, and how much of the time workers are idle."""
+    work = PROMPTS * TOKENS * TOKEN_SECONDS
+    best, found = work / sum(SPEEDS), {}
+    seconds = SecondsConfig(generate=work / len(SPEEDS), train=1e-6)
+    for name, size, fixed in (("units", 1, False), ("whole shares", None, False), ("fixed shares", None, True)):
+        took, idle = wall(batches, size, fixed)
+        found[name] = {"wall": took, "best": best, "over_best": took / best, "idle": idle}
+        if not fixed:  # the code has no such thing any more
+            shares = {"generators": len(SPEEDS), "generate_fixed": 0.0, "speeds": list(SPEEDS)}
+            workload = WorkloadConfig(prompts=PROMPTS, prompts_per_request=size)
+            found[name]["predicted"] = waits.predicted(seconds, 1, workload, **shares)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    as_json = parser.parse_args().json
-    found = measure()
-    if as_json:
-        print(json.dumps(found))
-        return
-    print(f"{'best assignment':16} {found['best']:6.3f} s a batch of {PROMPTS} prompts, speeds {SPEEDS}")
-    for name in ("units", "whole_shares", "fixed_shares"):
-        ratio, idle = found[f"{name}_over_best"], found[f"{name}_idle"]
-        print(f"{name:16} {found[name]:6.3f} s, {ratio:.3f} of the best; workers idle {idle:.1%}")
-
-
 if __name__ == "__main__":
-    main()
+    waits.main(__doc__, measure)

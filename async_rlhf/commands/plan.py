@@ -17,7 +17,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
 from async_rlhf.planning import simulate
 from async_rlhf.planning.measured import MeasuredRun, read_run
-from async_rlhf.planning.roofline import Roofline, batch_of
+from async_rlhf.planning.roofline import Roofline, batch_of, filled
 from async_rlhf.planning.search import Choice, Proposal, propose, search, try_split
 from async_rlhf.planning.times import Scaled, Split, Times, given
 from async_rlhf.reports import trace
@@ -25,6 +25,7 @@ from async_rlhf.run.config import RunConfig
 from async_rlhf.system.files import whole_file
 
 PLAN, TRACE = "plan.json", "trace.json"
+_TRACKS = {simulate.LEARNER: trace.LEARNER, simulate.PUBLISHER: "publisher"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
     Returns:
         The content of plan.json.
     """
+    config = with_recipe(config)
     source = find_times(config)
     choices = search(source.times, source.devices, config)
     proposal = propose(choices, config.tolerance, config.in_turn)
@@ -67,6 +69,26 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
             file.write(json.dumps({"config": asdict(config), **results}, indent=2, allow_nan=False) + "\n")
         write_trace(proposal, folder / TRACE)
     return results
+
+
+def with_recipe(config: PlanConfig) -> PlanConfig:
+    """With what the recipe that ``run`` names says of a batch.
+
+    Raises:
+        ConfigError: something that evaluations or one queue over batches need is still open.
+    """
+    recipe = None if config.run is None or Path(config.run).is_dir() else _recipe(config.run)
+    if recipe is not None:
+        config = replace(config, workload=filled(config.workload, recipe))
+    work = config.workload
+    for key, needed in {
+        "eval_completions": ("eval_steps", "prompts", "samples_per_prompt"),
+        "in_flight": ("prompts", "samples_per_prompt", "response_length"),
+        "prompts_per_request": ("prompts",),
+    }.items():
+        for name in needed if getattr(work, key) else ():
+            require(getattr(work, name) is not None, f"workload.{name}", None, f"must be given with workload.{key}")
+    return config
 
 
 def find_times(config: PlanConfig) -> Source:
@@ -93,7 +115,7 @@ def find_times(config: PlanConfig) -> Source:
         right = "must be a YAML file, or null, with seconds: the times are either measured or given"
         require(not folder, "run", config.run, right)
         prompts = prompts or (recipe.train.batch_size if recipe else None)
-        scaled = given(config.seconds, scaling, prompts)
+        scaled = given(config.seconds, scaling, prompts, config.workload)
         text = f"seconds as given, for {_split(scaled.measured)}"
         return Source(scaled, config.devices or _devices(scaled.measured), prompts, text)
     right = "must be the folder of a run; or give seconds.generate and seconds.train, or model.parameters"
@@ -106,7 +128,7 @@ def find_times(config: PlanConfig) -> Source:
         f"{config.run}: {len(found.rows)} batches measured with {_split(found.split)} at staleness {found.staleness}, "
         f"{found.step_seconds:.3g} s each"
     )
-    times = Scaled(found.rows, found.split, scaling, found.prompts)
+    times = Scaled(found.rows, found.split, scaling, found.prompts, config.workload)
     return Source(times, config.devices or _devices(found.split), found.prompts, text, found)
 
 
@@ -244,5 +266,5 @@ def write_trace(proposal: Proposal, path: Path) -> None:
     with closing(trace.Trace()) as spans:
         spans.write_to(path)
         for span in proposal.outcome.spans:
-            track = trace.LEARNER if span.track == simulate.LEARNER else f"generator {span.track}"
+            track = _TRACKS.get(span.track, f"generator {span.track}")
             spans.add(span.name, span.started, span.ended, track, batch=span.batch)

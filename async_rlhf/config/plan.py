@@ -25,7 +25,9 @@ class SecondsConfig(Checked):
     train: float | None = key(None, above(0), main="where times come from")
     """Time of the update."""
     publish: float = key(0.0, at_least(0))
-    """Time of publishing the weights."""
+    """Time of publishing the weights, for which the learner waits."""
+    transfer: float = key(0.0, at_least(0))
+    """Time from then until the generators have the weights, beside the learner's work."""
     other: float = key(0.0, at_least(0))
     """Time of whatever else the learner does between two batches, such as logging."""
 
@@ -50,6 +52,8 @@ class ScalingConfig(Checked):
     """Share of sampling time that stays however few prompts a generator has."""
     learn_fixed: float = key(0.05, _SHARE_OF_TIME)
     """Share of scoring and training time that stays however many learners there are."""
+    speeds: list[float] = key([], Rule(lambda speeds: all(speed > 0 for speed in speeds), "must be above 0, each"))
+    """Speeds of the generators, if they differ; the seconds are those of speed 1, and so are generators without one."""
 
     _group = "scaling."
 
@@ -63,6 +67,9 @@ class VariationConfig(Checked):
     batches of a measured run, and is 0 without one."""
     learn: float | None = key(None, at_least(0))
     """The same of the learner's time for a batch."""
+    lengths: float = key(1.0, at_least(0))
+    """Standard deviation of the logarithm of a completion's length, for workload.in_flight: lognormal, with the mean
+    workload.response_tokens and cut off at workload.response_length."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class HardwareConfig(Checked):
     reduce_gbs: float = key(300.0, above(0))
     """Bandwidth of summing gradients over the learners, as NCCL's tests report it ("bus bandwidth")."""
     weights_gbs: float = key(10.0, above(0))
-    """Speed of publishing weights and of loading them, in 1e9 bytes a second: copies and checksums."""
+    """Speed of bringing weights to the generators and of loading them, in 1e9 bytes a second: copies and checksums."""
 
     _group = "hardware."
 
@@ -172,6 +179,19 @@ class WorkloadConfig(Checked):
     """T, epochs over each batch; without a recipe, 1."""
     num_mini_batches: int | None = key(None, at_least(1))
     """N, optimiser steps per epoch; without a recipe, 1."""
+    prompts_per_request: int | None = key(None, at_least(1))
+    """Prompts that a free generator takes at a time; null for the recipe's generation.prompts_per_request, or else as
+    many requests as there are generators."""
+    in_flight: bool | None = None
+    """Requests of the next batches fill the places that ended answers leave; null for the recipe's
+    generation.in_flight, or else false."""
+    places: int | None = key(None, at_least(1))
+    """Completions that a generator decodes together, if in_flight; null for the recipe's generation.batch_size, or else
+    all of its share of a batch."""
+    eval_completions: int | None = key(None, at_least(1))
+    """Completions of an evaluation, which generators sample; null for no evaluations."""
+    eval_steps: int | None = key(None, at_least(1))
+    """Batches between two evaluations; null for the recipe's."""
 
 
 @dataclass(frozen=True)

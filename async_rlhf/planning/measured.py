@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
         logs = [log for log in map(json.loads, lines) if "time/batch" in log]
         lag = max((int(log["schedule/lag"]) for log in logs), default=0)
         kept = logs[warm_up : max(0, len(logs) - 1 - lag)]
-        generate, in_turn = _by_generator(folder / TRACE)
-        rows = [_row(log, generate.get(int(log["batch"])) or (log["time/generate"],)) for log in kept]
+        traced = _read_trace(folder / TRACE)
+        rows = [_row(log, traced) for log in kept]
         prompts = [round(log["eps"] * log["time/batch"]) for log in kept]
     except (OSError, ValueError, KeyError, TypeError) as error:
         right = f"must be the output folder of a run, with its {METRICS}: {type(error).__name__}: {error}"
@@ -60,15 +60,38 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
             f"run: {str(folder)!r} has logged {len(logs)} batches; must be at least {warm_up + 1 + lag + FEWEST}: the "
             f"first {warm_up} (warm_up) and the last {1 + lag} do not count"
         )
-    counts = {len(row.generate) for row in rows}
-    if len(counts) > 1:  # the trace covers only part of the run: use what all batches have
-        rows = [BatchTimes((log["time/generate"],), *_learner(log)) for log in kept]
-    split = Split(len(rows[0].generate), learners, in_turn)
+    generators = traced.generators
+    if any(int(log["batch"]) not in traced.requests for log in kept):
+        # The trace covers only part of the run: use what all batches have.
+        rows, generators = (
+            [replace(row, generate=(log["time/generate"],)) for row, log in zip(rows, kept, strict=True)],
+            1,
+        )
+    split = Split(generators, learners, traced.in_turn)
     return MeasuredRun(rows, split, lag, max(prompts), sum(log["time/batch"] for log in kept) / len(kept))
 
 
-def _row(log: dict[str, float], generate: tuple[float, ...]) -> BatchTimes:
-    return BatchTimes(generate, *_learner(log))
+@dataclass
+class _Traced:
+    """What the trace of a run says; it has no end if the run was killed, and is empty if tracing was off.
+
+    Args:
+        requests: by batch, seconds of each request, loading included, in the order in which they began.
+        transfer: by version, seconds from publishing until the generators had it.
+        generators: how many have sampled.
+        in_turn: whether they sampled in the learner's process.
+    """
+
+    requests: dict[int, tuple[float, ...]]
+    transfer: dict[int, float]
+    generators: int
+    in_turn: bool
+
+
+def _row(log: dict[str, float], traced: _Traced) -> BatchTimes:
+    batch = int(log["batch"])
+    generate = traced.requests.get(batch, (log["time/generate"],))
+    return BatchTimes(generate, *_learner(log), traced.transfer.get(batch, 0.0))
 
 
 def _learner(log: dict[str, float]) -> tuple[float, float, float, float]:
@@ -83,14 +106,13 @@ def _learner(log: dict[str, float]) -> tuple[float, float, float, float]:
     return work, log["time/publish"], max(0.0, other), rewards
 
 
-def _by_generator(path: Path) -> tuple[dict[int, tuple[float, ...]], bool]:
-    """Seconds of each generator by batch, loading included, and whether they sampled in the learner's process.
-
-    The trace of a killed run has no end, and tracing may be off: then the result is partial or empty.
-    """
+def _read_trace(path: Path) -> _Traced:
     tracks: dict[int, str] = {}
     loading: dict[str, float] = {}
-    found: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    transfer: dict[int, float] = {}
+    ends: dict[str, float] = {}
+    sampled: set[str] = set()
     for event in _events(path):
         if event["ph"] == "M":
             tracks[event["tid"]] = event["args"]["name"]
@@ -98,10 +120,16 @@ def _by_generator(path: Path) -> tuple[dict[int, tuple[float, ...]], bool]:
         if event["name"] == "load":  # comes right before the samples of these weights
             loading[track] = event["dur"] / 1e6
         elif event["name"] == "generate":
-            seconds = found[event["args"]["batch"]]  # of all requests of the batch
-            seconds[track] = seconds.get(track, 0.0) + event["dur"] / 1e6 + loading.pop(track, 0.0)
-    in_turn = any(LEARNER in seconds for seconds in found.values())
-    return {batch: tuple(seconds[name] for name in sorted(seconds)) for batch, seconds in found.items()}, in_turn
+            generator, seconds = track.partition(", ")[0], event["dur"] / 1e6
+            if generator != track:  # one of several batches under way: what it takes after the one before
+                end = event["ts"] / 1e6 + seconds
+                seconds, ends[generator] = min(seconds, end - ends.get(generator, 0.0)), end
+            sampled.add(generator)
+            found[event["args"]["batch"]].append((event["ts"], seconds + loading.pop(track, 0.0)))
+        elif event["name"] == "hand out":
+            transfer[event["args"]["version"]] = event["dur"] / 1e6
+    requests = {batch: tuple(seconds for _, seconds in sorted(each)) for batch, each in found.items()}
+    return _Traced(requests, transfer, max(1, len(sampled)), LEARNER in sampled)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

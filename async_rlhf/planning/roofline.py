@@ -15,8 +15,10 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
 from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.models.memory import LearnerMemory, Pass, Shape
-from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split
+from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Split, parts
 from async_rlhf.run.config import RunConfig
+
+_WEIGHT_BYTES = 4.0  # the learner's are float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Batch:
     annotate_rows: int
     recompute: bool | None = None
     """Gradient checkpointing, if the recipe says."""
+    prompts_per_request: int | None = None
+    eval_completions: int | None = None
 
 
 def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
@@ -44,8 +48,7 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     Raises:
         ConfigError: neither gives a value.
     """
-    own = {key: value for key, value in asdict(workload).items() if value is not None}
-    whole = replace(_workload(recipe), **own) if recipe is not None else workload
+    whole = filled(workload, recipe)
     for key in ("prompts", "samples_per_prompt", "prompt_tokens", "response_length"):
         right = "must be given with model.parameters, or run must name the YAML file of a run to take it from"
         require(getattr(whole, key) is not None, f"workload.{key}", None, right)
@@ -72,7 +75,15 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         whole.train_rows or 8,
         whole.annotate_rows or 64,
         recompute if isinstance(recompute, bool) else None,
+        whole.prompts_per_request,
+        whole.eval_completions,
     )
+
+
+def filled(workload: WorkloadConfig, recipe: RunConfig | None) -> WorkloadConfig:
+    """The workload, with the recipe's values where it leaves them open."""
+    own = {key: value for key, value in asdict(workload).items() if value is not None}
+    return workload if recipe is None else replace(_workload(recipe), **own)
 
 
 def _workload(recipe: RunConfig) -> WorkloadConfig:
@@ -89,6 +100,10 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
         annotate_rows=train.rows_annotated,
         num_epochs=train.num_epochs,
         num_mini_batches=train.num_mini_batches,
+        prompts_per_request=train.generation.prompts_per_request,
+        in_flight=train.generation.in_flight,
+        places=train.generation.batch_size,
+        eval_steps=train.eval_steps or None,
     )
 
 
@@ -122,20 +137,48 @@ class Roofline:
             )
         moved = self._weights() / (self.hardware.weights_gbs * 1e9)
         learn = self.learn_seconds(split.learners)
-        return [BatchTimes((moved + generate,) * split.generators, learn, publish=0.0 if split.in_turn else moved)]
+        requests, evaluate = self._requests(split.generators, generate, moved, room)
+        if split.in_turn:
+            return [BatchTimes(requests, learn, publish=0.0, evaluate=evaluate)]
+        publish = self.publish_seconds(split.learners)
+        return [BatchTimes(requests, learn, publish, transfer=moved, evaluate=evaluate)]
+
+    def _requests(
+        self, generators: int, share: float, moved: float, room: float
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of each request of a batch and of an evaluation. Every generator loads the weights once a batch."""
+        batch = self.batch
+        evaluate: tuple[float, ...] = ()
+        if batch.eval_completions is not None:
+            prompts = batch.eval_completions / batch.samples_per_prompt / generators
+            evaluate = (self.sample_seconds(math.ceil(prompts), room),) * generators
+        if batch.prompts_per_request is None:
+            return (moved + share,) * generators, evaluate
+        sizes = parts(batch.prompts, batch.prompts_per_request)
+        load = moved * min(1.0, generators / len(sizes))
+        return tuple(load + self.sample_seconds(size, room) for size in sizes), evaluate
+
+    def publish_seconds(self, learners: int) -> float:
+        """Seconds of the learner for a version: a copy in its own memory, of gathered weights if they are sharded."""
+        hardware, gathered = self.hardware, (learners - 1) / learners * self.model.sharded
+        copied = self._policy * (_WEIGHT_BYTES + self.model.generator_bytes)
+        return copied / (hardware.memory_gbs * 1e9) + gathered * self._weights() / (hardware.reduce_gbs * 1e9)
 
     def generate_seconds(self, generators: int, room: float | None = None) -> float:
-        """Seconds of one generator for its share of the prompts.
+        """Seconds of one generator for its share of the prompts; see :meth:`sample_seconds`."""
+        return self.sample_seconds(math.ceil(self.batch.prompts / generators), room)
+
+    def sample_seconds(self, prompts: int, room: float | None = None) -> float:
+        """Seconds of one generator for so many prompts.
 
         Every step reads all weights, and the keys and values of the completions under way; as many of these run at once
         as their keys and values have room for. A step takes the longer of its memory traffic and its arithmetic.
 
         Args:
-            generators: how many share the prompts.
+            prompts: sampled together.
             room: bytes of the device for weights, keys and values; None for all that can be used.
         """
         batch, hardware, model = self.batch, self.hardware, self.model
-        prompts = math.ceil(batch.prompts / generators)
         rows = prompts * batch.samples_per_prompt
         token = 2 * model.layers * model.kv_width * model.generator_bytes
         room = (self._room() if room is None else room) - self._weights()

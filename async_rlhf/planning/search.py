@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from async_rlhf.config import PlanConfig
+from async_rlhf.planning.one_queue import one_queue
 from async_rlhf.planning.simulate import Outcome, simulate
 from async_rlhf.planning.times import DoesNotFitError, Split, Times, draw
 
@@ -78,6 +79,10 @@ def try_split(times: Times, split: Split, config: PlanConfig) -> Choice:
     except DoesNotFitError as error:
         return Choice(split, why_not=str(error))
     work = draw(rows, config.variation, config.batches, config.seed)
+    speeds = [*config.scaling.speeds, *[1.0] * split.generators][: split.generators]
+    work = replace(work, speeds=speeds, eval_steps=config.workload.eval_steps or 0 if work.evaluate else 0)
+    if config.workload.in_flight:
+        work = one_queue(work, config.workload, config.variation.lengths, config.seed)
     # In turn, nothing overlaps, so nothing slows down.
     staleness = (0,) if split.in_turn else range(config.max_staleness + 1)
     return Choice(split, {s: simulate(work, s, config.overlap_slowdown) for s in staleness})

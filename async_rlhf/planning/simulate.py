@@ -1,19 +1,21 @@
 """The schedule of run/schedule.py as a simulation of events: who is busy when, given how long everything takes.
 
 Version v of the weights is published after batch v; batch b is sampled by version max(0, b - 1 - S), so publishing
-version v lets batches up to v + 1 + S begin. Every generator samples its share of each batch, one batch after the
-other. Reward functions judge a batch as soon as all its shares are ready, one batch after the other, and the learner
-takes the batches in order, each as soon as it is judged.
+version v lets batches up to v + 1 + S begin. Units of batches, and of evaluations behind the batches that were asked
+for before, lie in one queue, and a free generator takes the first. A thread brings each version to the generators while
+the learner goes on. Reward functions judge a batch as soon as all its units are there, one batch after the other, and
+the learner takes the batches in order, each as soon as it is judged.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEARNER = -1
+LEARNER, PUBLISHER = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,15 @@ class Work:
     """Seconds of every batch of a run, the first batch first.
 
     Args:
-        generate: for each batch, the seconds of each generator for its share.
+        generate: for each batch, the seconds of each of its units, at speed 1.
         learn: seconds of the learner for each batch, up to the update.
-        publish: seconds of publishing version 0, 1, ...
+        publish: of version 0, 1, ...: seconds of the learner.
         other: seconds of the learner after each batch.
         rewards: seconds of the reward functions for each batch; none if empty.
+        speeds: of each generator; if empty, there are as many as the first batch has units, all of speed 1.
+        transfer: of version 0, 1, ...: seconds until the generators have it, while the learner goes on; none if empty.
+        evaluate: seconds of each unit of an evaluation.
+        eval_steps: batches between two evaluations; 0 for none.
     """
 
     generate: Sequence[Sequence[float]]
@@ -33,11 +39,17 @@ class Work:
     publish: Sequence[float]
     other: Sequence[float]
     rewards: Sequence[float] = ()
+    speeds: Sequence[float] = ()
+    transfer: Sequence[float] = ()
+    evaluate: Sequence[float] = ()
+    eval_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A period of work by a generator or the LEARNER; for publishing, ``batch`` is the version."""
+    """A period of work by a generator, the LEARNER or the PUBLISHER; for publishing and evaluations, ``batch`` is the
+    version.
+    """
 
     track: int
     name: str
@@ -68,44 +80,47 @@ class Outcome:
         return 1 - min(self.generator_idle, self.learner_idle)
 
 
+Task = tuple[str, int]
+"""What a unit belongs to: "generate" and a batch, or "evaluate" and a version."""
+
+
 class _Generators:
     """The generators and what each samples. Time passes equally for all busy ones."""
 
-    def __init__(self, generate: Sequence[Sequence[float]]) -> None:
-        self.generate = generate
-        count = len(generate[0])
-        self.missing = [count] * len(generate)
-        """Shares of each batch that are still to come."""
-        self.sampled = [math.inf] * len(generate)
-        """When the last share of each batch came."""
+    def __init__(self, speeds: Sequence[float]) -> None:
+        self.speeds = speeds
+        self.missing: dict[Task, int] = {}
+        """Units that are still to come."""
+        self.ended: dict[Task, float] = {}
+        """When the last unit came."""
         self.spans: list[Span] = []
-        self._released = 0
-        self._next = [0] * count
-        self._idle = list(range(count))
-        self._busy: list[tuple[float, int, float]] = []
-        """Clock at the end of the share, generator, and when it began."""
+        self._queue: deque[tuple[Task, float, float]] = deque()
+        """Units, their seconds, and when their weights arrive."""
+        self._free = list(range(len(speeds)))
+        self._busy: list[tuple[float, int, Task, float]] = []
+        """Clock at the end of a unit, generator, the unit, and when it began."""
         self._clock = 0.0
 
     @property
     def busy(self) -> bool:
         return bool(self._busy)
 
-    def release(self, batches: int, now: float) -> None:
-        """Let the first ``batches`` batches begin."""
-        self._released = min(batches, len(self.generate))
-        waiting, self._idle = self._idle, []
-        for generator in waiting:
-            self._begin(generator, now)
+    def submit(self, task: Task, units: Sequence[float], arrival: float, now: float) -> None:
+        """Put units into the queue, whose weights arrive at a time."""
+        self.missing[task] = len(units)
+        self._queue.extend((task, seconds, arrival) for seconds in units)
+        self._hand_out(now)
 
-    def _begin(self, generator: int, now: float) -> None:
-        batch = self._next[generator]
-        if batch >= self._released:
-            self._idle.append(generator)
-            return
-        heapq.heappush(self._busy, (self._clock + self.generate[batch][generator], generator, now))
+    def _hand_out(self, now: float) -> None:
+        while self._queue and self._free:
+            generator = heapq.heappop(self._free)
+            task, seconds, arrival = self._queue.popleft()
+            waits = max(0.0, arrival - now)
+            end = self._clock + waits + seconds / self.speeds[generator]
+            heapq.heappush(self._busy, (end, generator, task, now + waits))
 
     def left(self) -> float:
-        """Seconds of work until the next share is done; infinite if no generator is busy."""
+        """Seconds of work until the next unit is done; infinite if no generator is busy."""
         return max(0.0, self._busy[0][0] - self._clock) if self._busy else math.inf
 
     def work(self, seconds: float) -> None:
@@ -113,27 +128,106 @@ class _Generators:
         self._clock += seconds
 
     def finish(self, now: float) -> None:
-        """Complete the next share; its generator continues."""
-        self._clock, generator, started = heapq.heappop(self._busy)
-        batch = self._next[generator]
-        self._next[generator] += 1
-        self.missing[batch] -= 1
-        if not self.missing[batch]:
-            self.sampled[batch] = now
-        self.spans.append(Span(generator, "generate", batch + 1, started, now))
-        self._begin(generator, now)
+        """Complete the next unit; its generator takes another."""
+        self._clock, generator, task, started = heapq.heappop(self._busy)
+        self.missing[task] -= 1
+        if not self.missing[task]:
+            self.ended[task] = now
+        self.spans.append(Span(generator, *task, started, now))
+        heapq.heappush(self._free, generator)
+        self._hand_out(now)
 
 
-def _learner(work: Work, staleness: int) -> Iterator[tuple[str, int, float]]:
-    """What the learner does, in order: name, batch or version, seconds. It is the loop of run/loop.py."""
-    batches = len(work.learn)
-    yield "publish", 0, work.publish[0]
-    for batch in range(1, batches + 1):
-        yield "wait", batch, 0.0
-        yield "learn", batch, work.learn[batch - 1]
-        if batch + 1 + staleness <= batches:  # else no batch is left for this version to sample
-            yield "publish", batch, work.publish[batch]
-        yield "other", batch, work.other[batch - 1]
+class _Simulation:
+    """The loop of run/loop.py, with the time that passes in it."""
+
+    def __init__(self, work: Work, staleness: int, slowdown: float) -> None:
+        self.work, self.staleness, self.slowdown = work, staleness, slowdown
+        self.batches = len(work.learn)
+        self.generators = _Generators(work.speeds or (1.0,) * len(work.generate[0]))
+        self.spans = self.generators.spans
+        self.now = 0.0
+        self.judged = 0.0
+        """When the reward functions were done with the last batch."""
+        self.arrived = 0.0
+        """When the generators had the last version."""
+        self.asked: int | None = None
+        """The version that is evaluated."""
+
+    def run(self) -> None:
+        """All batches."""
+        work = self.work
+        self.publish(0)
+        for batch in range(1, self.batches + 1):
+            self.wait(batch)
+            self.do("learn", batch, work.learn[batch - 1])
+            if batch + 1 + self.staleness <= self.batches:  # else no batch is left for this version to sample
+                self.publish(batch)
+            self.do("other", batch, work.other[batch - 1])
+            self.evaluate(batch)
+
+    def do(self, name: str, batch: int, seconds: float) -> None:
+        """Work of the learner, beside what generators do."""
+        started, left, generators = self.now, seconds, self.generators
+        while (until := generators.left()) < left:
+            self.now += until * self.slowdown
+            generators.work(until)
+            generators.finish(self.now)
+            left -= until
+        self.now += left * (self.slowdown if generators.busy else 1.0)
+        generators.work(left)
+        self.spans.append(Span(LEARNER, name, batch, started, self.now))
+
+    def publish(self, version: int) -> None:
+        """Publish a version, once the version before has arrived; its batches can begin when it has arrived."""
+        self.idle_until(self.arrived)
+        self.do("publish", version, self.work.publish[version])
+        self.arrived = self.now
+        if self.work.transfer and self.work.transfer[version]:
+            self.arrived += self.work.transfer[version]
+            self.spans.append(Span(PUBLISHER, "hand out", version, self.now, self.arrived))
+        first = 1 if version == 0 else version + 1 + self.staleness
+        for batch in range(first, min(version + 1 + self.staleness, self.batches) + 1):
+            self.generators.submit(("generate", batch), self.work.generate[batch - 1], self.arrived, self.now)
+
+    def wait(self, batch: int) -> None:
+        """Until a batch is sampled and judged."""
+        self.until_all_of(("generate", batch))
+        rewards = self.work.rewards[batch - 1] if self.work.rewards else 0.0
+        self.judged = max(self.judged, self.generators.ended["generate", batch]) + rewards
+        self.idle_until(self.judged)
+
+    def evaluate(self, batch: int) -> None:
+        """Wait for the evaluation that is due after a batch, and ask for the next one."""
+        steps = self.work.eval_steps
+        if not steps:
+            return
+        wanted = batch % steps == 0 and batch + 1 + self.staleness <= self.batches
+        if self.asked is not None and (wanted or batch >= self.asked + min(self.staleness + 1, steps)):
+            self.until_all_of(("evaluate", self.asked))
+            self.asked = None
+        if wanted:
+            self.generators.submit(("evaluate", batch), self.work.evaluate, self.arrived, self.now)
+            self.asked = batch
+
+    def until_all_of(self, task: Task) -> None:
+        """Let time pass until every unit is there."""
+        while self.generators.missing[task]:
+            self._next_unit()
+
+    def idle_until(self, moment: float) -> None:
+        """Let time pass for the generators alone."""
+        while self.generators.left() < moment - self.now:
+            self._next_unit()
+        if moment > self.now:
+            self.generators.work(moment - self.now)
+            self.now = moment
+
+    def _next_unit(self) -> None:
+        seconds = self.generators.left()
+        self.now += seconds
+        self.generators.work(seconds)
+        self.generators.finish(self.now)
 
 
 def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
@@ -144,56 +238,9 @@ def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
         staleness: S.
         slowdown: how many times longer everything takes while learner and generators are both busy.
     """
-    generators = _Generators(work.generate)
-    spans = generators.spans
-    now = judged = 0.0
-    for name, batch, seconds in _learner(work, staleness):
-        started, left = now, seconds
-        if name == "wait":
-            now, judged = _wait(generators, batch, work.rewards, now, judged)
-            continue
-        while (until := generators.left()) < left:
-            now += until * slowdown
-            generators.work(until)
-            generators.finish(now)
-            left -= until
-        now += left * (slowdown if generators.busy else 1.0)
-        generators.work(left)
-        spans.append(Span(LEARNER, name, batch, started, now))
-        if name == "publish":
-            generators.release(batch + 1 + staleness, now)
-    return _outcome(spans, len(work.generate[0]), len(work.learn), staleness)
-
-
-def _wait(
-    generators: _Generators, batch: int, rewards: Sequence[float], now: float, judged: float
-) -> tuple[float, float]:
-    """Let time pass until a batch is sampled and its reward functions are done.
-
-    Args:
-        generators: which go on with other batches.
-        batch: from 1.
-        rewards: seconds of the functions for each batch, one batch after the other; none if empty.
-        now: the time.
-        judged: when the functions were done with the batch before.
-
-    Returns:
-        The time then, and when the functions were done.
-    """
-    while generators.missing[batch - 1]:
-        seconds = generators.left()
-        now += seconds
-        generators.work(seconds)
-        generators.finish(now)
-    judged = max(judged, generators.sampled[batch - 1]) + (rewards[batch - 1] if rewards else 0.0)
-    while (until := generators.left()) < judged - now:
-        now += until
-        generators.work(until)
-        generators.finish(now)
-    if judged > now:
-        generators.work(judged - now)
-        now = judged
-    return now, judged
+    simulation = _Simulation(work, staleness, slowdown)
+    simulation.run()
+    return _outcome(simulation.spans, len(simulation.generators.speeds), len(work.learn), staleness)
 
 
 def _outcome(spans: list[Span], generators: int, batches: int, staleness: int) -> Outcome:
@@ -205,7 +252,8 @@ def _outcome(spans: list[Span], generators: int, batches: int, staleness: int) -
     begin, end = ends[first - 1], ends[last - 1]
     busy = [0.0, 0.0]
     for span in spans:
-        busy[span.track == LEARNER] += max(0.0, min(span.ended, end) - max(span.started, begin))
+        if span.track != PUBLISHER:
+            busy[span.track == LEARNER] += max(0.0, min(span.ended, end) - max(span.started, begin))
     seconds = end - begin
     generator_idle, learner_idle = (1 - busy[0] / generators / seconds, 1 - busy[1] / seconds) if seconds else (0, 0)
     return Outcome(seconds / (last - first), generator_idle, learner_idle, spans)

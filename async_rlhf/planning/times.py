@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
 
 import numpy as np
 
-from async_rlhf.config.plan import ScalingConfig, SecondsConfig, VariationConfig
+from async_rlhf.config.plan import ScalingConfig, SecondsConfig, VariationConfig, WorkloadConfig
 from async_rlhf.planning.simulate import Work
 
 
@@ -28,11 +28,13 @@ class BatchTimes:
     """Seconds of one batch.
 
     Args:
-        generate: of each generator for its share, loading weights included.
+        generate: of each request for a part of it, loading weights included; one for each generator, or more.
         learn: of the learner up to the update.
-        publish: of publishing the weights.
+        publish: of the learner for publishing the weights.
         other: of the learner after the batch.
         rewards: of the reward functions, which run beside training.
+        transfer: from publishing until the generators have the weights, beside the learner's work.
+        evaluate: of each request for a part of an evaluation, if there are evaluations.
     """
 
     generate: tuple[float, ...]
@@ -40,6 +42,8 @@ class BatchTimes:
     publish: float
     other: float = 0.0
     rewards: float = 0.0
+    transfer: float = 0.0
+    evaluate: tuple[float, ...] = ()
 
 
 class DoesNotFitError(ValueError):
@@ -66,12 +70,14 @@ class Scaled:
         measured: the split that they were measured with.
         scaling: how times change with the number of devices.
         prompts: prompts of a batch, if known: a split must not leave a generator without prompts.
+        workload: how batches are cut into requests, and how large evaluations are.
     """
 
     rows: Sequence[BatchTimes]
     measured: Split
     scaling: ScalingConfig
     prompts: int | None = None
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
 
     def batches(self, split: Split) -> Sequence[BatchTimes]:
         """The rows, with times that shrink as :class:`~async_rlhf.config.plan.ScalingConfig` says.
@@ -81,39 +87,75 @@ class Scaled:
         """
         if self.prompts is not None and split.generators > self.prompts:
             raise DoesNotFitError(f"{split.generators} generators are more than the {self.prompts} prompts of a batch")
-        generate = _shrunk(self.scaling.generate_fixed, self.measured.generators, split.generators)
-        learn = _shrunk(self.scaling.learn_fixed, self.measured.learners, split.learners)
+        learn = _part(self.scaling.learn_fixed, self.measured.learners / split.learners)
         return [
-            BatchTimes(
-                tuple(self._generate(i, g, split) * generate for g in range(split.generators)),
-                row.learn * learn,
-                0.0 if split.in_turn else row.publish,
-                row.other,
-                row.rewards,
+            replace(
+                row,
+                generate=self._requests(i, split),
+                learn=row.learn * learn,
+                publish=0.0 if split.in_turn else row.publish,
+                transfer=0.0 if split.in_turn else row.transfer,
+                evaluate=self._evaluation(row, split),
             )
             for i, row in enumerate(self.rows)
         ]
 
-    def _generate(self, row: int, generator: int, split: Split) -> float:
+    def _requests(self, row: int, split: Split) -> tuple[float, ...]:
+        seconds, measured = self.rows[row].generate, self.measured.generators
+        if len(seconds) != measured:
+            return seconds  # requests of so many prompts, whoever takes them
+        if self.workload.prompts_per_request is not None:
+            return self._cut(fmean(seconds), self.workload.prompts_per_request)
+        part = _part(self.scaling.generate_fixed, measured / split.generators)
+        return tuple(self._share(row, g, split) * part for g in range(split.generators))
+
+    def _share(self, row: int, generator: int, split: Split) -> float:
         if split.generators < self.measured.generators:
             return fmean(self.rows[row].generate)
         further, known = divmod(generator, self.measured.generators)
         return self.rows[(row + further) % len(self.rows)].generate[known]
 
+    def _cut(self, share: float, size: int) -> tuple[float, ...]:
+        """Requests of so many prompts, if one of the measured size takes ``share`` seconds."""
+        assert self.prompts is not None
+        measured = self.prompts / self.measured.generators
+        fixed = self.scaling.generate_fixed
+        return tuple(share * _part(fixed, prompts / measured) for prompts in parts(self.prompts, size))
 
-def _shrunk(fixed: float, measured: int, now: int) -> float:
-    return fixed + (1 - fixed) * measured / now
+    def _evaluation(self, row: BatchTimes, split: Split) -> tuple[float, ...]:
+        """Each generator's part of an evaluation."""
+        if self.workload.eval_completions is None:
+            return row.evaluate
+        assert self.prompts is not None
+        assert self.workload.samples_per_prompt is not None
+        batches = self.workload.eval_completions / (self.prompts * self.workload.samples_per_prompt)
+        share = sum(row.generate) / self.measured.generators
+        part = _part(self.scaling.generate_fixed, batches * self.measured.generators / split.generators)
+        return (share * part,) * split.generators
 
 
-def given(seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None) -> Scaled:
+def parts(prompts: int, size: int) -> list[int]:
+    """Prompts of each request, if a request has so many."""
+    whole, rest = divmod(prompts, size)
+    return [size] * whole + [rest] * bool(rest)
+
+
+def _part(fixed: float, part: float) -> float:
+    """How long a part of some work takes, of which a share stays however small the part is."""
+    return fixed + (1 - fixed) * part
+
+
+def given(
+    seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None, workload: WorkloadConfig | None = None
+) -> Scaled:
     """The times that the user gives."""
     assert seconds.generate is not None
     assert seconds.train is not None
     measured = Split(scaling.generators or 1, scaling.learners)
     learn = seconds.score + seconds.train
     generate = (seconds.generate,) * measured.generators
-    row = BatchTimes(generate, learn, seconds.publish, seconds.other, seconds.rewards)
-    return Scaled([row], measured, scaling, prompts)
+    row = BatchTimes(generate, learn, seconds.publish, seconds.other, seconds.rewards, seconds.transfer)
+    return Scaled([row], measured, scaling, prompts, workload or WorkloadConfig())
 
 
 def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, seed: int) -> Work:
@@ -135,10 +177,11 @@ def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, s
     learn_B, *rest = (np.array([getattr(row, name) for row in rows]) for name in _LEARNERS)
     learn_B = _varied(learn_B[:, None], variation.learn, order_B, rng)[:, 0]
     generate_BG = _varied(generate_BG, variation.generate, order_B, rng)
-    return Work(generate_BG.tolist(), learn_B.tolist(), *(seconds_B[order_B].tolist() for seconds_B in rest))
+    rest_B = {name: seconds_B[order_B].tolist() for name, seconds_B in zip(_LEARNERS[1:], rest, strict=True)}
+    return Work(generate_BG.tolist(), learn_B.tolist(), **rest_B, evaluate=rows[0].evaluate)
 
 
-_LEARNERS = ("learn", "publish", "other", "rewards")
+_LEARNERS = ("learn", "publish", "other", "rewards", "transfer")
 
 
 def _varied(rows_BX: np.ndarray, variation: float | None, order_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -233,7 +233,8 @@ output_dir: out
 def _plans(inputs: Inputs) -> None:
     workload = WorkloadConfig(64, 2, prompt_tokens=8.0, response_length=8)
     run_plan(PlanConfig(run=inputs["dpo"], warm_up=0, devices=2, output_dir=inputs["plan"]))
-    run_plan(PlanConfig(seconds=SecondsConfig(generate=1.0, train=1.0), workload=workload))
+    evaluated = replace(workload, in_flight=True, eval_completions=8, eval_steps=5)
+    run_plan(PlanConfig(seconds=SecondsConfig(generate=1.0, train=1.0), workload=evaluated))
     run_plan(PlanConfig(model=ModelSizeConfig(1e9, 2, 64), devices=2, workload=workload))
 
 
@@ -270,7 +271,10 @@ def _elsewhere(inputs: Inputs) -> None:
         for config in (args(generation={"engine": "vllm"}), served):
             with pytest.raises(StopError):
                 make_generator(config, engine, Trace(), 1)
-        dead, often = SimpleNamespace(end=lambda: "died", number=0), {"_restarts": 3, "kind": "generator"}
+        dead, often = (
+            SimpleNamespace(end=lambda: "died", number=0, has_place=True),
+            {"_restarts": 3, "kind": "generator"},
+        )
         often |= {"dispatcher": SimpleNamespace(lost=lambda _: []), "_give_up": _give_up, "_stopping": []}
         with pytest.raises(GeneratorError, match="max_restarts"):
             RestartingGenerator._replace(SimpleNamespace(config=served.generation, **often), dead)
@@ -313,7 +317,7 @@ def _ray(inputs: Inputs) -> None:
         patch.setattr(ray_generation, "_Worker", _stop)
         with pytest.raises(StopError):
             ray_generation.RayGenerator(config, inputs.policy, None, None)
-        dead = SimpleNamespace(end=lambda: "died", label="worker")
+        dead = SimpleNamespace(end=lambda: "died", label="worker", has_place=True)
         with pytest.raises(RewardError, match="max_restarts"):
             ray_rewards.RewardPool._restart(SimpleNamespace(_config=config, _restarts=3), dead)
 
