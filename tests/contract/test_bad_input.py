@@ -151,7 +151,10 @@ NETWORK = ["--train.generation.weights_transport", "network"]
         (NETWORK, "weights_transport: got 'network'; must be \"folder\" unless placement is"),
         (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
         (UNSEEDED, 'seed_per_request: got False; must be true unless engine is "vllm"'),
-        ([*VLLM, *UNSEEDED, "--train.deterministic", "true"], "deterministic: got True; must be false with generation.seed_per_request"),
+        (
+            [*VLLM, *UNSEEDED, "--train.deterministic", "true"],
+            "deterministic: got True; must be false with generation.seed_per_request",
+        ),
         (
             [*VLLM, *UNSEEDED, "--train.staleness_mode", "bounded", "--train.replay_from", "schedule.jsonl"],
             "replay_from: got 'schedule.jsonl'; must be null with generation.seed_per_request false",
