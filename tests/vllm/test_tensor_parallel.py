@@ -25,10 +25,10 @@ LONG = replace(PARAMS, response_length=16, stop_token_ids=(256,))
 SHARDED = VLLMConfig(kv_cache_gb=0.05, block_size=32, tensor_parallel_size=2)
 
 
-def ranks() -> set[int]:
-    """vLLM's own processes below this one."""
-    living = processes()
-    return {pid for pid in descendants(os.getpid()) if "VLLM::Worker" in living.get(pid, (0, 0, ""))[2]}
+def ranks(generator: ProcessGenerator) -> set[int]:
+    """vLLM's own processes below the generator's."""
+    living, (worker,) = processes(), generator.workers
+    return {pid for pid in descendants(worker.process.pid) if "VLLM::Worker" in living.get(pid, (0, 0, ""))[2]}
 
 
 def collected(generator: ProcessGenerator, policy: torch.nn.Module, index: int, version: int) -> Batch:
@@ -68,7 +68,7 @@ def test_two_processes_sample_what_one_does_and_end_together(engine, make_args):
             assert same_but_for_rounding(batch, engine, policy, version)
             assert 0 <= batch.metrics["weights/probe_difference"] < 1e-5
             assert 0 < batch.metrics["engine/logprob_difference"] < 1e-5
-        both = ranks()
+        both = ranks(generator)
         assert len(both) == 2
         os.kill(max(both), signal.SIGKILL)
         with pytest.raises(GeneratorError, match=r"generator process 0 lost a process of vLLM's: .* after 0 restarts"):
