@@ -292,6 +292,9 @@ class OnlineConfig(Checked):
     reward_model_bits: Literal[4, 8] | None = None
     """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
     them."""
+    reward_model_device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
+    """A device for the reward model alone, e.g. "cuda:3", or "cpu" where cores are left: batches are then judged as they
+    come, beside training. null computes it on the learner's device, shared by its ranks, when a batch has its turn."""
     num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
     """CPU threads of the learner; null for torch's choice, less the generators' share."""
     lora: LoRAConfig = key(LoRAConfig)
@@ -422,6 +425,11 @@ class OnlineConfig(Checked):
     def best_metric(self) -> str | None:
         """The metric by which the best checkpoint is chosen."""
         return self.metric_for_best_model or self.stop_at
+
+    @property
+    def scores_elsewhere(self) -> bool:
+        """Whether the reward model computes where the learner does not."""
+        return self.ray.reward_workers > 0 or self.reward_model_device is not None
 
     @property
     def evaluation_delay(self) -> int:

@@ -255,5 +255,6 @@ def _outcome(spans: list[Span], generators: int, batches: int, staleness: int) -
         if span.track != PUBLISHER:
             busy[span.track == LEARNER] += max(0.0, min(span.ended, end) - max(span.started, begin))
     seconds = end - begin
-    generator_idle, learner_idle = (1 - busy[0] / generators / seconds, 1 - busy[1] / seconds) if seconds else (0, 0)
+    shares = (busy[0] / generators / seconds, busy[1] / seconds) if seconds else (1.0, 1.0)
+    generator_idle, learner_idle = (max(0.0, 1 - share) for share in shares)
     return Outcome(seconds / (last - first), generator_idle, learner_idle, spans)

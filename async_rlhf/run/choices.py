@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.comparisons import steps_of
 from async_rlhf.generation.gpus import check_gpus
@@ -26,9 +27,10 @@ from async_rlhf.models.packing import choose
 from async_rlhf.models.sharded_loading import is_unread
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring import Scorer
+from async_rlhf.scoring.apart import ApartScorer
 from async_rlhf.scoring.functions import RewardFunction
 
 
@@ -92,12 +94,16 @@ def make_scorer(
     prompt_field: str,
     parallel: Parallel,
 ) -> Scorer:
-    """Make the scorer; with several ranks, only rank 0 has actors."""
+    """Make the scorer; with several ranks, only rank 0 has actors, or a device for the reward model alone."""
     if config.ray.reward_workers and parallel.ranks.leads:
         from async_rlhf.cluster.ray_rewards import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
-    here = None if reward_model is None or config.ray.reward_workers else _at_work(reward_model, config, parallel)
+    if config.reward_model_device is not None and parallel.ranks.leads:
+        assert reward_model is not None
+        model = _at_work(reward_model, config, ALONE)
+        return ApartScorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
+    here = None if reward_model is None or config.scores_elsewhere else _at_work(reward_model, config, parallel)
     return Scorer(tokenizer, config, here, reward_funcs, prompt_field, parallel)
 
 
@@ -118,6 +124,16 @@ def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Para
     return reward_model
 
 
-def reward_device(config: OnlineConfig, learner: torch.device) -> torch.device:
-    """The device for this process's copy of the reward model: not its GPU if other processes do the scoring."""
-    return torch.device("cpu") if config.ray.reward_workers else learner
+def reward_device(config: OnlineConfig, learner: torch.device, leads: bool) -> torch.device:
+    """The device for this process's copy of the reward model: not its GPU if other processes do the scoring.
+
+    Raises:
+        ConfigError: the device that is named is not there.
+    """
+    name = config.reward_model_device
+    if name is None:
+        return torch.device("cpu") if config.ray.reward_workers else learner
+    device, gpus = torch.device(name), torch.cuda.device_count()
+    right = f"must be a device of this host, which has {gpus} GPUs"
+    require(device.type != "cuda" or (device.index or 0) < gpus, "reward_model_device", name, right)
+    return device if leads else torch.device("cpu")

@@ -340,8 +340,9 @@ def _load_models(
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward = None
     if inputs.reward_model is not None:
-        place, here = reward_device(config, device), config.ray.reward_workers == 0  # actors get whole weights
+        place, here = reward_device(config, device, parallel.ranks.leads), not config.scores_elsewhere
         bits = config.reward_model_bits
+        # Who scores elsewhere gets whole weights.
         reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, bits, unread=unread and here)
     if isinstance(ref_model, str):
         reference: PreTrainedModel | None = load_policy(ref_model, device, "ref_model", trust=trust, unread=unread)
@@ -385,7 +386,7 @@ def _frozen(config: OnlineConfig, algorithm: Algorithm, models: _Models, device:
     found = []
     if algorithm.needs(config).reference and not (models.reference is None and has_adapters(models.policy)):
         found.append(models.reference or models.policy)  # a copy of the policy
-    if models.reward is not None and reward_device(config, device) == device:
+    if models.reward is not None and not config.scores_elsewhere:
         found.append(models.reward)
     return found
 

@@ -81,7 +81,7 @@ class Scorer:
     """
 
     model_elsewhere = False
-    """Whether the reward model computes in other processes than the learner's."""
+    """Whether the reward model computes where the learner does not: in other processes, or on a device of its own."""
 
     def __init__(
         self,
@@ -172,7 +172,8 @@ class Scorer:
         """
         evaluated = index - 1 - self.config.evaluation_delay  # the version whose answers are scored just before
         evaluating = self.config.eval_steps > 0 and evaluated > 0 and evaluated % self.config.eval_steps == 0
-        in_turn = index <= 0 or evaluating  # else held-out answers do not come between
+        # Else held-out answers do not come between, or nobody draws.
+        in_turn = (index <= 0 or evaluating) and bool(self.reward_funcs)
         if not self.state() and (self._apart or not in_turn):
             self._early.begin(index, first, groups, self.config.batch_size)
 
@@ -250,11 +251,16 @@ class Scorer:
         model, tokens = self.reward_model, self.config.annotate_max_tokens
         assert model is not None
         if tokens == "auto":
-            key, device = "annotate_max_tokens (reward model)", self._device
-            assert device is not None
-            passes = PassMemory.of([model], self.config, self.parallel, with_gradient=False)
-            tokens = min(self.ranks.gather(key, fitting_tokens(key, passes, device, to_come=0.0)))
+            tokens = self._fitting_tokens()
         return Passes(self.config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
+
+    def _fitting_tokens(self) -> int:
+        """The largest number of tokens that a pass through the reward model can have on every rank."""
+        key, device = "annotate_max_tokens (reward model)", self._device
+        assert self.reward_model is not None
+        assert device is not None
+        passes = PassMemory.of([self.reward_model], self.config, self.parallel, with_gradient=False)
+        return min(self.ranks.gather(key, fitting_tokens(key, passes, device, to_come=0.0)))
 
     @property
     def scoring_ranks(self) -> int:
