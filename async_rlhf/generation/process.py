@@ -59,7 +59,9 @@ class ProcessGenerator(RestartingGenerator):
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
         dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
         gpus = generation.vllm.tensor_parallel_size
-        self._devices = partial(worker_devices, generation.device, learner=device, each=gpus)
+        self._devices = partial(
+            worker_devices, generation.device, learner=device, each=gpus, reward=config.reward_model_device
+        )
         devices = {taken for number in range(generation.workers) for taken in self._devices(number)}
         shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}
         kind = DeviceRing if shared else SnapshotRing

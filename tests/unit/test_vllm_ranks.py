@@ -46,6 +46,15 @@ def test_a_worker_that_joins_when_no_gpus_are_left_shares_those_of_the_first(mon
     assert taken == [("cuda:5", "cuda:4"), ("cuda:3", "cuda:2"), ("cuda:5", "cuda:4")]
 
 
+def test_the_gpu_of_the_reward_model_is_left_to_it_unless_it_is_the_last_one(monkeypatch):
+    learner = torch.device("cuda:0")
+    on_gpus(4, monkeypatch)
+    assert worker_devices(None, 0, learner, 2, "cuda:3") == ("cuda:2", "cuda:1")
+    assert [worker_devices(None, number, learner, 1, "cuda:3") for number in (0, 2)] == [("cuda:2",)] * 2
+    on_gpus(2, monkeypatch)
+    assert worker_devices(None, 0, learner, 1, "cuda:1") == ("cuda:1",)
+
+
 def sharded(**generation: object) -> dict[str, object]:
     """Options of generation on two GPUs each."""
     return {"engine": "vllm", "vllm": VLLMConfig(tensor_parallel_size=2), **generation}
