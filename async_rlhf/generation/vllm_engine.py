@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,17 @@ class VLLMEngine:
 
         The cache from the old weights is dropped; requests under way compute it again with the new ones.
         """
-        found = self._load_weights(tensors) if self._spec.adapter is None else self._load_adapter(tensors)
+        with self._watched():
+            found = self._load_weights(tensors) if self._spec.adapter is None else self._load_adapter(tensors)
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop what it has cached with the old weights")
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
         return found
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Within, the death of a process of vLLM's is raised as such."""
+        return nullcontext() if self._processes is None else self._processes.watched()
 
     def _load_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         from async_rlhf.generation.vllm_weights import load_weights
@@ -218,7 +223,7 @@ class VLLMEngine:
 
     def _step(self) -> None:
         """One step of vLLM's scheduler, for all that is under way."""
-        with nullcontext() if self._processes is None else self._processes.watched():
+        with self._watched():
             outputs = self._llm.llm_engine.step()
         self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._heartbeat()
