@@ -11,7 +11,7 @@ quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
 
 test: setup         ## install, then run all tests that need neither vLLM nor a GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm

@@ -39,7 +39,8 @@ from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import reward_scores
-from async_rlhf.models.loading import load_tokenizer, longest_row, new_reward_model
+from async_rlhf.models.loading import load_tokenizer, new_reward_model
+from async_rlhf.models.positions import longest_row
 from async_rlhf.models.rows import by_length, pad_rows
 from async_rlhf.models.shares import in_shares
 from async_rlhf.ranks.collectives import Ranks

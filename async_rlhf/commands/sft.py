@@ -30,8 +30,9 @@ from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import response_logprobs
-from async_rlhf.models.loading import load_policy, load_tokenizer, longest_row
+from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import embed_added_tokens, new_language_model
+from async_rlhf.models.positions import longest_row
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.reports.integrations import check_integrations
 

@@ -293,7 +293,7 @@ class OnlineConfig(Checked):
     """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
     them."""
     reward_model_device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
-    """A device for the reward model alone, e.g. "cuda:3", or "cpu" where cores are left: batches are then judged as they
+    """A device for the reward model alone, e.g. "cuda:3", or "cpu" where cores are left: it then judges batches as they
     come, beside training. null computes it on the learner's device, shared by its ranks, when a batch has its turn."""
     num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
     """CPU threads of the learner; null for torch's choice, less the generators' share."""

@@ -13,7 +13,8 @@ from async_rlhf.config import ConfigError, EvaluateConfig, PairsConfig, RelabelC
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
 from async_rlhf.models.forward import score_rows
-from async_rlhf.models.loading import load_reward_model, load_tokenizer, positions_of
+from async_rlhf.models.loading import load_reward_model, load_tokenizer
+from async_rlhf.models.positions import positions_of
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.scoring.functions import (

@@ -1,24 +1,20 @@
-"""Loading, checking, making and saving models: policy, reference, reward."""
+"""Loading and checking models: policy, reference, reward."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,22 +24,20 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.origins import OnlyWholeError
-from async_rlhf.models.quantised import keep_format, quantised, saved_tensors, unquantised
+from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.sharded_loading import (
     is_unread,
     share_digests,
     unread_model,
-    value_model_like,
     weight_digests,
 )
-from async_rlhf.models.snapshots import checksum, named_weights, of_digests
+from async_rlhf.models.snapshots import checksum, of_digests
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.system.hub import is_path, why_nowhere
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
-VALUE_HEAD = "value_head.safetensors"
 
 
 def default_device() -> torch.device:
@@ -89,7 +83,7 @@ def brings_code(kind: type) -> bool:
     return kind.__module__.startswith("transformers_modules.")
 
 
-def _from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any) -> Any:
+def from_pretrained(kind: Any, name: str, key: str, trust: bool, **options: Any) -> Any:
     """The only place that loads anything of transformers by name.
 
     ``trust_remote_code`` is always passed: otherwise transformers would ask on standard input and obey the answer.
@@ -123,7 +117,7 @@ def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> Pre
         ConfigError: there is none, or it has no end-of-sequence token, or it brings code that is not trusted.
     """
     try:
-        tokenizer = _from_pretrained(AutoTokenizer, name, key, trust)
+        tokenizer = from_pretrained(AutoTokenizer, name, key, trust)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -165,10 +159,10 @@ def load_policy(
         unread: leave its weights in their files until it is sharded, see :mod:`~async_rlhf.models.sharded_loading`; a
             model with which that cannot be is read whole, and the log says why.
     """
-    return disable_dropout(_placed(_load(AutoModelForCausalLM, name, key, trust, unread), device))
+    return disable_dropout(placed(_load(AutoModelForCausalLM, name, key, trust, unread), device))
 
 
-def _placed(model: PreTrainedModel, *place: Any) -> PreTrainedModel:
+def placed(model: PreTrainedModel, *place: Any) -> PreTrainedModel:
     """The model there and in that type; one without weights gets them where it is sharded."""
     return model if is_unread(model) else model.to(*place)
 
@@ -205,7 +199,7 @@ def load_reward_model(
     kind = AutoModelForSequenceClassification
     if bits is None:
         model = check_reward_model(_load(kind, name, key, trust, unread, num_labels=1), key)
-        return _placed(model, device, dtype).eval()
+        return placed(model, device, dtype).eval()
     options = {
         "quantization_config": quantised(bits, dtype, ["score"]),
         "device_map": {"": torch.device(device)},
@@ -236,7 +230,7 @@ def reward_model_for(
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
         model = load_reward_model(model, device, trust=trust, bits=bits, unread=unread)
     check_embeddings(model, tokenizer, "reward_model")
-    return _placed(check_reward_model(model), device).eval()
+    return placed(check_reward_model(model), device).eval()
 
 
 def _load(kind: Any, name: str, key: str, trust: bool, unread: bool = False, **options: Any) -> PreTrainedModel:
@@ -245,7 +239,7 @@ def _load(kind: Any, name: str, key: str, trust: bool, unread: bool = False, **o
     try:
         found = _load_unread(kind, name, key, trust, **options) if unread else None
         options = {"dtype": torch.float32, "output_loading_info": True, **options}
-        model, report = found or _from_pretrained(kind, name, key, trust, **options)
+        model, report = found or from_pretrained(kind, name, key, trust, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -275,7 +269,7 @@ def _load_unread(kind: Any, name: str, key: str, trust: bool, **options: Any) ->
     try:
         if file(ADAPTER_CONFIG_NAME) is not None:
             raise OnlyWholeError("it has adapters")
-        config = _from_pretrained(AutoConfig, name, key, trust, **options)
+        config = from_pretrained(AutoConfig, name, key, trust, **options)
         if (whole := file(SAFE_WEIGHTS_NAME)) is not None:
             files = [whole]
         elif (index := file(SAFE_WEIGHTS_INDEX_NAME)) is not None:
@@ -307,7 +301,7 @@ def new_reward_model(
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification
         try:
-            model = _from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
+            model = from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
@@ -317,74 +311,6 @@ def new_reward_model(
         nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     model.config.pad_token_id = tokenizer.pad_token_id
     return disable_dropout(model)
-
-
-def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """A value model on a copy of the policy's body, whose initial values are all 0."""
-    config = unquantised(policy)
-    config.num_labels = 1
-    try:
-        with torch.device("meta") if is_unread(policy) else nullcontext():
-            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
-    except ValueError as error:
-        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
-    check_reward_model(model, "value_model")
-    if is_unread(policy):
-        return disable_dropout(_unread_body(model, policy))
-    prefix = f"{policy.base_model_prefix}."
-    body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
-    missing = model.base_model.load_state_dict(body, strict=False).missing_keys
-    if missing:
-        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing[0]}")
-    nn.init.zeros_(model.score.weight)
-    return disable_dropout(model).to(policy.device)
-
-
-def _unread_body(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
-    """The value model with the body of an unread policy."""
-    try:
-        return value_model_like(model, policy)
-    except KeyError as missing:
-        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing}") from None
-
-
-def load_value_head(folder: Path, head: nn.Linear) -> None:
-    """Read a value head that :func:`write_value_head` wrote."""
-    file = folder / VALUE_HEAD
-    if not file.is_file():
-        raise ConfigError(f"value_model: got {str(folder)!r}; with shared_trunk it must be a folder with {VALUE_HEAD}")
-    try:
-        head.load_state_dict(load_file(file))
-    except (RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"value_model: {str(file)!r} holds no head for this policy: {error}") from error
-
-
-def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
-    """A value head on the policy's states with all values 0, or the one in a folder."""
-    head = nn.Linear(policy.get_output_embeddings().in_features, 1)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    if folder is not None:
-        load_value_head(Path(folder), head)
-    return head
-
-
-def value_model_for(
-    given: PreTrainedModel | str | None,
-    reward_model: PreTrainedModel | None,
-    policy: PreTrainedModel,
-    device: torch.device,
-    trust: bool = False,
-    unread: bool = False,
-) -> PreTrainedModel:
-    """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
-    if isinstance(given, str):
-        return load_reward_model(given, device, "value_model", trust=trust, unread=unread)
-    if given is not None and given is reward_model:
-        raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
-    if given is not None:
-        return check_reward_model(given, "value_model").to(device)
-    return _placed(new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model), device)
 
 
 def frozen_checksum(model: nn.Module) -> str:
@@ -460,47 +386,6 @@ def tokenizer_for(
     if not name:
         raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
     return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model", trust=trust)
-
-
-def positions_of(model: PreTrainedModel) -> int | None:
-    """Most tokens that a row may have, or None if the model states no limit."""
-    return _positions_in(model.config)
-
-
-def _positions_in(config: PretrainedConfig) -> int | None:
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit
-
-
-def positions_named(name: str, key: str, trust: bool) -> int | None:
-    """:func:`positions_of` of a model's folder or hub name, from its configuration alone.
-
-    None also if that cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
-
-    Raises:
-        ConfigError: there is no such folder, or it brings code that is not trusted.
-    """
-    try:
-        return _positions_in(_from_pretrained(AutoConfig, name, key, trust))
-    except ConfigError:
-        raise
-    except (OSError, ValueError):
-        return None
-
-
-def longest_row(model: PreTrainedModel, max_length: int) -> int:
-    """``max_length``, but at most the model's number of positions."""
-    return min(max_length, positions_of(model) or max_length)
-
-
-def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
-    """Require room for the longest prompt with the longest response."""
-    limit = positions_of(model)
-    if limit is not None and prompt_length + response_length > limit:
-        raise ConfigError(
-            f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
-            f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions"
-        )
 
 
 def stop_token_ids(

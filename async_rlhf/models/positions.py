@@ -1,4 +1,4 @@
-"""How long a prompt may be where the configuration leaves it to the model."""
+"""How many tokens a model can read, and so how long a prompt may be where the configuration leaves it to the model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from async_rlhf.config import OnlineConfig, PairsConfig
+from async_rlhf.config import ConfigError, OnlineConfig, PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.config.online import PROMPT_CAP
-from async_rlhf.models.loading import positions_named, positions_of
+from async_rlhf.models.loading import from_pretrained
 
 Model: TypeAlias = PreTrainedModel | str
 
@@ -57,3 +57,44 @@ def prompt_cap(models: Mapping[str, Model], key: str, response_length: int, trus
             require(response_length < positions, key, response_length, right)
             cap = min(cap, positions - response_length)
     return cap
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Most tokens that a row may have, or None if the model states no limit."""
+    return _positions_in(model.config)
+
+
+def _positions_in(config: PretrainedConfig) -> int | None:
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def positions_named(name: str, key: str, trust: bool) -> int | None:
+    """:func:`positions_of` of a model's folder or hub name, from its configuration alone.
+
+    None also if that cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
+
+    Raises:
+        ConfigError: there is no such folder, or it brings code that is not trusted.
+    """
+    try:
+        return _positions_in(from_pretrained(AutoConfig, name, key, trust))
+    except ConfigError:
+        raise
+    except (OSError, ValueError):
+        return None
+
+
+def longest_row(model: PreTrainedModel, max_length: int) -> int:
+    """``max_length``, but at most the model's number of positions."""
+    return min(max_length, positions_of(model) or max_length)
+
+
+def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
+    """Require room for the longest prompt with the longest response."""
+    limit = positions_of(model)
+    if limit is not None and prompt_length + response_length > limit:
+        raise ConfigError(
+            f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
+            f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions"
+        )

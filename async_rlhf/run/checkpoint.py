@@ -37,9 +37,10 @@ from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.adapters import has_adapters, is_adapter
 from async_rlhf.models.forward import PolicyAndValueWrapper
-from async_rlhf.models.loading import load_policy, load_reward_model, load_value_head
+from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model, write_value_head
 from async_rlhf.models.sharded_loading import is_unread, take_weights
+from async_rlhf.models.values import load_value_head
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.system.files import naming

@@ -34,20 +34,18 @@ from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
-    check_positions,
     frozen_checksum,
     in_float32,
     load_in_four_bits,
     load_policy,
-    new_value_head,
     require_alike,
     reward_model_for,
     stop_token_ids,
     tokenizer_for,
-    value_model_for,
 )
-from async_rlhf.models.positions import with_prompt_cap
+from async_rlhf.models.positions import check_positions, with_prompt_cap
 from async_rlhf.models.quantised import require_bitsandbytes
+from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.ranks.watch import Watch

@@ -17,7 +17,7 @@ from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models.loading import new_value_model
+from async_rlhf.models.values import new_value_model
 from async_rlhf.run.schedule import batches_for, version_for
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring import Scorer

@@ -66,7 +66,7 @@ REFUSED = {
     ),
     "the reward model is not moved": (
         Fault(
-            "models.loading:reward_model_for", "_placed(check_reward_model(model), device)", "check_reward_model(model)"
+            "models.loading:reward_model_for", "placed(check_reward_model(model), device)", "check_reward_model(model)"
         ),
         GRPO,
         r"is on the wrong device",  # it would score, on the CPU

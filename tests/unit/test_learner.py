@@ -24,7 +24,7 @@ from async_rlhf.models.forward import (
     response_values,
     reward_scores,
 )
-from async_rlhf.models.loading import new_value_model
+from async_rlhf.models.values import new_value_model
 from async_rlhf.run.checkpoint import learner_state, restore_learner
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Batch, Experience, Group, PolicyOutput, Sample

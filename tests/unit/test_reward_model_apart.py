@@ -47,7 +47,7 @@ def test_the_run_is_the_same_bit_for_bit(train, options):
 
 
 def test_a_batch_is_judged_while_the_one_before_is_trained_on(train, monkeypatch):
-    """The update of batch 1 does not begin before batch 2 is judged: if that had its turn only later, it never would."""
+    """The update of batch 1 does not begin before batch 2 is judged: judged in its turn, it never would be."""
     judge, update, second = EarlyRewards._do, Learner.update, threading.Event()
 
     def noting(early, job, trace):

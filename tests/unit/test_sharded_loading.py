@@ -33,8 +33,9 @@ from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models import origins, sharded_loading
 from async_rlhf.models.adapters import add_adapters, is_adapter
 from async_rlhf.models.frozen import frozen
-from async_rlhf.models.loading import frozen_checksum, load_policy, load_reward_model, new_value_model
+from async_rlhf.models.loading import frozen_checksum, load_policy, load_reward_model
 from async_rlhf.models.sharded_loading import fill_in_turn, is_unread, take_weights
+from async_rlhf.models.values import new_value_model
 from async_rlhf.ranks.collectives import Ranks
 
 RANKS = 3

@@ -1,0 +1,89 @@
+"""Value models and value heads: made from the policy or the reward model, or read."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from async_rlhf.config import ConfigError
+from async_rlhf.models.loading import brings_code, check_reward_model, disable_dropout, load_reward_model, placed
+from async_rlhf.models.quantised import unquantised
+from async_rlhf.models.sharded_loading import is_unread, value_model_like
+from async_rlhf.models.snapshots import named_weights
+
+VALUE_HEAD = "value_head.safetensors"
+
+
+def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
+    """A value model on a copy of the policy's body, whose initial values are all 0."""
+    config = unquantised(policy)
+    config.num_labels = 1
+    try:
+        with torch.device("meta") if is_unread(policy) else nullcontext():
+            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
+    except ValueError as error:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
+    check_reward_model(model, "value_model")
+    if is_unread(policy):
+        return disable_dropout(_unread_body(model, policy))
+    prefix = f"{policy.base_model_prefix}."
+    body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
+    missing = model.base_model.load_state_dict(body, strict=False).missing_keys
+    if missing:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing[0]}")
+    nn.init.zeros_(model.score.weight)
+    return disable_dropout(model).to(policy.device)
+
+
+def _unread_body(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
+    """The value model with the body of an unread policy."""
+    try:
+        return value_model_like(model, policy)
+    except KeyError as missing:
+        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing}") from None
+
+
+def load_value_head(folder: Path, head: nn.Linear) -> None:
+    """Read a value head that :func:`write_value_head` wrote."""
+    file = folder / VALUE_HEAD
+    if not file.is_file():
+        raise ConfigError(f"value_model: got {str(folder)!r}; with shared_trunk it must be a folder with {VALUE_HEAD}")
+    try:
+        head.load_state_dict(load_file(file))
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"value_model: {str(file)!r} holds no head for this policy: {error}") from error
+
+
+def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
+    """A value head on the policy's states with all values 0, or the one in a folder."""
+    head = nn.Linear(policy.get_output_embeddings().in_features, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    if folder is not None:
+        load_value_head(Path(folder), head)
+    return head
+
+
+def value_model_for(
+    given: PreTrainedModel | str | None,
+    reward_model: PreTrainedModel | None,
+    policy: PreTrainedModel,
+    device: torch.device,
+    trust: bool = False,
+    unread: bool = False,
+) -> PreTrainedModel:
+    """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
+    if isinstance(given, str):
+        return load_reward_model(given, device, "value_model", trust=trust, unread=unread)
+    if given is not None and given is reward_model:
+        raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
+    if given is not None:
+        return check_reward_model(given, "value_model").to(device)
+    return placed(new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model), device)
