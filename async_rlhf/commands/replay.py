@@ -33,6 +33,9 @@ def run_replay(config: ReplayConfig) -> dict[str, Any]:
     original, _ = parse(RunConfig, "train", ["--config", str(run / RUN_FILE)])
     if original.train.resume_from is not None:
         raise ConfigError(f"run: {config.run!r} was branched from a checkpoint of another run, and cannot be replayed")
+    if not original.train.generation.seed_per_request:
+        why = "sampled with train.generation.seed_per_request false, so that nothing says what was drawn"
+        raise ConfigError(f"run: {config.run!r} {why}, and cannot be replayed")
     changes: dict[str, Any] = {
         "output_dir": config.output_dir or str(run / "replay"),
         "overwrite_output_dir": config.overwrite,

@@ -6,21 +6,63 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
 
 import torch
 
+from async_rlhf.commands.replicas import Replica, run_side_by_side
 from async_rlhf.config import ConfigError, ServeConfig
+from async_rlhf.config.base import require
 from async_rlhf.config.secrets import API_KEY_VARIABLE
-from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment
+from async_rlhf.generation.placement import available_cores
+from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment, gpu_environment
+from async_rlhf.generation.vllm_ranks import threads_of_each
+from async_rlhf.generation.vllm_requests import own_seed
 from async_rlhf.models.loading import with_revision
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
-    """Replace this process by the server, so that signals and exit code are the server's."""
+    """Replace this process by the server, so that signals and exit code are the server's; or run several beside it."""
     if find_spec("vllm") is None:
         raise ConfigError("serve: needs vLLM; pip install 'async-rlhf[vllm]', or on a CPU: make setup-vllm")
+    has_gpu = torch.cuda.is_available()
+    _check_gpus(config, torch.cuda.device_count() if has_gpu else None)
+    replicas = [_replica(config, number, has_gpu) for number in range(config.replicas)]
+    for number in range(config.replicas):
+        _require_free(config.host, config.port + number)
+    if config.open:
+        print("async-rlhf serve: open: whoever reaches the port can load weights and call methods", file=sys.stderr)
+    for replica in replicas:
+        print(f"async-rlhf serve: {replica.url} will answer in a minute or so", file=sys.stderr)
+    if len(replicas) > 1:
+        sys.exit(run_side_by_side(replicas))
+    os.execve(sys.executable, list(replicas[0].words), dict(replicas[0].environment))
+
+
+def _check_gpus(config: ServeConfig, found: int | None) -> None:
+    """Require enough of them."""
+    each, needed = config.tensor_parallel_size, config.tensor_parallel_size * config.replicas
+    if found is None or needed <= found:
+        return
+    if each > found:
+        require(False, "tensor_parallel_size", each, f"must be at most {found}, the GPUs that this process sees")
+    right = f"must be at most {found // each}: each takes {each} of the {found} GPUs that this process sees"
+    require(False, "replicas", config.replicas, right)
+
+
+def _require_free(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"port: got {port}; {host} cannot be listened on there: {error}") from error
+
+
+def _replica(config: ServeConfig, number: int, has_gpu: bool) -> Replica:
+    """One of the servers: its port, and its share of the GPUs or of the CPU's threads."""
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # needed to load weights into a server
@@ -28,22 +70,19 @@ def run_serve(config: ServeConfig) -> NoReturn:
     }
     if config.api_key is not None:  # not on the command line, which every user of the host can read
         environment |= {API_KEY_VARIABLE: config.api_key, "VLLM_API_KEY": config.api_key}
-    has_gpu = torch.cuda.is_available()
+    gpus, threads = config.tensor_parallel_size, config.num_threads
     if not has_gpu:
         environment |= cpu_environment()
-    if config.num_threads is not None:
-        environment |= {"OMP_NUM_THREADS": str(config.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(config, has_gpu)]
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(f"port: got {config.port}; {config.host} cannot be listened on there: {error}") from error
-    if config.open:
-        print("async-rlhf serve: open: whoever reaches the port can load weights and call methods", file=sys.stderr)
-    print(f"async-rlhf serve: http://{config.host}:{config.port} will answer in a minute or so", file=sys.stderr)
-    os.execve(sys.executable, words, environment)
+        if threads is None and config.replicas * gpus > 1:
+            threads = max(1, available_cores() // config.replicas)
+    elif config.replicas > 1:
+        environment |= gpu_environment([f"cuda:{gpu}" for gpu in range(number * gpus, (number + 1) * gpus)])
+    if threads is not None:
+        environment |= threads_of_each(1 if has_gpu else gpus, threads)
+    port = config.port + number
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words += arguments(replace(config, port=port), has_gpu)
+    return Replica(f"http://{config.host}:{port}", words, environment)
 
 
 def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
@@ -61,6 +100,7 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
         "load_format": "dummy",  # the run loads its own weights before anything is sampled
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",
+        "seed": own_seed(),  # for runs whose requests have none
         "logprobs_mode": "processed_logprobs",  # of the temperature-scaled distribution
         "enable_scale_out": True,  # the endpoint for tokens
         "trust_remote_code": config.trust_remote_code,

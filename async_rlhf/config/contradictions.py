@@ -138,6 +138,9 @@ def _check_generation(config: OnlineConfig) -> None:
     require(not in_flight or config.staleness_mode == "bounded", "staleness_mode", config.staleness_mode, right)
     right = "must be null with generation.in_flight: a record of versions by batch cannot repeat it"
     require(not in_flight or config.replay_from is None, "replay_from", config.replay_from, right)
+    right = "must be null with generation.seed_per_request false: nothing says what was drawn"
+    repeats = config.generation.seed_per_request or config.replay_from is None
+    require(repeats, "replay_from", config.replay_from, right)
     right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
     require(not in_flight or config.staleness >= 1, "staleness", config.staleness, right)
 
@@ -166,6 +169,8 @@ def _check_deterministic(config: OnlineConfig) -> None:
             require(getattr(config, name) != "auto", name, "auto", right)
         right = "must be false with generation.in_flight: which weights draw a token depends on timing"
         require(not config.generation.in_flight, "deterministic", True, right)
+        right = "must be false with generation.seed_per_request false: nothing says what is drawn"
+        require(config.generation.seed_per_request, "deterministic", True, right)
         right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
         require(config.placement != "server", "deterministic", True, right)
         right = 'must be false with launch "ray" and engine "vllm": its nodes have environments of their own'
@@ -221,5 +226,8 @@ def _check_launch(config: OnlineConfig) -> None:
     require(config.placement == "process", "generation.placement", generation.placement, right)
     right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
     require(generation.device is None, "generation.device", generation.device, right)
+    gpus, reserved = generation.vllm.tensor_parallel_size, config.ray.num_gpus
+    right = f"must be {gpus}, as generation.vllm.tensor_parallel_size says, or 0 to sample on CPUs"
+    require(gpus == 1 or reserved in (0, gpus), "ray.num_gpus", reserved, right)
     right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
     require(config.lora.publish == "merged", "lora.publish", config.lora.publish, right)

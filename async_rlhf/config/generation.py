@@ -68,6 +68,10 @@ _SENDABLE = Rule(
 class VLLMConfig(Checked):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
+    tensor_parallel_size: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place", must_stay=SUMS)
+    """GPUs that share the model of one generator; must divide the heads of its attention. Generators take GPUs that the
+    learner does not use, so many each; an inline one takes the first GPUs. On a CPU, processes that share its
+    threads."""
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
     """Share of the GPU's memory that vLLM may take in all."""
     kv_cache_gb: float | None = key(None, above(0), role="speed")
@@ -86,7 +90,9 @@ class VLLMConfig(Checked):
 
     def check(self) -> None:
         for name in DECIDED:
-            right = "is decided by the run itself" if "parallel" not in name else "is for servers: async-rlhf serve"
+            right = "is decided by the run itself"
+            if "parallel" in name:
+                right = "is a key of its own" if name.startswith("tensor") else "is for servers: async-rlhf serve"
             require(name not in self.options, f"options.{name}", self.options.get(name), right)
 
 
@@ -130,6 +136,10 @@ class GenerationConfig(Checked):
     """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
     """Most new tokens of a completion, the stop token included."""
+    seed_per_request: bool = True
+    """Give vLLM a seed for each prompt, so that what is drawn depends on nothing else. With false all requests draw
+    from one generator of vLLM's: faster on a GPU, where it draws for all rows at once instead of one by one, but no two
+    runs are alike, and what is sampled again comes out differently. Staleness stays as exact as ever."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     stop_token_ids: list[int] = key([], _IDS)
@@ -177,6 +187,13 @@ class GenerationConfig(Checked):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
+        right = 'must be true unless engine is "vllm"'
+        require(self.engine == "vllm" or self.seed_per_request, "seed_per_request", False, right)
+        gpus = self.vllm.tensor_parallel_size
+        right = 'must be left out unless engine is "vllm"'
+        require(self.engine == "vllm" or gpus == 1, "vllm.tensor_parallel_size", gpus, right)
+        right = f'must be null, "cpu" or "cuda" with vllm.tensor_parallel_size {gpus}, which takes as many GPUs'
+        require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", self.device, right)
         right = 'must be at least 0.01 with engine "vllm", which samples no colder'
         require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
 
@@ -222,7 +239,10 @@ class ServeConfig(Checked):
     host: str = key("127.0.0.1", role="place")
     """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""
     port: int = key(8000, at_least(1), below(65536), role="place")
-    """Port to listen on."""
+    """Port to listen on; of several servers the first one's, and each of the others has the next."""
+    replicas: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place")
+    """Servers side by side on this host, each with the whole model and tensor_parallel_size GPUs of its own. A run gets
+    all their URLs (``generation.urls``)."""
     api_key: str | None = key(None, _SENDABLE, role="place")
     """The key that requests must send (``Authorization: Bearer KEY``); better given by the environment variable
     ASYNC_RLHF_API_KEY than on the command line, which every user of the host can read."""
@@ -235,13 +255,13 @@ class ServeConfig(Checked):
     max_model_len: int | None = key(None, at_least(1))
     """Most tokens of prompt and response together; null for the model's own limit."""
     tensor_parallel_size: int = key(1, at_least(1), role="place")
-    """GPUs that share the model."""
+    """GPUs that share the model of a server; must divide the heads of its attention. On a CPU, processes."""
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
     """Share of each GPU's memory that vLLM may take in all."""
     kv_cache_gb: float | None = key(None, above(0), role="speed")
     """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     num_threads: int | None = key(None, at_least(1), role="speed")
-    """CPU threads; null for vLLM's own choice."""
+    """CPU threads of each server; null for vLLM's own choice, or with several processes an equal share of the cores."""
     enforce_eager: bool | None = key(None, role="speed")
     """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU."""
     options: dict[str, Any] = key({})
@@ -251,6 +271,9 @@ class ServeConfig(Checked):
         right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "
         right += f"{API_KEY_VARIABLE}); or set open true, and whoever reaches the port can load weights"
         require(self.open or self.api_key is not None or _is_loopback(self.host), "host", self.host, right)
+        last = self.port + self.replicas - 1
+        right = f"must be at most {65536 - self.replicas}, so that all of the {self.replicas} replicas have a port"
+        require(last < 65536, "port", self.port, right)
         right = "must be false with api_key, which closes the server"
         require(not self.open or self.api_key is None, "open", self.open, right)
         for name in self.options:

@@ -61,6 +61,11 @@ class ModelSpec:
         )
 
     @property
+    def gpus(self) -> int:
+        """How many GPUs share the model, if it is on GPUs."""
+        return 1 if self.vllm is None else self.vllm.tensor_parallel_size
+
+    @property
     def brings_code(self) -> bool:
         """Whether the architecture is code that came with the model. The learner runs it already: the user said so."""
         return brings_code(self.model_class) or brings_code(type(self.config))
@@ -139,3 +144,5 @@ class Failure:
     """It is a ConfigError, whose message is enough."""
     out_of_memory: bool = False
     """A new process, with all of its memory free, may succeed."""
+    is_lost: bool = False
+    """It is an EngineLostError; a new process may succeed."""

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.config.parallel import launched_on_host
+from async_rlhf.generation.gpus import worker_devices
 from async_rlhf.generation.messages import ModelSpec, Request
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.restarting import Arrived, RestartingGenerator
@@ -58,9 +58,12 @@ class ProcessGenerator(RestartingGenerator):
     ) -> None:
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
         dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
-        self._device = partial(worker_device, generation.device, learner=device)
-        devices = list(map(self._device, range(generation.workers)))
-        shared = policy.device.type == "cuda" and set(devices) == {f"cuda:{policy.device.index or 0}"}
+        gpus = generation.vllm.tensor_parallel_size
+        self._devices = partial(
+            worker_devices, generation.device, learner=device, each=gpus, reward=config.reward_model_device
+        )
+        devices = {taken for number in range(generation.workers) for taken in self._devices(number)}
+        shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}
         kind = DeviceRing if shared else SnapshotRing
         self.ring = kind.for_model(policy, dtype, config.snapshots, adapters_only, parallel)
         architecture = parallel.architecture_of(policy)
@@ -85,7 +88,7 @@ class ProcessGenerator(RestartingGenerator):
         atexit.register(self.close)
 
     def _make(self, number: int) -> _Worker:
-        return self._worker(number, self._device(number))
+        return self._worker(number, self._devices(number))
 
     def close(self) -> None:
         """End the processes."""
@@ -109,7 +112,7 @@ class _Worker:
     def __init__(
         self,
         number: int,
-        device: str,
+        devices: tuple[str, ...],
         spec: ModelSpec,
         params: SamplingParams,
         ring: SnapshotRing,
@@ -119,14 +122,14 @@ class _Worker:
         self.label = f"generator {number}"
         self.open: list[Request] = []
         self.starts = 0
-        spec = replace(spec, device=device)
+        spec = replace(spec, device=devices[0])
         self._arguments = (spec, params, ring)
         self._method = "forkserver"
         self._environment: dict[str, str | None] = dict(NO_RANK)
         if spec.vllm is not None:
             # A fresh interpreter: importing vLLM takes long anyway, and libraries can be preloaded.
             self._method = "spawn"
-            self._environment |= gpu_environment(spec.device) if "cuda" in spec.device else cpu_environment()
+            self._environment |= gpu_environment(devices) if "cuda" in spec.device else cpu_environment()
         self._arrived = arrived
         self.start()
 
@@ -140,7 +143,7 @@ class _Worker:
             target=run_worker,
             args=(theirs, *self._arguments, self.heartbeat),
             name=f"generator-{self.number}",
-            daemon=True,
+            daemon=self._arguments[0].gpus == 1,  # else vLLM starts processes of its own there
         )
         start_process(process, self.label, self._method, self._environment)
         self.process, self._pipe = process, pipe
@@ -202,17 +205,3 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:
             pipe.send(request)
             if request is None:
                 return
-
-
-def worker_device(device: str | None, number: int, learner: torch.device) -> str:
-    """The device of a worker. By default workers use the GPUs that the learner does not use, the last first; a CPU
-    learner's workers run on the CPU, and a single GPU is shared.
-    """
-    if device is not None and device != "cuda":
-        return device
-    if device is None and learner.type != "cuda":
-        return learner.type
-    count, ranks = torch.cuda.device_count(), launched_on_host()
-    used = range(ranks) if ranks > 1 else [learner.index or 0]
-    others = [gpu for gpu in reversed(range(count)) if gpu not in used or learner.type != "cuda"]
-    return f"cuda:{others[number % len(others)] if others else 0}"

@@ -30,6 +30,9 @@ class SamplingParams:
     top_p: float = 1.0
     """See :class:`~async_rlhf.models.truncation.Distribution`."""
     top_k: int = 0
+    seed_per_request: bool = True
+    """Whether an engine with random numbers of its own takes a seed for each prompt; without, a run cannot be
+    repeated."""
 
     @property
     def distribution(self) -> Distribution:
@@ -51,6 +54,10 @@ Version = int | tuple[int, ...] | None
 
 class GeneratorError(RuntimeError):
     """A generator failed. The message contains its own error."""
+
+
+class EngineLostError(RuntimeError):
+    """An engine has lost a process that it needs. A new engine may succeed."""
 
 
 class Sampler(Protocol):

@@ -238,6 +238,8 @@ class RestartingGenerator(RemoteGenerator):
             self._replace(worker)
         elif answer.out_of_memory:
             self._replace(worker, f"ran out of memory: {answer.message}")
+        elif answer.is_lost:
+            self._replace(worker, answer.message)
         elif answer.is_config:
             raise ConfigError(answer.message)
         else:

@@ -71,7 +71,7 @@ class ServerClient:
         await self._http.aclose()
 
     async def generate(
-        self, tokens: Sequence[int], params: SamplingParams, seed: int, prefix: str
+        self, tokens: Sequence[int], params: SamplingParams, seed: int | None, prefix: str
     ) -> tuple[Sample, ...]:
         """K completions of a prompt. The label of their weights must be ``prefix`` followed by the version.
 

@@ -1,6 +1,7 @@
 """Sampling in vLLM servers reached by URL: the learner's side. ``async-rlhf serve`` starts them.
 
-Each server has one thread here, which gives it one unit after the other, each with the weights that the schedule names.
+Each server has one thread here. It gives the server one unit after the other, each with the weights that the schedule
+names; in flight it gives it all units that it has, of whichever batches, and every new version as soon as there is one.
 A server labels every token with the weights that drew it. So the learner notices if a server was restarted or given
 other weights by somebody else; it loads the right weights and has the unit sampled again. While a server is away, the
 others take its units.
@@ -13,7 +14,7 @@ import queue
 import threading
 import time
 import uuid
-from asyncio import Event, Runner, Task, TaskGroup, current_task, sleep, to_thread
+from asyncio import Condition, Event, Queue, Runner, Task, TaskGroup, current_task, new_event_loop, sleep, to_thread
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,12 +31,12 @@ from async_rlhf.generation.probe import probe_tokens
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
-from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
+from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots, differing
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import Prompt, Sample, drawn_versions
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
 class ServerGenerator(RemoteGenerator):
-    """Servers that sample the units of every batch.
+    """Servers that sample the units of every batch; in flight, units of several batches at a time.
 
     Args:
         config: of the run.
@@ -60,6 +61,7 @@ class ServerGenerator(RemoteGenerator):
         ConfigError: a server cannot be used, or serves another model.
     """
 
+    streams = True
     workers: list[_Server]
 
     def __init__(
@@ -256,16 +258,24 @@ class _Server:
         self._prefix = f"{run}:"
         self._taker = taker
         self._probed: tuple[int, list[float]] | None = None
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._runner = Runner()
-        self._task: Task[Any] | None = None
+        self._version, self._held = -1, dict[int, dict[str, str]]()
+        self._weights = Condition()
+        """Held while the weights change, and while they must not."""
+        self._requests: Queue[Request | None] = Queue()
+        self._runner = Runner(loop_factory=new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._task: Task[None] | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True, name=self.label)
         self._thread.start()
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
         self.open.append(request)
-        self._requests.put(request)
+        self._put(request)
+
+    def _put(self, request: Request | None) -> None:
+        with suppress(RuntimeError):  # the loop has already ended, and the run will hear of it
+            self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def answered(self, place: int) -> Request:
         """The request that was just answered."""
@@ -273,63 +283,124 @@ class _Server:
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running and drops what is under way."""
-        self._requests.put(None)
+        self._put(None)
         task = self._task
         if task is not None:
             with suppress(RuntimeError):  # the loop has already ended
-                task.get_loop().call_soon_threadsafe(task.cancel)
+                self._loop.call_soon_threadsafe(task.cancel)
         self._thread.join(timeout=10)
         self._transport.close()
 
     def _serve(self) -> None:
         with self._runner:
-            while (request := self._requests.get()) is not None:
-                try:
-                    reply = self._runner.run(self._try(request))
-                    if reply is None:
-                        self._taker.back(self)
-                    else:
-                        self._taker.answer(self, reply)
-                except BaseException as error:
-                    self._taker.answer(self, error)
-                    return
+            try:
+                self._runner.run(self._stay())
+            except BaseException as error:
+                self._taker.answer(self, error)
 
-    async def _try(self, request: Request) -> Reply | None:
-        """Answer a request; if the server goes away meanwhile, hand the request back, and wait until it is there again.
-        It may be given the same one then.
+    async def _stay(self) -> None:
+        """Answer requests to the end; if the server goes away meanwhile, hand back what it has, and wait until it is
+        there again. It may be given the same then.
         """
         self._task = current_task()
-        async with ServerClient(self.url, self._key) as client:
-            try:
-                reply = await self._sample(client, request)
-                self.trouble = ""
-                return reply
-            except ServerGoneError as error:
-                if not self.trouble:
-                    again = f"{work(request.batch)} is sampled again once it is back, or by another server"
-                    logger.warning("%s: %s; %s", self.label, error, again)
-                self.trouble = f" ({error})"
-            self._taker.gone(self)
-            await sleep(_RETRY_SECONDS)
-            while not await client.is_there():
+        ended = False
+        while not ended:
+            async with ServerClient(self.url, self._key) as client:
+                try:
+                    await self._answer_all(client)
+                    return
+                except ServerGoneError as error:
+                    if not self.trouble:
+                        logger.warning("%s: %s%s", self.label, error, self._again())
+                    self.trouble = f" ({error})"
+                self._taker.gone(self)
                 await sleep(_RETRY_SECONDS)
-            return None
+                while not await client.is_there():
+                    await sleep(_RETRY_SECONDS)
+            while not (ended or self._requests.empty()):  # what it had got and not begun
+                ended = self._requests.get_nowait() is None
+            self._taker.back(self)
+
+    def _again(self) -> str:
+        """What becomes of the requests that it has, in words."""
+        batches = list(dict.fromkeys(work(request.batch) for request in self.open))
+        verb = "is" if len(batches) == 1 else "are"
+        again = f"; {' and '.join(batches)} {verb} sampled again once it is back, or by another server"
+        return again if batches else ""
+
+    async def _answer_all(self, client: ServerClient) -> None:
+        """Answer requests until None comes: in flight with others, or one after the other."""
+        self._version, self._held = -1, {}
+        request = await self._requests.get()
+        while request is not None:
+            if request.in_flight:
+                request = await self._answer_in_flight(client, request)
+            else:
+                self._reply(await self._sample(client, request))
+                request = await self._requests.get()
+
+    async def _answer_in_flight(self, client: ServerClient, request: Request | None) -> Request | None:
+        """Answer this request and all that come, together, with the newest weights, until one comes that must wait for
+        the end of all of them. Returns that one; None for the end.
+        """
+        ended = Event()
+
+        async def take() -> None:
+            nonlocal request
+            async with TaskGroup() as group:
+                while request is not None and request.in_flight:
+                    group.create_task(self._fly(client, request))
+                    request = await self._requests.get()
+            ended.set()
+
+        async def keep_new() -> None:
+            while not ended.is_set():
+                if self.snapshots.newest > self._version:
+                    async with self._weights:
+                        await self._hold(client, self.snapshots.newest)
+                        self._weights.notify_all()
+                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
+
+        await _together([take(), keep_new()])
+        return request
+
+    async def _hold(self, client: ServerClient, version: int) -> None:
+        """Have the server hold a version. What is not to be found in the snapshots any more is in no answer."""
+        held = await self._load(client, version)
+        self._held = {old: each for old, each in self._held.items() if old in self.snapshots.published}
+        self._version, self._held[version] = version, held
+
+    async def _fly(self, client: ServerClient, request: Request) -> None:
+        """Answer a request beside others. Its first tokens must not be drawn by older weights than its own."""
+        async with self._weights:
+            await self._weights.wait_for(lambda: self._version >= request.after)
+            started, version = time.monotonic(), self._version
+        groups = await self._generate(client, request.prompts, self.params)
+        drawn = {version, *drawn_versions(sample for group in groups for sample in group)}
+        ended, probe = time.monotonic(), None
+        async with self._weights:
+            held = {each: self._held[each] for each in drawn if each in self._held}
+            if request.probe > 0 and self._version % request.probe == 0:
+                probe = await self._probe(client, self._version)
+        asked = fingerprint(request.prompts)
+        self._reply(Reply(request.batch, version, held, asked, groups, started, ended, 0.0, probe, request.unit))
+
+    def _reply(self, reply: Reply) -> None:
+        self.trouble = ""
+        self._taker.answer(self, reply)
 
     async def _sample(self, client: ServerClient, request: Request) -> Reply:
+        """Answer a request alone, with the weights that it names."""
         while self.snapshots.newest < request.after:
             await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
         started = time.monotonic()
         version = self.snapshots.newest if request.version is None else request.version
-        held = {version: await self._load(client, version)}
+        await self._hold(client, version)
         loaded = time.monotonic()
-        if request.in_flight:
-            groups = await self._generate_in_flight(client, request.prompts, held)
-        else:
-            groups = await self._generate(client, request.prompts, request.params or self.params)
+        groups = await self._generate(client, request.prompts, request.params or self.params)
         ended = time.monotonic()
-        probes = request.probe > 0 and max(held) % request.probe == 0
-        probe = await self._probe(client, max(held)) if probes else None
-        asked = fingerprint(request.prompts)
+        probe = await self._probe(client, version) if request.probe > 0 and version % request.probe == 0 else None
+        held, asked = {version: self._held[version]}, fingerprint(request.prompts)
         return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe, request.unit)
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
@@ -363,33 +434,11 @@ class _Server:
     async def _generate(
         self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams
     ) -> list[tuple[Sample, ...]]:
-        seeds = request_seeds(params.seed, prompts)
+        seeds = seeds_of(params, prompts)
         return await _together(
             client.generate(prompt.tokens, params, seed, self._prefix)
             for prompt, seed in zip(prompts, seeds, strict=True)
         )
-
-    async def _generate_in_flight(
-        self, client: ServerClient, prompts: Sequence[Prompt], held: dict[int, dict[str, str]]
-    ) -> list[tuple[Sample, ...]]:
-        """The same, but load every newer version as soon as there is one."""
-        ended = Event()
-
-        async def sample() -> list[tuple[Sample, ...]]:
-            try:
-                return await self._generate(client, prompts, self.params)
-            finally:
-                ended.set()
-
-        async def keep_new() -> list[tuple[Sample, ...]]:
-            while not ended.is_set():
-                newest = self.snapshots.newest
-                if newest > max(held):
-                    held[newest] = await self._load(client, newest)
-                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
-            return []
-
-        return (await _together([sample(), keep_new()]))[0]
 
 
 async def _together(coroutines: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:

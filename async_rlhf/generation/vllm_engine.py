@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from async_rlhf.config.base import require
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.probe import LENGTH, probe_tokens
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
-from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.generation.vllm_requests import request_fields, to_sample
+from async_rlhf.generation.vllm_ranks import SeveralProcesses, several_processes
+from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
 from async_rlhf.models.snapshots import digests
 from async_rlhf.types import Prompt, Sample
@@ -39,14 +39,16 @@ CPU_OPTIONS = {
 }
 
 
-def gpu_environment(device: str) -> dict[str, str]:
-    """Environment of a process in which vLLM runs on one GPU: vLLM takes the first that it sees."""
-    index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
-    require(
-        index < len(gpus), "generation.device", device, f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
-    )
-    return {"CUDA_VISIBLE_DEVICES": gpus[index]}
+def gpu_environment(devices: Sequence[str]) -> dict[str, str]:
+    """Environment of a process in which vLLM runs on these GPUs: vLLM takes the first that it sees."""
+    visible, seen = os.environ.get("CUDA_VISIBLE_DEVICES"), []
+    for device in devices:
+        index = int(device.partition(":")[2] or 0)
+        gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
+        right = f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
+        require(index < len(gpus), "generation.device", device, right)
+        seen.append(gpus[index])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 
 
 def cpu_environment() -> dict[str, str]:
@@ -68,7 +70,7 @@ def cpu_environment() -> dict[str, str]:
 class VLLMEngine:
     """Samples with vLLM.
 
-    vLLM draws the random numbers; those of a completion depend only on (seed, draw, sample).
+    vLLM draws the random numbers; with a seed per request those of a completion depend only on (seed, draw, sample).
 
     Args:
         spec: the model and vLLM's options.
@@ -87,6 +89,7 @@ class VLLMEngine:
         self._heartbeat: Callable[[], None] = lambda: None
         self._adapter: Any = None
         self._llm = _start(spec, params)
+        self._processes = None if spec.gpus == 1 else SeveralProcesses(self._llm)
 
     def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
         """Call ``heartbeat`` after every step of vLLM's scheduler."""
@@ -97,16 +100,24 @@ class VLLMEngine:
 
         The cache from the old weights is dropped; requests under way compute it again with the new ones.
         """
-        if self._spec.adapter is None:
-            from async_rlhf.generation.vllm_weights import load_weights
-
-            (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(),))
-        else:
-            found = self._load_adapter(tensors)
+        with self._watched():
+            found = self._load_weights(tensors) if self._spec.adapter is None else self._load_adapter(tensors)
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop what it has cached with the old weights")
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
+        return found
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Within, the death of a process of vLLM's is raised as such."""
+        return nullcontext() if self._processes is None else self._processes.watched()
+
+    def _load_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        from async_rlhf.generation.vllm_weights import load_weights
+
+        if self._processes is not None:
+            return self._processes.load(tensors)
+        (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(),))
         return found
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -126,7 +137,7 @@ class VLLMEngine:
         """K completions for each prompt, in the order of the prompts."""
         from vllm import SamplingParams as VLLMParams
 
-        seeds = request_seeds(self.params.seed, prompts)
+        seeds = seeds_of(self.params, prompts)
         params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
         outputs = self._run([prompt.tokens for prompt in prompts], params, progress, self.refresh)
         return [_samples(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
@@ -140,7 +151,7 @@ class VLLMEngine:
         while True:
             prompts = more(places - len(under_way)) if len(under_way) < places else ()
             for prompt in prompts:
-                (seed,) = request_seeds(self.params.seed, [prompt])
+                (seed,) = seeds_of(self.params, [prompt])
                 params = VLLMParams(**request_fields(self.params, seed), detokenize=False)
                 under_way[self._add(prompt.tokens, params)] = next(numbers), prompt
             if not under_way:
@@ -212,7 +223,9 @@ class VLLMEngine:
 
     def _step(self) -> None:
         """One step of vLLM's scheduler, for all that is under way."""
-        self._finished |= {output.request_id: output for output in self._llm.llm_engine.step() if output.finished}
+        with self._watched():
+            outputs = self._llm.llm_engine.step()
+        self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._heartbeat()
 
 
@@ -241,7 +254,15 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(f"generation.engine: vLLM cannot be imported: {error}") from error
-    with tempfile.TemporaryDirectory() as empty, _process_left_alone(), _class_left_alone(spec.model_class):
+    heads, gpus = spec.config.get_text_config().num_attention_heads, spec.gpus
+    right = f"must divide the {heads} heads of the model's attention"
+    require(heads % gpus == 0, "generation.vllm.tensor_parallel_size", gpus, right)
+    with ExitStack() as stack:
+        empty = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(_process_left_alone())
+        stack.enter_context(_class_left_alone(spec.model_class))
+        threads = (spec.num_threads or torch.get_num_threads()) if on_cpu else None
+        parallel = {} if gpus == 1 else stack.enter_context(several_processes(gpus, threads))
         if spec.base is None:
             config = copy.deepcopy(spec.config)
             config.architectures = [spec.model_class.__name__]
@@ -253,13 +274,14 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 trust_remote_code=spec.brings_code,
                 skip_tokenizer_init=True,
                 dtype=str(spec.dtype).removeprefix("torch."),
-                seed=0,
+                seed=0 if params.seed_per_request else own_seed(),
                 logprobs_mode="processed_logprobs",  # of the temperature-scaled distribution
                 max_model_len=None if spec.max_length is None else max(spec.max_length, LENGTH + 1),  # for the probe
                 max_num_seqs=params.batch_size,
                 enable_lora=spec.adapter is not None,
                 enable_sleep_mode=spec.sleeps,
                 disable_log_stats=True,
+                **parallel,
                 **_options(spec.vllm, on_cpu),
                 **({} if spec.adapter is None else {"max_lora_rank": _max_rank(spec.adapter.r)}),
             )

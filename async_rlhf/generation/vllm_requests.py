@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.types import Sample
+from async_rlhf.generation.sampling import request_seeds
+from async_rlhf.types import Prompt, Sample
 
 
 class OtherWeightsError(RuntimeError):
     """Tokens were drawn by weights whose label is not from this run."""
 
 
-def request_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
+def seeds_of(params: SamplingParams, prompts: Sequence[Prompt]) -> Sequence[int | None]:
+    """The seed of each prompt's request; None where vLLM shall draw from the one generator that all requests share."""
+    return request_seeds(params.seed, prompts) if params.seed_per_request else [None] * len(prompts)
+
+
+def own_seed() -> int:
+    """A seed for that one generator. No two engines may have the same: they would draw the same random numbers for
+    different prompts.
+    """
+    return secrets.randbits(31)
+
+
+def request_fields(params: SamplingParams, seed: int | None) -> dict[str, Any]:
     """Fields of vLLM's sampling parameters; all defaults that would change the distribution are off."""
     return {
         "n": params.samples_per_prompt,

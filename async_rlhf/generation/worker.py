@@ -22,7 +22,7 @@ from torch import Tensor
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
-from async_rlhf.generation.protocol import Completions, Engine, Occupancy, SamplingParams, drawing
+from async_rlhf.generation.protocol import Completions, Engine, EngineLostError, Occupancy, SamplingParams, drawing
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.streaming import serve
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -145,9 +145,9 @@ class RequestHandler:
 
 def to_failure(error: Exception) -> Failure:
     """The message that tells the learner about an error."""
-    is_config = isinstance(error, ConfigError)
-    text = str(error) if is_config else f"{type(error).__name__}: {error}"
-    return Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error))
+    is_config, is_lost = isinstance(error, ConfigError), isinstance(error, EngineLostError)
+    text = str(error) if is_config or is_lost else f"{type(error).__name__}: {error}"
+    return Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error), is_lost)
 
 
 def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, heartbeat: Any) -> None:

@@ -190,6 +190,24 @@ class TensorSpec:
         return self.offset + torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that any process of this user on this host can map: where the tensors of one version lie."""
+
+    path: str
+    start: int
+    size: int
+    specs: tuple[TensorSpec, ...]
+
+
+class SharedTensors(dict[str, Tensor]):
+    """Tensors by name, in a region that other processes can map."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], region: Region) -> None:
+        super().__init__(tensors)
+        self.region = region
+
+
 class SnapshotRing:
     """S + 1 snapshots in memory that processes share through a file descriptor, without a name.
 
@@ -248,17 +266,24 @@ class SnapshotRing:
         """Memory and its file descriptor. Every page is touched now, or the first publications would wait for the
         kernel to allocate them.
         """
-        fd = _nameless_file(size)
+        fd = nameless_file(size)
         return _mapped(fd).zero_(), fd
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
-        return tensors_in(self.slot(version), self.specs)
+        tensors = tensors_in(self.slot(version), self.specs)
+        if self.fd < 0:
+            return tensors
+        region = Region(f"/proc/{os.getpid()}/fd/{self.fd}", self._start(version), self.slot_bytes, self.specs)
+        return SharedTensors(tensors, region)
 
     def slot(self, version: int) -> Tensor:
         """A version's memory, as uint8."""
-        start = _ALIGNMENT + version % self.slots * self.slot_bytes
+        start = self._start(version)
         return self._bytes[start : start + self.slot_bytes]
+
+    def _start(self, version: int) -> int:
+        return _ALIGNMENT + version % self.slots * self.slot_bytes
 
     @property
     def newest(self) -> int:
@@ -409,6 +434,15 @@ def layout(
     return tuple(specs), offset
 
 
+def region_for(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSpec, ...], int]:
+    """The places of these tensors in a region, and its bytes."""
+    specs, offset = [], 0
+    for name, tensor in tensors.items():
+        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset))
+        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(specs), offset
+
+
 def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """The tensors of a slot, without a copy.
 
@@ -443,7 +477,8 @@ def _mapped(fd: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
 
 
-def _nameless_file(size: int) -> int:
+def nameless_file(size: int) -> int:
+    """The file descriptor of so many bytes of memory, all zero."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("async_rlhf_weights", os.MFD_CLOEXEC)
     else:  # macOS

@@ -13,6 +13,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.comparisons import steps_of
+from async_rlhf.generation.gpus import check_gpus
 from async_rlhf.generation.inline import InlineGenerator
 from async_rlhf.generation.placement import check_engine, inline_vllm
 from async_rlhf.generation.process import ProcessGenerator
@@ -33,7 +34,7 @@ from async_rlhf.scoring.apart import ApartScorer
 from async_rlhf.scoring.functions import RewardFunction
 
 
-def check_launch(config: OnlineConfig, ranks: Ranks) -> None:
+def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> None:
     """Require that what the configuration needs is installed and, with Ray, that the cluster has what its actors need.
 
     With several learner ranks, only rank 0 connects to the cluster.
@@ -43,6 +44,7 @@ def check_launch(config: OnlineConfig, ranks: Ranks) -> None:
     """
     if config.launch == "local":
         check_engine(config.generation)
+        check_gpus(config, learner)
     elif ranks.leads:
         from async_rlhf.cluster.ray import connect
 

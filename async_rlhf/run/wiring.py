@@ -159,7 +159,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
         prepare_deterministic()
     watch = Watch(ranks)
     with watch.watching(), ExitStack() as stack:
-        check_launch(config, ranks)
+        check_launch(config, ranks, rank_device(config, ranks))
         config = with_prompt_cap(config, inputs.model)
         config = config.with_rows(ranks.from_lead("rows", lambda: _count(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
@@ -427,6 +427,7 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         batch_size=generation.batch_size,
         top_p=generation.top_p,
         top_k=generation.top_k,
+        seed_per_request=generation.seed_per_request,
     )
 
 

@@ -68,6 +68,15 @@ def start_process(
             process.start()
 
 
+@contextmanager
+def started_within(environment: Mapping[str, str | None]) -> Iterator[None]:
+    """Processes that a library starts within belong to this one, which ends them: they ignore SIGINT as well, get these
+    variables, and do not run the user's script again.
+    """
+    with _STARTING, _main_left_alone(), _endings_blocked(signal.SIGINT), _environment_changed(environment):
+        yield
+
+
 def hang_up(pipe: Connection) -> None:
     """Close the connection: the process at the other end exits when it is idle or was not told to end."""
     with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as connection:
@@ -86,11 +95,11 @@ def _leave_fork_server() -> None:
 
 
 @contextmanager
-def _endings_blocked() -> Iterator[None]:
+def _endings_blocked(*more: signal.Signals) -> Iterator[None]:
     """Processes started within ignore SIGTERM and SIGHUP: a scheduler sends SIGTERM to a whole job and a closed
     terminal sends SIGHUP, but the learner still needs its processes.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *more})
     try:
         resource_tracker.ensure_running()  # starting it would let SIGTERM through again
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

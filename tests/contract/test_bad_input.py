@@ -79,6 +79,7 @@ def test_file_then_environment_then_command_line(files, monkeypatch):
 
 
 VLLM = ["--train.generation.engine", "vllm"]
+UNSEEDED = ["--train.generation.seed_per_request", "false"]
 SERVER = [*VLLM, "--train.generation.placement", "server"]
 SERVED = [*SERVER, "--train.generation.urls", "[http://a]"]
 NETWORK = ["--train.generation.weights_transport", "network"]
@@ -149,6 +150,20 @@ NETWORK = ["--train.generation.weights_transport", "network"]
         ([*SERVED, *NETWORK, "--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless"),
         (NETWORK, "weights_transport: got 'network'; must be \"folder\" unless placement is"),
         (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
+        (UNSEEDED, 'seed_per_request: got False; must be true unless engine is "vllm"'),
+        (
+            [*VLLM, *UNSEEDED, "--train.deterministic", "true"],
+            "deterministic: got True; must be false with generation.seed_per_request",
+        ),
+        (
+            [*VLLM, *UNSEEDED, "--train.staleness_mode", "bounded", "--train.replay_from", "schedule.jsonl"],
+            "replay_from: got 'schedule.jsonl'; must be null with generation.seed_per_request false",
+        ),
+        (
+            ["--train.generation.vllm.tensor_parallel_size", "2"],
+            'vllm.tensor_parallel_size: got 2; must be left out unless engine is "vllm"',
+        ),
+        ([*VLLM, "--train.generation.vllm.options", "{tensor_parallel_size: 2}"], "options.*; is a key of its own"),
         (["--train.lora.publish", "adapter"], "lora.publish: got 'adapter'; must be \"merged\" but with"),
     ],
 )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import socket
+import subprocess
 import sys
 
 import pytest
+import torch
 
 from async_rlhf.commands import serve
+from async_rlhf.commands.replicas import Replica
 from async_rlhf.config import ConfigError, GenerationConfig, ServeConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.generation.vllm_middleware import OnlyWithKey
@@ -18,7 +22,9 @@ from async_rlhf.generation.vllm_middleware import OnlyWithKey
 def test_a_server_is_started_so_that_a_run_can_use_it():
     words = serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True)
     joined = " ".join(words)
+    assert joined != " ".join(serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True))
     for expected in (
+        "--seed ",  # another for each server
         "--model policy",
         "--port 8001",
         "--host 127.0.0.1",
@@ -57,6 +63,74 @@ def test_serving_becomes_the_server(monkeypatch):
     assert program == words[0] == sys.executable
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.fixture
+def side_by_side(monkeypatch) -> list[Replica]:
+    """The servers that are started side by side."""
+    started: list[Replica] = []
+    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    monkeypatch.setattr(serve, "run_side_by_side", lambda replicas: started.extend(replicas) or 0)
+    monkeypatch.setattr(serve, "available_cores", lambda: 8)
+    return started
+
+
+def test_replicas_have_a_port_and_gpus_of_their_own(monkeypatch, side_by_side, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
+    port = free_port()
+    with pytest.raises(SystemExit):
+        serve.run_serve(ServeConfig("policy", port=port, replicas=2, tensor_parallel_size=2))
+    assert [replica.url for replica in side_by_side] == [f"http://127.0.0.1:{port + i}" for i in range(2)]
+    assert [replica.environment["CUDA_VISIBLE_DEVICES"] for replica in side_by_side] == ["7,6", "5,4"]
+    said = capsys.readouterr().err
+    for i, replica in enumerate(side_by_side):
+        assert f"{replica.url} will answer" in said
+        value = dict(itertools.pairwise(replica.words))
+        assert (value["--port"], value["--tensor-parallel-size"]) == (str(port + i), "2")
+    for wrong, changes in {
+        "replicas: got 3; must be at most 2: each takes 2 of the 5 GPUs": {"replicas": 3, "tensor_parallel_size": 2},
+        "tensor_parallel_size: got 6; must be at most 5, the GPUs": {"tensor_parallel_size": 6},
+    }.items():
+        with pytest.raises(ConfigError, match=wrong):
+            serve.run_serve(ServeConfig("policy", port=port, **changes))
+
+
+def test_replicas_share_the_cores_of_a_cpu(monkeypatch, side_by_side):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        serve.run_serve(ServeConfig("policy", port=free_port(), replicas=2, tensor_parallel_size=2))
+    assert [replica.environment["OMP_NUM_THREADS"] for replica in side_by_side] == ["2", "2"]
+    assert {replica.environment["VLLM_CPU_OMP_THREADS_BIND"] for replica in side_by_side} == {"nobind"}
+    with pytest.raises(ConfigError, match="port: got 65535; must be at most 65534, so that all of the 2 replicas"):
+        ServeConfig("policy", port=65535, replicas=2)
+
+
+WAIT = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(1); time.sleep(600)"
+SUPERVISE = f"""
+import sys
+from async_rlhf.commands.replicas import Replica, run_side_by_side
+wait = Replica("http://a:1", [sys.executable, "-uc", {WAIT!r}], {{}})
+fail = Replica("http://a:2", [sys.executable, "-c", "raise SystemExit(3)"], {{}})
+sys.exit(run_side_by_side([wait, fail]))
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_replicas_end_with_the_command_and_not_with_each_other(ending):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "1\n"
+    assert "http://a:2 ended (exit code 3); left: http://a:1\n" in process.stderr.readline()
+    assert process.poll() is None
+    process.send_signal(ending)
+    # Its output ends when all that could write there have ended.
+    rest = process.communicate(timeout=30)[1]
+    if ending == signal.SIGTERM:
+        assert "http://a:1 ended (exit code 0); left: none" in rest
+        assert process.returncode == 3
 
 
 KEY = "0123456789abcdef"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from tiny import drawn
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
+from async_rlhf.generation.vllm_requests import OtherWeightsError, own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.types import Prompt
 
 
@@ -55,6 +56,15 @@ def test_seeds_depend_on_the_seed_and_the_draw_alone():
     # vLLM adds the number of the sample to the seed: neighbours must not meet.
     ordered = sorted(every)
     assert min(b - a for a, b in itertools.pairwise(ordered)) > 1000
+
+
+def test_without_seeds_each_engine_draws_from_a_generator_of_its_own():
+    prompts = [Prompt(draw, 0, (1,)) for draw in range(3)]
+    params = SamplingParams(2, 0.7, 8, (3,), 0)
+    assert seeds_of(params, prompts) == request_seeds(0, prompts)
+    unseeded = seeds_of(replace(params, seed_per_request=False), prompts)
+    assert [request_fields(params, seed)["seed"] for seed in unseeded] == [None] * 3
+    assert len({own_seed() for _ in range(100)}) == 100
 
 
 def test_the_distribution_is_the_policys_own():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from async_rlhf.generation.process import worker_device
+from async_rlhf.generation.gpus import worker_devices
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
@@ -108,10 +108,11 @@ def test_another_process_sees_what_is_published(make_policy, kind):
 
 def test_vllm_sees_its_own_gpu_alone(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_environment("cuda:3") == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert gpu_environment(["cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert gpu_environment("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
-    assert gpu_environment("cuda") == {"CUDA_VISIBLE_DEVICES": "4"}
+    assert gpu_environment(["cuda:1"]) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert gpu_environment(["cuda"]) == {"CUDA_VISIBLE_DEVICES": "4"}
+    assert gpu_environment(["cuda:1", "cuda:0"]) == {"CUDA_VISIBLE_DEVICES": "6,4"}
 
 
 def test_buffers_that_decide_the_output_are_in_the_snapshot(make_policy):
@@ -168,7 +169,7 @@ def test_weights_that_do_not_fit_are_named(make_policy):
 )
 def test_workers_take_the_gpus_that_the_learner_leaves(monkeypatch, device, learner, gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert [worker_device(device, number, torch.device(learner)) for number in range(2)] == expected
+    assert [worker_devices(device, number, torch.device(learner)) for number in range(2)] == [(e,) for e in expected]
 
 
 def test_tensors_that_differ_are_named(make_policy):

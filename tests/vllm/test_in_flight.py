@@ -41,6 +41,19 @@ def batches(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def at_once(monkeypatch) -> list[set[int]]:
+    """The batches of which a generator has prompts at a time, each time that it is given some."""
+    seen, submit = [], RemoteGenerator.submit
+
+    def submit_and_look(generator, *arguments):
+        submit(generator, *arguments)
+        seen.append({request.batch for request in list(generator.workers[0].open)})
+
+    monkeypatch.setattr(RemoteGenerator, "submit", submit_and_look)
+    return seen
+
+
 @pytest.fixture(params=["process", "server"])
 def where(request) -> dict[str, object]:
     """Options of generation."""
@@ -123,8 +136,8 @@ def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
     assert batch.metrics["engine/logprob_difference"] < 1e-4
 
 
-def test_training_keeps_the_bound(flying_args, tokenizer, batches):
-    """Whatever is new when a batch starts, or comes while it is sampled."""
+def test_training_keeps_the_bound(flying_args, tokenizer, batches, at_once):
+    """Whatever is new when a batch starts, or comes while it is sampled, together with those after it."""
     metrics = run(flying_args, tokenizer, PROMPTS, new_policy(max_position_embeddings=LONGEST))
     assert [batch.index for batch in batches] == list(range(1, BATCHES + 1))
     for batch, row in zip(batches, metrics, strict=True):
@@ -139,3 +152,4 @@ def test_training_keeps_the_bound(flying_args, tokenizer, batches):
         assert row["schedule/lag_mean"] == pytest.approx(batch.index - 1 - sum(versions) / len(versions))
         assert row["engine/logprob_difference"] < 1e-4
     assert batches[-1].version > 0
+    assert {1, 2, 3} in at_once

@@ -34,6 +34,17 @@ def train(server, make_args, tokenizer):
     return train_served
 
 
+def test_without_seeds_no_two_runs_are_alike_and_each_is_as_well_proven(train):
+    """The schedule, the weights and the draws are checked as ever."""
+    generation = {"seed_per_request": False, "mismatch_samples": 16}
+    ours, theirs = (train(name, generation) for name in ("ours", "theirs"))
+    for metrics in (ours, theirs):
+        assert [row["schedule/lag"] for row in metrics] == [0, *[1] * (SHORT_BATCHES - 1)]
+        assert max(row["engine/logprob_difference"] for row in metrics) < 1e-4
+        assert max(row["engine/sampling_evidence"] for row in metrics) < 4.7
+    assert all(a["objective/scores"] != b["objective/scores"] for a, b in zip(ours, theirs, strict=True))
+
+
 class After(TrainerCallback):
     """Does something once, after a batch, while the next one is being sampled."""
 

@@ -1,0 +1,67 @@
+"""Which GPUs generator processes take."""
+
+from __future__ import annotations
+
+import torch
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.parallel import launched_on_host
+
+
+def worker_devices(
+    device: str | None, number: int, learner: torch.device, each: int = 1, reward: str | None = None
+) -> tuple[str, ...]:
+    """The devices of a worker. By default workers use the GPUs that the learner does not use, the last first; a CPU
+    learner's workers run on the CPU, and a single GPU is shared.
+
+    Args:
+        device: as configured.
+        number: the worker's. Workers beyond the last free GPUs begin with the first ones again.
+        learner: its device.
+        each: how many GPUs a worker needs.
+        reward: the device that the reward model has for itself.
+    """
+    if device is not None and device != "cuda":
+        return (device,)
+    if device is None and learner.type != "cuda":
+        return (learner.type,)
+    others = free_gpus(learner, reward) or free_gpus(learner) or [0]
+    groups = max(1, len(others) // each)
+    first = number % groups * each
+    return tuple(f"cuda:{gpu}" for gpu in others[first : first + each])
+
+
+def free_gpus(learner: torch.device, reward: str | None = None) -> list[int]:
+    """The GPUs that neither the learner nor a reward model of its own device uses, the last first."""
+    ranks, used = launched_on_host(), set[int]()
+    if learner.type == "cuda":
+        used |= set(range(ranks)) if ranks > 1 else {learner.index or 0}
+    if reward is not None and reward.startswith("cuda"):
+        used.add(torch.device(reward).index or 0)
+    return [gpu for gpu in reversed(range(torch.cuda.device_count())) if gpu not in used]
+
+
+def check_gpus(config: OnlineConfig, learner: torch.device) -> None:
+    """Require that there are GPUs enough for models that several of them share.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    generation = config.generation
+    each, key = generation.vllm.tensor_parallel_size, "generation.vllm.tensor_parallel_size"
+    if each == 1:
+        return
+    if config.placement == "inline":
+        found = torch.cuda.device_count()
+        right = f"must be at most {found}, the GPUs that this process sees"
+        require(learner.type != "cuda" or each <= found, key, each, right)
+        return
+    on_gpus = learner.type == "cuda" if generation.device is None else generation.device == "cuda"
+    free = free_gpus(learner, config.reward_model_device) if on_gpus else []
+    needed = each * generation.workers
+    left = f"the learner leaves {len(free)} of {torch.cuda.device_count()} GPUs"
+    right = f"{left}, and generation.workers {generation.workers} need {needed}; must be "
+    most = len(free) // generation.workers
+    right += f"at most {most}" if most else "1, with fewer generation.workers"
+    require(not on_gpus or needed <= len(free), key, each, right)

@@ -1,0 +1,201 @@
+"""A model that several of vLLM's processes share: their GPUs, their weights, their end. None of it needs vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rlhf.config import ConfigError, GenerationConfig, RayConfig, VLLMConfig
+from async_rlhf.generation.gpus import check_gpus, worker_devices
+from async_rlhf.generation.vllm_ranks import SeveralProcesses, end_with, same, tensors_of, threads_of_each
+from async_rlhf.models.snapshots import Region, SnapshotRing, differing, digests, named_weights
+from async_rlhf.system.children import context_of, start_process
+
+CPU = torch.device("cpu")
+
+
+def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("learner", "device", "gpus", "expected"),
+    [
+        ("cuda:0", None, 5, [("cuda:4", "cuda:3"), ("cuda:2", "cuda:1")]),
+        ("cuda:2", None, 5, [("cuda:4", "cuda:3"), ("cuda:1", "cuda:0")]),
+        ("cpu", "cuda", 4, [("cuda:3", "cuda:2"), ("cuda:1", "cuda:0")]),
+        ("cpu", None, 4, [("cpu",), ("cpu",)]),
+        ("cuda:0", "cpu", 4, [("cpu",), ("cpu",)]),
+    ],
+)
+def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, expected):
+    on_gpus(gpus, monkeypatch)
+    assert [worker_devices(device, number, torch.device(learner), 2) for number in range(2)] == expected
+
+
+def test_a_worker_that_joins_when_no_gpus_are_left_shares_those_of_the_first(monkeypatch):
+    on_gpus(6, monkeypatch)
+    taken = [worker_devices(None, number, torch.device("cuda:0"), 2) for number in range(3)]
+    assert taken == [("cuda:5", "cuda:4"), ("cuda:3", "cuda:2"), ("cuda:5", "cuda:4")]
+
+
+def test_the_gpu_of_the_reward_model_is_left_to_it_unless_it_is_the_last_one(monkeypatch):
+    learner = torch.device("cuda:0")
+    on_gpus(4, monkeypatch)
+    assert worker_devices(None, 0, learner, 2, "cuda:3") == ("cuda:2", "cuda:1")
+    assert [worker_devices(None, number, learner, 1, "cuda:3") for number in (0, 2)] == [("cuda:2",)] * 2
+    on_gpus(2, monkeypatch)
+    assert worker_devices(None, 0, learner, 1, "cuda:1") == ("cuda:1",)
+
+
+def sharded(**generation: object) -> dict[str, object]:
+    """Options of generation on two GPUs each."""
+    return {"engine": "vllm", "vllm": VLLMConfig(tensor_parallel_size=2), **generation}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "generation", "staleness", "wrong"),
+    [
+        (3, "cuda:0", {}, 1, None),
+        (2, "cuda:0", {}, 1, "leaves 1 of 2 GPUs, and generation.workers 1 need 2; must be at most 1"),
+        (5, "cuda:0", {"workers": 2}, 1, None),
+        (4, "cuda:0", {"workers": 2}, 1, "leaves 3 of 4 GPUs, and generation.workers 2 need 4; must be at most 1"),
+        (3, "cuda:0", {"workers": 3}, 1, "and generation.workers 3 need 6; must be 1, with fewer generation.workers"),
+        (1, "cpu", {"device": "cuda"}, 1, "leaves 1 of 1 GPUs"),
+        (0, "cpu", {}, 1, None),
+        (1, "cuda:0", {}, 0, "must be at most 1, the GPUs that this process sees"),
+        (2, "cuda:0", {}, 0, None),
+    ],
+)
+def test_too_few_gpus_are_an_error_before_anything_is_loaded(
+    monkeypatch, make_args, gpus, learner, generation, staleness, wrong
+):
+    on_gpus(gpus, monkeypatch)
+    config = make_args(generation=sharded(**generation), staleness=staleness)
+    if wrong is None:
+        check_gpus(config, torch.device(learner))
+    else:
+        with pytest.raises(ConfigError, match=f"^generation.vllm.tensor_parallel_size: got 2; .*{wrong}"):
+            check_gpus(config, torch.device(learner))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"generation": {"device": "cuda:1"}}, '^device: got .*; must be null, "cpu" or "cuda" with'),
+        ({"ray": {"num_gpus": 1.0}}, "^ray.num_gpus: got 1.0; must be 2, as generation.vllm.tensor_parallel_size says"),
+        ({"ray": {"num_gpus": 2.0}}, None),
+        ({"ray": {}}, None),
+    ],
+)
+def test_keys_that_say_another_number_of_gpus_are_refused(make_args, changes, wrong):
+    ray = {"launch": "ray", "ray": RayConfig(**changes["ray"])} if "ray" in changes else {}
+    with nullcontext() if wrong is None else pytest.raises(ConfigError, match=wrong):
+        make_args(generation=sharded(**changes.get("generation", {})), staleness=1, **ray)
+
+
+def test_the_engine_alone_takes_a_number_of_gpus():
+    right = 'vllm.tensor_parallel_size: got 2; must be left out unless engine is "vllm"'
+    with pytest.raises(ConfigError, match=right):
+        GenerationConfig(vllm=VLLMConfig(tensor_parallel_size=2))
+
+
+def test_the_threads_of_a_cpu_are_shared():
+    assert [threads_of_each(2, n)["OMP_NUM_THREADS"] for n in (1, 4, 5)] == ["1", "2", "2"]
+
+
+def read(pipe: Connection) -> None:
+    """Say what is found in each region that is named, until None comes."""
+    while (region := pipe.recv()) is not None:
+        pipe.send(digests(tensors_of(region)))
+
+
+def test_another_process_maps_a_snapshot_by_its_name_alone(make_policy):
+    """From the ring itself, and from weights that are in no ring: those are copied once."""
+    context, policy = context_of(), make_policy()
+    ring = SnapshotRing.for_model(policy, torch.float32, 2)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=read, args=(theirs,), daemon=True)
+    start_process(process, "reader")
+    try:
+        for version in range(3):
+            with torch.no_grad():
+                next(policy.parameters()).add_(1)
+            ring.publish(policy, version)
+            ours.send(ring.views(version).region)
+            assert ours.poll(60)
+            assert ours.recv() == ring.published[version]
+        llm = FakeVLLM(lambda region: (ours.send(region), ours.recv())[1])
+        processes = SeveralProcesses(llm)
+        for _ in range(2):
+            with torch.no_grad():
+                next(policy.parameters()).add_(1)
+            assert processes.load(named_weights(policy)) == digests(named_weights(policy))
+        ours.send(None)
+    finally:
+        process.join(10)
+        ring.close()
+
+
+class FakeVLLM:
+    """As much of ``vllm.LLM`` as weights need, with one process."""
+
+    def __init__(self, load) -> None:
+        self._load = load
+        self.llm_engine = self.engine_core = self.model_executor = self
+        self.workers = ()
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+    def collective_rpc(self, method, args: tuple[object, ...]) -> list[object]:
+        return [self._load(*args)] if isinstance(args[0], Region) else [None]
+
+
+def test_processes_that_were_given_other_weights_give_no_digest_that_is_right():
+    right = {"a": "1", "b": "2"}
+    assert same([right, dict(right)]) == right
+    assert differing(same([right, {"a": "1", "b": "3"}]), right) == "1 of 2 tensors: b"
+    assert differing(same([right, {"a": "1"}]), right) == "1 of 2 tensors: b"
+    assert differing(same([right, {**right, "c": "1"}]), right) == "1 of 2 tensors: c"
+
+
+def start_another(pipe: Connection) -> None:
+    """Start a process that is too busy to end by itself, and tell its number."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        end_with(None, parent)
+        while True:
+            time.sleep(0.01)
+    pipe.send(child)
+    time.sleep(600)
+
+
+def test_a_process_of_vllms_ends_with_the_generator_that_has_started_it():
+    context = context_of()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=start_another, args=(theirs,), daemon=True)
+    start_process(process, "generator")
+    assert ours.poll(60)
+    child = ours.recv()
+    os.kill(child, 0)
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while lives(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not lives(child)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
