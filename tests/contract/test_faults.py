@@ -135,9 +135,12 @@ def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, 
 
 def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, tokenizer, prompts):
     """Stopped in the middle of things, with requests and answers larger than the pipe; it is given up and replaced."""
-    with large_answer(make_policy(), tokenizer, prompts, heartbeat_timeout=2.0, max_restarts=0) as (generator, stream):
+    with large_answer(make_policy(), tokenizer, prompts, max_restarts=0) as (generator, stream):
         assert len(generator.collect(1).groups) == 16
         os.kill(generator.workers[0].process.pid, signal.SIGSTOP)
+        generator.config = replace(
+            generator.config, heartbeat_timeout=2.0
+        )  # which a busy machine may take for one sign
         generator.submit(2, 0, stream.batch(2, 20_000))
         with pytest.raises(GeneratorError, match=r"gave no sign of life for 2 s \(generation.heartbeat_timeout\)"):
             generator.collect(2)
@@ -509,7 +512,7 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
         else:
             learner.send_signal(sent)
         assert learner.wait(timeout=20) in code
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [pid for pid in processes if _alive(pid)] == []
@@ -714,10 +717,10 @@ def test_ctrl_c_twice_ends_at_once(started):
     time.sleep(1)
     assert learner.poll() is None
     learner.send_signal(signal.SIGINT)
-    assert learner.wait(timeout=2) == 130
+    assert learner.wait(timeout=3.5) == 130  # without the second it would take 5 s
     for pid in processes:
         os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in processes if _alive(pid)] == []

@@ -36,6 +36,9 @@ class FakeServer:
         self.published[version] = {"w": str(version)}
         self.newest = version
 
+    def close(self) -> None:
+        """Nothing is connected."""
+
     async def load(self, client: object, version: int) -> list[dict[str, str]]:
         assert self.paused
         self.loaded.append(version)
