@@ -2,7 +2,7 @@
 
 python benchmarks/checksums.py [--megabytes 512] [--rounds 5]
 
-xxh3       what the code does (models/snapshots.py)
+xxh3       what the code does (models/weights.py)
 sum        torch's sum of 64-bit integers: what reading the memory takes
 fold 64    a checksum that a GPU could compute too: each integer times a weight of its place, summed, all modulo
            2^64; block by block, so that what is in between stays in the cache. It does not see two flipped top bits

@@ -35,7 +35,7 @@ from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import VLLMEngine, cpu_environment
-from async_rlhf.models.snapshots import named_weights
+from async_rlhf.models.weights import named_weights
 from async_rlhf.types import Prompt
 
 TEMPERATURE = 0.7

@@ -38,15 +38,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from async_rlhf.generation import broadcast
 from async_rlhf.generation.broadcast import Receiver, Sender
 from async_rlhf.models.leaving import Beside
-from async_rlhf.models.snapshots import (
-    DeviceRing,
-    SnapshotFolder,
-    SnapshotRing,
-    Snapshots,
-    TensorSpec,
-    digests,
-    tensors_in,
-)
+from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, Snapshots
+from async_rlhf.models.weights import TensorSpec, digests, tensors_in
 from async_rlhf.ranks.parallel import ALONE
 
 PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}

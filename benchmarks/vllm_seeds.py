@@ -26,7 +26,7 @@ from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.vllm_engine import VLLMEngine, cpu_environment
-from async_rlhf.models.snapshots import named_weights
+from async_rlhf.models.weights import named_weights
 from async_rlhf.types import Prompt
 
 

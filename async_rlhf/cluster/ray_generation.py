@@ -30,7 +30,7 @@ from async_rlhf.generation.restarting import Arrived, RestartingGenerator
 from async_rlhf.generation.vllm_engine import cpu_environment
 from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.models.leaving import Later, Leaving, at_once
-from async_rlhf.models.snapshots import TensorSpec, digests, iterate_weights, layout, tensors_in
+from async_rlhf.models.weights import TensorSpec, digests, iterate_weights, layout, tensors_in
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 

@@ -28,8 +28,8 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.positions import sampling_prompt_cap
-from async_rlhf.models.snapshots import named_weights
 from async_rlhf.models.truncation import Distribution
+from async_rlhf.models.weights import named_weights
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of

@@ -12,7 +12,7 @@ from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version, drawing
 from async_rlhf.generation.replies import check_completions
 from async_rlhf.generation.shared import SharedEngine
-from async_rlhf.models.snapshots import differing, digests, iterate_weights
+from async_rlhf.models.weights import differing, digests, iterate_weights
 from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
 

@@ -24,7 +24,9 @@ from async_rlhf.generation.replies import check_completions, fingerprint
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.leaving import Beside, Work
-from async_rlhf.models.snapshots import Snapshots, differing
+from async_rlhf.models.ring_shares import RingShares, agree
+from async_rlhf.models.snapshots import NoSnapshots, SnapshotRing, Snapshots
+from async_rlhf.models.weights import differing
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
@@ -70,6 +72,7 @@ class RemoteGenerator:
         self.trace = trace
         self._autocast = autocast_dtype(config)
         self._publisher, self._newest = Beside("publisher"), -1
+        self._shares: RingShares | None = None
         self._handed_out: dict[int, float] = {}
         """When the publisher began with a version."""
         self._probing = self.config.probe_steps > 0
@@ -94,12 +97,23 @@ class RemoteGenerator:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
         self.parallel.ranks.meet(f"publishing version {version}")
         self._publisher.finish()  # one version at a time is on its way
+        if self._newest < 0:
+            self._agree_on_shares(policy)
         self._policy, self._newest = policy, version
         self.snapshots.publish(policy, version, self.parallel, partial(self._beside, version))
         self._publisher(partial(self._trace_publisher, version))
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
         if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
+
+    def _agree_on_shares(self, policy: PreTrainedModel) -> None:
+        """Have each rank write its own share of the weights, if all of them can."""
+        snapshots = self.snapshots
+        if self.parallel.spreads_weights:
+            ring = snapshots.for_others if isinstance(snapshots, SnapshotRing) else lambda: None
+            self._shares = agree(policy, self.parallel, ring)
+            if isinstance(snapshots, (SnapshotRing, NoSnapshots)):
+                snapshots.shares = self._shares
 
     def _beside(self, version: int, work: Work) -> Future[None]:
         """Have a part of publishing done beside training."""
@@ -212,6 +226,8 @@ class RemoteGenerator:
         """End the workers, and the thread that publishes."""
         for worker in self.workers:
             worker.close()
+        if self._shares is not None:
+            self._shares.stop()
         self._publisher.close()
         self.snapshots.close()
 

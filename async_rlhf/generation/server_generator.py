@@ -33,7 +33,8 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
 from async_rlhf.generation.vllm_requests import seeds_of
-from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots, differing
+from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots
+from async_rlhf.models.weights import differing
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Sample, drawn_versions

@@ -19,7 +19,7 @@ from async_rlhf.generation.decode_cache import join, only_grows
 from async_rlhf.generation.decoding import Decoding
 from async_rlhf.generation.probe import probe_logprobs
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
-from async_rlhf.models.snapshots import digests, named_weights
+from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.types import Prompt, Sample
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}

@@ -28,7 +28,7 @@ from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParam
 from async_rlhf.generation.vllm_ranks import SeveralProcesses, several_processes
 from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
-from async_rlhf.models.snapshots import digests
+from async_rlhf.models.weights import digests
 from async_rlhf.types import Prompt, Sample
 
 CPU_KV_CACHE_GB = 1.0

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from async_rlhf.generation.protocol import EngineLostError
-from async_rlhf.models.snapshots import Region, SharedTensors, nameless_file, region_for, tensors_in
+from async_rlhf.models.snapshots import Region, SharedTensors
+from async_rlhf.models.weights import nameless_file, region_for, tensors_in
 from async_rlhf.system.children import started_within
 
 _LOOK_SECONDS = 0.5

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.models.conversion import as_in_checkpoints
-from async_rlhf.models.snapshots import digests
+from async_rlhf.models.weights import digests
 
 
 class SnapshotLoader:

@@ -40,7 +40,7 @@ from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.sharded_loading import is_unread, parameter_digests, weight_digests
-from async_rlhf.models.snapshots import of_digests
+from async_rlhf.models.weights import of_digests
 from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.types import Experience, ScoredBatch

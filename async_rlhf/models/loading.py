@@ -32,7 +32,7 @@ from async_rlhf.models.sharded_loading import (
     unread_model,
     weight_digests,
 )
-from async_rlhf.models.snapshots import checksum, of_digests
+from async_rlhf.models.weights import checksum, of_digests
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.system.hub import is_path, why_nowhere
 

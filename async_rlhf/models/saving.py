@@ -18,8 +18,8 @@ from async_rlhf.models.adapters import has_adapters, save_adapters
 from async_rlhf.models.loading import stop_token_ids
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.quiet import quietly
-from async_rlhf.models.snapshots import collected_weights
 from async_rlhf.models.values import VALUE_HEAD
+from async_rlhf.models.weights import collected_weights
 from async_rlhf.ranks.parallel import ALONE, Parallel
 
 

@@ -30,7 +30,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from async_rlhf.models.origins import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
 from async_rlhf.models.quantised import stored
-from async_rlhf.models.snapshots import digest, digests, named_weights, saved_buffers
+from async_rlhf.models.weights import digest, digests, named_weights, saved_buffers
 from async_rlhf.ranks.collectives import Ranks
 
 _SOURCE = "_weights_to_read"

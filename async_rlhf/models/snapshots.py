@@ -13,11 +13,9 @@ published, under its number and as the newest, when all of that is done.
 from __future__ import annotations
 
 import inspect
-import mmap
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,124 +24,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
 from async_rlhf.models.leaving import Later, Leaving, at_once, pinned
-from async_rlhf.models.quantised import like_numbers, numbers
+from async_rlhf.models.ring_shares import Ring, RingShares
+from async_rlhf.models.weights import (
+    ALIGNMENT,
+    TensorSpec,
+    digests,
+    iterate_weights,
+    kept_dtype,
+    layout,
+    mapped,
+    nameless_file,
+    tensors_in,
+)
 from async_rlhf.ranks.parallel import ALONE, Parallel
-
-_ALIGNMENT = 64
-
-
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that decide a model's output: parameters, tied ones once, and the buffers that are saved with it.
-
-    Adapters are merged; the names are those of the model without adapters.
-    """
-    return dict(iterate_weights(model))
-
-
-def iterate_weights(
-    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """The same, one tensor at a time, so that merged weights need not all be in memory together.
-
-    Args:
-        model: a policy.
-        adapters_only: give the adapters' own parameters instead.
-        parallel: how its weights are sharded over ranks; they are gathered one by one, and every rank must iterate to
-            the end.
-        dtype: that they are needed in: sharded weights of a wider type are rounded before they are gathered.
-    """
-    parallel.meet("reading weights", model)
-    for name, parameters, compute in _parameters(model, adapters_only):
-        like = like_numbers(parameters[0])
-        rounded = dtype if dtype is not None and dtype.itemsize < like.itemsize and like.is_floating_point() else None
-        with parallel.unsharded(parameters, compute, rounded if parallel.spreads_weights else None) as tensor:
-            yield name, tensor
-    if not adapters_only:
-        yield from saved_buffers(model)
-
-
-def collected_weights(
-    model: nn.Module,
-    adapters_only: bool = False,
-    parallel: Parallel = ALONE,
-    copied: bool = False,
-    at_hand: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing.
-
-    Args:
-        model: a policy.
-        adapters_only: see :func:`iterate_weights`.
-        parallel: see there.
-        copied: none of it may be the model's own memory, so that training can go on.
-        at_hand: tensors to take instead, by name.
-    """
-    found = {}
-    if parallel.takes_part:
-        for name, tensor in iterate_weights(model, adapters_only, parallel):
-            if parallel.ranks.leads:
-                known = (at_hand or {}).get(name)
-                found[name] = tensor.to("cpu", copy=copied) if known is None else known
-    return found
-
-
-def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that are saved with a model."""
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-
-
-def _parameters(
-    model: nn.Module, adapters_only: bool
-) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
-    if has_adapters(model) and not adapters_only:
-        yield from merged_parameters(model)
-        return
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) or not adapters_only:
-            yield name, [parameter], partial(numbers, parameter)
-
-
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A 128-bit checksum of type, shape and bytes of each tensor."""
-    return {name: digest(tensor.dtype, tuple(tensor.shape), [tensor]) for name, tensor in tensors.items()}
-
-
-def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:
-    """The checksum of one tensor, given in parts that follow each other in memory."""
-    found = xxhash.xxh3_128(f"{dtype} {shape}".encode())
-    for part in parts:
-        found.update(_bytes(part))
-    return found.hexdigest()
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A 128-bit checksum over names, types, shapes and bytes, in order."""
-    return of_digests(digests(tensors))
-
-
-def of_digests(found: Mapping[str, str]) -> str:
-    """:func:`checksum` of tensors whose checksums are known."""
-    return xxhash.xxh3_128(repr(dict(found)).encode()).hexdigest()
-
-
-def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """A text naming the tensors whose digests differ; "" if none do."""
-    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} of {len(expected)} tensors: {', '.join(names[:5])}{more}" if names else ""
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 class Snapshots(Protocol):
@@ -173,21 +72,6 @@ class Snapshots(Protocol):
 
     def close(self) -> None:
         """Free what is held."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """The place of one tensor within a slot."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def end(self) -> int:
-        """Where its bytes end."""
-        return self.offset + torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +121,8 @@ class SnapshotRing:
         self.adapters_only, self.dtype = adapters_only, dtype
         self._bytes, self.fd = memory, fd
         self._pinned = ExitStack()
+        self.shares: RingShares | None = None
+        """Set where each rank writes its own share."""
         self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -254,7 +140,7 @@ class SnapshotRing:
     ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
-        memory, fd = cls._allocated(_ALIGNMENT + slot_bytes * slots, model)
+        memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
         memory[:8].view(torch.int64)[0] = -1
         ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
         if fd >= 0 and (parallel.device or next(model.parameters()).device).type == "cuda":
@@ -267,7 +153,7 @@ class SnapshotRing:
         kernel to allocate them.
         """
         fd = nameless_file(size)
-        return _mapped(fd).zero_(), fd
+        return mapped(fd).zero_(), fd
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
@@ -283,7 +169,7 @@ class SnapshotRing:
         return self._bytes[start : start + self.slot_bytes]
 
     def _start(self, version: int) -> int:
-        return _ALIGNMENT + version % self.slots * self.slot_bytes
+        return ALIGNMENT + version % self.slots * self.slot_bytes
 
     @property
     def newest(self) -> int:
@@ -291,13 +177,23 @@ class SnapshotRing:
         return int(self._bytes[:8].view(torch.int64)[0])
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights into the version's slot."""
+        """Copy the weights into the version's slot: all of them, or if all ranks are on this host, each its own."""
         self.published.pop(version - self.slots, None)
+        if self.shares is not None:
+            self.shares.publish(model, version, later, partial(self._finish, version))
+            return
         views, leaving = self.views(version), Leaving(model, parallel, later)
         with torch.no_grad():
             for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
                 leaving.copy(tensor, views[name])
         leaving.end(partial(self._finish, version))
+
+    def for_others(self) -> tuple[Ring, Tensor] | None:
+        """Where other ranks find this memory, and the memory itself; None if they cannot."""
+        if self.fd < 0 or not Path(f"/proc/{os.getpid()}/fd/{self.fd}").exists():
+            return None
+        starts = tuple(self._start(slot) for slot in range(self.slots))
+        return Ring(f"/proc/{os.getpid()}/fd/{self.fd}", starts, self.specs), self._bytes
 
     def _finish(self, version: int) -> None:
         self.published[version] = digests(self.views(version))
@@ -353,7 +249,7 @@ class SnapshotFolder:
         with torch.no_grad():
             for name, tensor in iterate_weights(model, parallel=parallel, dtype=self.dtype):
                 if name not in self._copies:  # else that of the version before, which is in its file
-                    dtype = _kept_dtype(name, tensor, buffers, self.dtype)
+                    dtype = kept_dtype(name, tensor, buffers, self.dtype)
                     self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
                 copies[name] = self._copies[name]
                 leaving.copy(tensor, copies[name])
@@ -394,10 +290,15 @@ class NoSnapshots:
         self.dtype, self.adapters_only, self.newest = dtype, adapters_only, -1
         self.published: dict[int, dict[str, str]] = {}
         self._names: list[str] = []
+        self.shares: RingShares | None = None
+        """Set where each rank writes its own share."""
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Take part while rank 0 gathers the weights. There are no digests here."""
-        if parallel.takes_part:
+        """Take part while rank 0 gathers the weights, or write this rank's share. There are no digests here."""
+        if self.shares is not None:
+            self._names = [spec.name for spec in self.shares.ring.specs]
+            self.shares.publish(model, version, later, lambda: None)
+        elif parallel.takes_part:
             self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel, self.dtype)]
         self.newest = version
 
@@ -406,59 +307,14 @@ class NoSnapshots:
         return dict.fromkeys(self._names)
 
     def close(self) -> None:
-        """Do nothing."""
-
-
-def _kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
-    """Parameters are rounded, buffers are not: rounding would harm the frequencies of rotary positions."""
-    return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
-
-
-def layout(
-    model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel = ALONE
-) -> tuple[tuple[TensorSpec, ...], int]:
-    """The places of a snapshot's tensors within a slot, and the bytes of a slot. Needs no other rank."""
-    specs, offset = [], 0
-    buffers = dict(model.named_buffers())
-    # Merging an adapter keeps the shape of the weight below it, which comes first.
-    sizes: list[tuple[str, Tensor, torch.Size]] = []
-    for name, own, _ in _parameters(model, adapters_only):
-        like = like_numbers(own[0])
-        sizes.append((name, like, parallel.shape_of(own[0]) if like is own[0] else like.shape))
-    sizes += [(name, buffer, buffer.shape) for name, buffer in saved_buffers(model) if not adapters_only]
-    for name, tensor, shape in sizes:
-        kept = _kept_dtype(name, tensor, buffers, dtype)
-        specs.append(TensorSpec(name, tuple(shape), kept, offset))
-        size = shape.numel() * kept.itemsize
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return tuple(specs), offset
-
-
-def region_for(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSpec, ...], int]:
-    """The places of these tensors in a region, and its bytes."""
-    specs, offset = [], 0
-    for name, tensor in tensors.items():
-        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset))
-        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(specs), offset
-
-
-def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """The tensors of a slot, without a copy.
-
-    Args:
-        memory: the slot, as uint8.
-        specs: their places.
-    """
-    views = {}
-    for spec in specs:
-        views[spec.name] = memory[spec.offset : spec.end].view(spec.dtype).view(spec.shape)
-    return views
+        """Let go of rank 0's memory."""
+        if self.shares is not None:
+            self.shares.close()
 
 
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
     own = fd.detach()
-    return SnapshotRing(specs, slot_bytes, slots, _mapped(own), own)
+    return SnapshotRing(specs, slot_bytes, slots, mapped(own), own)
 
 
 def _attach_device(
@@ -471,18 +327,3 @@ def _attach_device(
 
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
-
-
-def _mapped(fd: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
-
-
-def nameless_file(size: int) -> int:
-    """The file descriptor of so many bytes of memory, all zero."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("async_rlhf_weights", os.MFD_CLOEXEC)
-    else:  # macOS
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, size)
-    return fd

@@ -16,7 +16,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.models.loading import brings_code, check_reward_model, disable_dropout, load_reward_model, placed
 from async_rlhf.models.quantised import unquantised
 from async_rlhf.models.sharded_loading import is_unread, value_model_like
-from async_rlhf.models.snapshots import named_weights
+from async_rlhf.models.weights import named_weights
 
 VALUE_HEAD = "value_head.safetensors"
 

@@ -9,7 +9,7 @@ import torch
 
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import run_worker
-from async_rlhf.models.snapshots import digests, named_weights
+from async_rlhf.models.weights import digests, named_weights
 
 AT = 1
 """The version whose loading goes wrong."""

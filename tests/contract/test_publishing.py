@@ -22,7 +22,8 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models.leaving import Leaving
-from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, digests, named_weights
+from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing
+from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.trainer import OnlineTrainer

@@ -22,14 +22,15 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
+from async_rlhf.generation import remote
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models import head
+from async_rlhf.models import head, snapshots
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks import loss_scale
 from async_rlhf.run import wiring
 from async_rlhf.run.trainer import OnlineTrainer
 
-READS_SHARES = wiring._reads_shares
+READS_SHARES, AGREE, ITERATE_WEIGHTS = wiring._reads_shares, remote.agree, snapshots.iterate_weights
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
 
@@ -106,6 +107,16 @@ def require_no_batch(trainer: OnlineTrainer) -> None:
     trainer.learner.annotate = without_batch
 
 
+def publish_by(how: str | None) -> None:
+    """Have sharded weights published as told: by "shares" alone, nothing "gathered" but, or as it comes."""
+
+    def refuse(*_):
+        raise AssertionError("weights were gathered to be published")
+
+    remote.agree = (lambda *_: None) if how == "gathered" else AGREE
+    snapshots.iterate_weights = refuse if how == "shares" else ITERATE_WEIGHTS
+
+
 def train(
     folder: str,
     name: str,
@@ -126,6 +137,7 @@ def train(
     head_rows: int | None = None,
     models: str | None = None,
     whole: bool = False,
+    publishing: str | None = None,
     **changes,
 ) -> None:
     """One run, as its arguments say.
@@ -137,6 +149,7 @@ def train(
     wiring._reads_shares = (lambda *_: False) if whole else READS_SHARES
     named = None if models is None else Path(models.format(rank=rank))
     loss_scale.FIRST = first_scale
+    publish_by(publishing)
     if head_rows is not None:
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
     args = new_args(

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from async_rlhf.generation import process
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import snapshots
+from async_rlhf.models import snapshots, weights
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.leaving import Leaving
 from async_rlhf.ranks.parallel import ALONE
@@ -169,7 +169,7 @@ def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = to
         from async_rlhf import LoRAConfig
 
         add_adapters(policy, LoRAConfig(rank=4), seed=0)
-    expected = {name: tensor.to(dtype, copy=True) for name, tensor in snapshots.named_weights(policy).items()}
+    expected = {name: tensor.to(dtype, copy=True) for name, tensor in weights.named_weights(policy).items()}
     policy.to("cuda:0")
     before = sum(simulated_device.SimulatedRuntime.pinned.values())
     if kind == "folder":
@@ -191,7 +191,7 @@ def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = to
     with traffic() as later:
         for part in work:
             part()
-    found = ring.published[1] == snapshots.digests(expected)
+    found = ring.published[1] == weights.digests(expected)
     ring.close()
     assert sum(simulated_device.SimulatedRuntime.pinned.values()) == before, "memory of the host stays pinned"
     early = sum(meanwhile.to_host.values())
@@ -223,7 +223,7 @@ def tokens_in_flight(device: str) -> list[tuple[list[int], list[int]]]:
         nonlocal steps
         steps += 1
         if steps % 3 == 0:
-            newer = snapshots.named_weights(new_policy(seed=steps))
+            newer = weights.named_weights(new_policy(seed=steps))
             engine.load({name: tensor.to(device) for name, tensor in newer.items()}, version=steps)
 
     engine.refresh = refresh

@@ -18,7 +18,7 @@ from async_rlhf.generation.agreement import Agreement, Noise, rows_of_batch
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.snapshots import iterate_weights, named_weights
+from async_rlhf.models.weights import iterate_weights, named_weights
 from async_rlhf.types import Group, Prompt
 
 PROMPTS = [Prompt(i, i, tuple(range(1, 3 + i))) for i in range(5)]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from async_rlhf.models.conversion import as_in_checkpoints
-from async_rlhf.models.snapshots import iterate_weights, named_weights
+from async_rlhf.models.weights import iterate_weights, named_weights
 
 SIZES = {
     "vocab_size": 64,

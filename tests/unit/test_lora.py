@@ -16,8 +16,9 @@ from async_rlhf import KLConfig, LoRAConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
 from async_rlhf.models.adapters import adapters_off, add_adapters, unwrap
-from async_rlhf.models.snapshots import SnapshotRing, named_weights
+from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.values import new_value_model
+from async_rlhf.models.weights import named_weights
 from async_rlhf.run.trainer import OnlineTrainer
 
 TOKENS_BT = torch.arange(3, 33).view(3, 10)

@@ -31,7 +31,7 @@ from async_rlhf.data.tokenizer import train_tokenizer
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import new_language_model
 from async_rlhf.models.saving import write_model
-from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.models.weights import checksum, named_weights
 from async_rlhf.run.config import DataConfig, RunConfig
 
 ARCHITECTURES = ("gpt_neox", "llama", "qwen2", "qwen3")

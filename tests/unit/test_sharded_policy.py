@@ -16,7 +16,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import make_engine
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.models.snapshots import collected_weights, digests
+from async_rlhf.models.weights import collected_weights, digests
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt
 

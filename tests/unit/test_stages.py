@@ -26,7 +26,7 @@ from async_rlhf.config.base import key
 from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.saving import write_model
-from async_rlhf.models.snapshots import checksum, named_weights
+from async_rlhf.models.weights import checksum, named_weights
 
 # ---------------------------------------------------------------- stages
 

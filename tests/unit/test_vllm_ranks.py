@@ -15,7 +15,8 @@ import torch
 from async_rlhf.config import ConfigError, GenerationConfig, RayConfig, VLLMConfig
 from async_rlhf.generation.gpus import check_gpus, worker_devices
 from async_rlhf.generation.vllm_ranks import SeveralProcesses, end_with, same, tensors_of, threads_of_each
-from async_rlhf.models.snapshots import Region, SnapshotRing, differing, digests, named_weights
+from async_rlhf.models.snapshots import Region, SnapshotRing
+from async_rlhf.models.weights import differing, digests, named_weights
 from async_rlhf.system.children import context_of, start_process
 
 CPU = torch.device("cpu")

@@ -10,15 +10,8 @@ from async_rlhf.generation.gpus import worker_devices
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
-from async_rlhf.models.snapshots import (
-    DeviceRing,
-    SnapshotFolder,
-    SnapshotRing,
-    checksum,
-    differing,
-    digests,
-    named_weights,
-)
+from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing
+from async_rlhf.models.weights import checksum, differing, digests, named_weights
 
 
 def change(model: nn.Module, by: float) -> None:

@@ -19,7 +19,7 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.models.snapshots import named_weights
+from async_rlhf.models.weights import named_weights
 from async_rlhf.types import Prompt
 
 pytest.importorskip("vllm", reason="make setup-vllm", exc_type=ImportError)

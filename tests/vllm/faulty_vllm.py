@@ -28,7 +28,7 @@ def computes_otherwise(load, engine, tensors, version):
 
 def ignores_the_update(load, engine, tensors, version):
     """And says that it holds what it was given."""
-    from async_rlhf.models.snapshots import digests
+    from async_rlhf.models.weights import digests
 
     engine.version = version
     engine._llm.llm_engine.set_weight_version(str(version))

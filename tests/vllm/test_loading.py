@@ -15,7 +15,7 @@ from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.inline import InlineVLLMGenerator
 from async_rlhf.generation.protocol import GeneratorError
-from async_rlhf.models.snapshots import digests, named_weights
+from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from conftest import BLOCK, PARAMS, SHORT, SHORT_BATCHES, new_policy, run, served_by
 
-from async_rlhf.models.snapshots import named_weights
+from async_rlhf.models.weights import named_weights
 from async_rlhf.types import Prompt
 
 pytestmark = pytest.mark.vllm

@@ -13,7 +13,8 @@ from transformers import TrainerCallback
 
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.server_client import ServerClient
-from async_rlhf.models.snapshots import SnapshotFolder, named_weights
+from async_rlhf.models.snapshots import SnapshotFolder
+from async_rlhf.models.weights import named_weights
 
 pytestmark = pytest.mark.vllm
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ParallelConfig
@@ -119,6 +120,25 @@ class FullyShardedDataParallel(Parallel):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def has_piece(self, parameter: nn.Parameter) -> bool:
+        """FSDP shards rows, so that each rank's lie side by side."""
+        if not isinstance(parameter, DTensor):
+            return True
+        return parameter.placements[-1] == Shard(0) and all(place.is_replicate() for place in parameter.placements[:-1])
+
+    def piece(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
+        if not isinstance(parameter, DTensor):
+            mine, first, writes = parameter.data, 0, self.ranks.leads
+        else:
+            place = parameter.device_mesh.get_coordinate()
+            assert place is not None
+            mine, writes = parameter.to_local().detach(), not any(place[:-1])  # of several copies the first
+            _, starts = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            first = starts[0] * parameter.shape[1:].numel() if starts else 0
+        return mine.reshape(-1) if writes else mine.new_empty(0), first
 
     def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         assert isinstance(parameter, DTensor)

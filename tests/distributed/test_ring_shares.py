@@ -1,0 +1,59 @@
+"""Ranks of one host write their shares of the weights into the ring; the run is the one that gathers them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import finish, launch, metrics_of, weights_of
+
+pytestmark = pytest.mark.distributed
+
+ASYNC = {"staleness": 1, "annotate_batch_size": 8, "total_episodes": 64}
+BF16 = {"generation": {"dtype": "bfloat16"}, "total_episodes": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp", "evaluate": True, "eval_steps": 2},
+    "fsdp in bfloat16": {"strategy": "fsdp", "bf16": True, **BF16},
+    "fsdp, kept whole": {"strategy": "fsdp", "parallel": {"reshard_after_forward": False}, "total_episodes": 32},
+    "fsdp, two copies": {"strategy": "fsdp", "parallel": {"shard_size": 1}, "total_episodes": 32},
+    "zero3": {"strategy": "zero3"},
+    "zero3 in bfloat16": {"strategy": "zero3", **BF16},
+    "zero3 on the host": {"strategy": "zero3", "parallel": {"cpu_offload": True}, "total_episodes": 32},
+}
+
+
+def run_of(case: str, how: str, folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder), "name": f"{case}-{how}", "publishing": how, **ASYNC, **CASES[case]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Every case on two ranks, both ways; who is to write shares fails if anything is gathered."""
+    folder = tmp_path_factory.mktemp("runs")
+    each = [run_of(case, how, folder) for case in CASES for how in ("shares", "gathered")]
+    finish(launch(each, 2, folder / "log"), folder / "log", 300)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_ranks_write_is_what_rank_0_would_gather_bit_for_bit(runs, case):
+    ours, theirs = runs / f"{case}-shares", runs / f"{case}-gathered"
+    assert metrics_of(ours) == metrics_of(theirs)
+    left, right = weights_of(ours), weights_of(theirs)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def test_three_ranks_whose_number_divides_nothing_write_theirs(tmp_path):
+    """Some have fewer rows than others, or none."""
+    changes = {"per_device_train_batch_size": 4, "total_episodes": 24, "staleness": 1}
+    each = [
+        {"folder": str(tmp_path), "name": f"{strategy}-{how}", "strategy": strategy, "publishing": how, **changes}
+        for strategy in ("fsdp", "zero3")
+        for how in ("shares", "gathered")
+    ]
+    finish(launch(each, 3, tmp_path / "log"), tmp_path / "log", 200)
+    for strategy in ("fsdp", "zero3"):
+        assert metrics_of(tmp_path / f"{strategy}-shares") == metrics_of(tmp_path / f"{strategy}-gathered")
