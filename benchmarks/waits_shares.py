@@ -1,6 +1,6 @@
 """What workers that differ in speed wait for: units that each free worker takes, against fixed shares.
 
-    python benchmarks/waits_shares.py [--json] [--batches 22]
+    python benchmarks/waits_shares.py [--json] [--batches 10]
 
 Real generator processes, four of them, with a model that sleeps as long as a device would compute: three are alike, the
 fourth is half as fast. Exact staleness 1, and a learner that takes no time, so that sampling is all there is. Wall is
@@ -39,7 +39,7 @@ SPEEDS = (1.0, 1.0, 1.0, 0.5)
 PROMPTS = 28
 """In a batch."""
 EDGE = 2  # batches at either end that do not count
-TOKENS, TOKEN_SECONDS = 8, 0.03
+TOKENS, TOKEN_SECONDS = 8, 0.05
 """Of each completion; and what one of a prompt takes at speed 1, whatever it is decoded with."""
 VOCABULARY = 64
 
@@ -110,7 +110,7 @@ def wall(batches: int, size: int | None, fixed: bool = False) -> tuple[float, fl
         return statistics.fmean(b - a for a, b in pairwise(ends[EDGE - 1 : -EDGE])), statistics.fmean(idle[EDGE:-EDGE])
 
 
-def measure(batches: int = 22) -> dict[str, dict[str, float]]:
+def measure(batches: int = 10) -> dict[str, dict[str, float]]:
     """Seconds a batch in each way, over those of the best assignment, and how much of the time workers are idle."""
     work = PROMPTS * TOKENS * TOKEN_SECONDS
     best, found = work / sum(SPEEDS), {}
