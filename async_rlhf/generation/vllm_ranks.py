@@ -6,7 +6,6 @@ not sent to its processes: they map the memory where a snapshot lies, and each t
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -16,12 +15,11 @@ from functools import lru_cache
 from multiprocessing import util
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from async_rlhf.generation.protocol import EngineLostError
 from async_rlhf.models.snapshots import Region, SharedTensors
-from async_rlhf.models.weights import nameless_file, region_for, tensors_in
+from async_rlhf.models.weights import mapped_at, nameless_file, region_for, tensors_in
 from async_rlhf.system.children import started_within
 
 _LOOK_SECONDS = 0.5
@@ -122,11 +120,7 @@ def tensors_of(region: Region) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=2)
 def _memory(path: str) -> Tensor:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
-    finally:
-        os.close(fd)
+    return mapped_at(path)
 
 
 def end_with(worker: Any, parent: int, end: Callable[[int], None] = os._exit) -> None:

@@ -6,7 +6,6 @@ version it has written, in memory that all of them share; so no rank waits for a
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rlhf.models.leaving import Later, Leaving, Work, pinned
-from async_rlhf.models.weights import TensorSpec, nameless_file, published_parameters, saved_buffers
+from async_rlhf.models.weights import TensorSpec, mapped_at, nameless_file, published_parameters, saved_buffers
 from async_rlhf.ranks.parallel import Parallel
 
 _WORD = 8
@@ -128,8 +127,8 @@ def agree(model: nn.Module, parallel: Parallel, ring: Callable[[], tuple[Ring, T
     where, words_path = asked
     memory: Tensor | None = None
     with suppress(OSError):  # in containers of their own, processes do not see each other's
-        said = _map(words_path).view(torch.int64)
-        memory = own[1] if own is not None else _map(where.path)
+        said = mapped_at(words_path).view(torch.int64)
+        memory = own[1] if own is not None else mapped_at(where.path)
     pids = ranks.gather("who writes weights", os.getpid() if memory is not None else -1)
     if words >= 0:
         os.close(words)
@@ -147,11 +146,3 @@ def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:
         return False
     every = [parameters for _, parameters, _ in published_parameters(model, adapters_only=False)]
     return all(len(parameters) == 1 and parallel.has_piece(parameters[0]) for parameters in every)
-
-
-def _map(path: str) -> Tensor:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
-    finally:
-        os.close(fd)
