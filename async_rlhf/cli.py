@@ -36,6 +36,7 @@ COMMANDS = {
     "train": Command("train a policy online, synchronously or asynchronously", "run.config:RunConfig"),
     "plan": Command("predict speed and the best split of devices from measured or given times", "config:PlanConfig"),
     "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
+    "explain": Command("repeat one update of a run, and say what moved it", "run.config:ExplainConfig"),
     "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),
     "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
@@ -122,10 +123,10 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
+    """``replay RUN`` as ``replay --run RUN``, and ``explain`` alike, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
     FILE`` as ``config --file FILE``, ``train --resume`` as ``train --train.resume=true``, ``sft --resume`` as ``sft
     --resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
-    if name == "replay" and words and not words[0].startswith("-"):
+    if name in ("replay", "explain") and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name == "workers" and words and not words[0].startswith("-"):
         count = ["--workers"] if words[1:] and not words[1].startswith("-") else []

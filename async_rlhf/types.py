@@ -149,6 +149,9 @@ class ScoredBatch:
     """float32, on the CPU, penalties included. NaN where ``reward_errors`` left a sample without a score. On rank 0, as
     the groups are."""
     metrics: dict[str, float]
+    rewards: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the reward model and each reward function said, (R,) float64: neither weighted nor penalised. NaN where one
+    does not apply, or failed."""
 
 
 @dataclass(frozen=True, slots=True)

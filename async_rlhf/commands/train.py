@@ -77,7 +77,8 @@ def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
         return None
 
 
-def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
+def make_trainer(config: RunConfig, ranks: Ranks) -> OnlineTrainer:
+    """The trainer, with all that the configuration names loaded."""
     transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
     data = config.data
     train_rows: Rows | Stream = []
@@ -90,7 +91,7 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
             train_rows, eval_rows = _counted_prompts(data)
         if data.eval is not None:
             eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
-    trainer = OnlineTrainer(
+    return OnlineTrainer(
         config.model,
         config.train,
         train_rows,
@@ -105,6 +106,10 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         algorithm=find(config.algorithm),
         record=of_command(config),
     )
+
+
+def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
+    trainer = make_trainer(config, ranks)
     if ranks.leads:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     started = time.monotonic()

@@ -124,7 +124,7 @@ class OnlineConfig(Checked):
     staleness_mode: Literal["exact", "bounded"] = "exact"
     """ "exact" samples with exactly those weights; "bounded" takes the newest weights available when a worker starts,
     never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
-    replay_from: str | None = None
+    replay_from: str | None = key(None, may_change="it repeats one of the runs that a bounded schedule allows")
     """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
     completions_per_batch: int | None = key(None, at_least(1), main="sizes")
     """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is

@@ -134,7 +134,7 @@ class Learner:
         if config.fp16:
             self.parallel.loss_scale = LossScale()
         self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, own))
-        with self._autocast():
+        with self.autocast():
             pack(unread, device=self.parallel.device)  # it computes with their weights
         for model in unread.values():
             self.parallel.settle(model)
@@ -266,14 +266,14 @@ class Learner:
     def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
         temperature = self.config.generation.temperature
         model = self.policy if self.reference is None else self.reference
-        with adapters_off(model) if self.reference is None else nullcontext(), self._autocast():
+        with adapters_off(model) if self.reference is None else nullcontext(), self.autocast():
             output = response_logprobs(model, tokens_BT, mask_BT, temperature, with_entropies=False)
         return {"reference_logprobs_BT": output.logprobs_BT}
 
     def _before_update(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
         """Log-probabilities and values before the update, each only if the objective needs them."""
         found = {}
-        with self._autocast():
+        with self.autocast():
             if self.needs.old_logprobs or self.model.head is not None:
                 temperature = self.config.generation.temperature
                 output = response_logprobs(self.policy, tokens_BT, mask_BT, temperature, False, self.model.head)
@@ -290,7 +290,7 @@ class Learner:
         assert self.value is not None
         positions_T = torch.arange(1, mask_BT.shape[1] + 1)
         lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
-        with self._autocast():
+        with self.autocast():
             return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
@@ -305,8 +305,8 @@ class Learner:
         loss_sums: dict[str, Tensor] = {}
         seen = RatioMonitor()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
-        for units_U in self._mini_batches(experience.units, batch):
-            deal = self._step(experience, units_U)
+        for units_U, weight in self.mini_batches(experience, batch):
+            deal = self._step(experience, units_U, weight)
             if len(deal):  # else the optimiser's momentum would move the weights for a mini-batch of ties
                 self._backward(deal, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
@@ -332,21 +332,23 @@ class Learner:
         metrics["lr"] = float(self.scheduler.get_last_lr()[0])
         return metrics
 
-    def _mini_batches(self, units: int, batch: int) -> Iterator[Tensor]:
-        """Units of each mini-batch, in an order that depends only on seed, batch and epoch."""
+    def mini_batches(self, experience: Experience, batch: int) -> Iterator[tuple[Tensor, float]]:
+        """Units of each mini-batch that count, in an order that depends only on seed, batch and epoch; and their weight,
+        which is 0 if there is nothing to learn from them.
+        """
         for epoch in range(self.config.num_epochs):
             key = [self.config.seed, batch << 16 | epoch]
-            order_U = np.random.Generator(np.random.Philox(key=key)).permutation(units)
-            yield from torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches)
+            order_U = np.random.Generator(np.random.Philox(key=key)).permutation(experience.units)
+            for units_U in torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches):
+                counted_U = units_U[experience.weights_U[units_U] > 0]
+                yield counted_U, experience.weight_of(counted_U)
 
-    def _step(self, experience: Experience, units_U: Tensor) -> Deal:
+    def _step(self, experience: Experience, units_U: Tensor, weight: float) -> Deal:
         """This rank's micro-batches of a mini-batch of rank 0's, of similar length; none if there is nothing to learn.
 
         Each comes with all fields of an experience, and with a :class:`_Step`.
         """
-        passes = self._training
-        units_U = units_U[experience.weights_U[units_U] > 0]
-        weight, parts = experience.weight_of(units_U), list[Tensor]()
+        passes, parts = self._training, list[Tensor]()
         if weight > 0:
             lengths_B = experience.lengths_B[experience.rows_of(units_U)]
             split = passes.split(lengths_B, experience.rows_per_unit, self.ranks.count)
@@ -365,7 +367,7 @@ class Learner:
             rows = Experience(**part, rows_per_unit=step.rows_per_unit)
             micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
             with self.parallel.accumulating(last=turn == len(deal)):
-                with self._autocast():
+                with self.autocast():
                     output = self.parallel.forward(
                         micro_batch.tokens_BT, rows.sampled_BT, config.generation.temperature
                     )
@@ -399,7 +401,13 @@ class Learner:
         width = self.policy.config.get_text_config().hidden_size
         return Passes(units, tokens, all(map(is_packed, models)), width)
 
-    def _autocast(self) -> torch.autocast:
+    @property
+    def batch_config(self) -> OnlineConfig:
+        """The configuration, with the KL coefficient of the batch that was annotated last."""
+        return self._adapted_config(self._batch_coef)
+
+    def autocast(self) -> torch.autocast:
+        """The types that the learner computes in."""
         dtype = autocast_dtype(self.config)
         return torch.autocast(self.parallel.device_of(self.policy).type, dtype, enabled=dtype is not None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -86,9 +87,9 @@ class Checkpoints:
         found = {batch: path for path in _listed(self.folder) if (batch := batch_of(path.name)) and path.is_dir()}
         return [path for _, path in sorted(found.items())]
 
-    def newest_whole(self) -> Path | None:
-        """The newest undamaged checkpoint; logs a warning about each newer, damaged one."""
-        for path in reversed(self.all()):
+    def newest_whole(self, until: float = math.inf) -> Path | None:
+        """The newest undamaged checkpoint, of at most ``until`` batches; logs a warning about each newer, damaged one."""
+        for path in [path for path in reversed(self.all()) if (batch_of(path.name) or 0) <= until]:
             try:
                 verify(path)
             except CheckpointError as error:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ class Record:
                 file.write("# Of a run from Python. To run this file as a command, give by name what was an object:\n")
                 file.writelines(f"#   {key}: {what}\n" for key, what in self.unnamed.items())
             yaml.safe_dump(without_secrets(dict(self.values)), file, sort_keys=False)
+
+
+def unnamed_in(path: Path) -> list[str]:
+    """What a run from Python was given as objects, as :meth:`Record.write` noted it: "key: what", or nothing."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
 
 
 def of_command(config: Any) -> Record:

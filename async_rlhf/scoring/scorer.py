@@ -131,12 +131,12 @@ class Scorer:
         """
         here = self.reward_model is not None and not self.model_elsewhere
         by_model_R = self._model_scores(batch.samples) if here else None
-        scores_PK, metrics = self._score(batch, by_model_R) if self.ranks.leads else (torch.zeros(0, 0), {})
+        scored = self._score(batch, by_model_R) if self.ranks.leads else ScoredBatch(batch, torch.zeros(0, 0), {})
         self.ranks.meet(f"scores of batch {batch.index}")
-        return ScoredBatch(batch, scores_PK, metrics)
+        return scored
 
-    def _score(self, batch: Batch, by_model_R: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Scores (P, K) and metrics, given the scores of a reward model that computes in this process."""
+    def _score(self, batch: Batch, by_model_R: Tensor | None) -> ScoredBatch:
+        """The scores, given those of a reward model that computes in this process."""
         samples = batch.samples
         judged = self._early.of(batch)
         by_model_R = judged.by_model_R if by_model_R is None else by_model_R
@@ -152,15 +152,21 @@ class Scorer:
             failed_R |= torch.tensor([has_failed(value) for value in values])
         if self.reward_funcs:
             metrics["time/reward_funcs"] = judged.seconds
-        scores_R = self._sum(rewards, failed_R, samples)
-        ended_R = torch.tensor([sample.finish_reason == "stop" for sample in samples])
-        if self.config.non_eos_penalty:
-            base_R = scores_R if self.config.non_eos_penalty == "add" else torch.zeros_like(scores_R)
-            scores_R = torch.where(ended_R, scores_R, base_R + self.config.penalty_reward_value)
+        scores_R = self.total(rewards, failed_R, samples, self.config)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
-        metrics |= _metrics(scores_R, rewards, ended_R, samples)
-        return scores_R.view(len(batch.groups), -1), metrics
+        metrics |= _metrics(scores_R, rewards, _ended(samples), samples)
+        return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics, rewards)
+
+    def total(
+        self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample], config: OnlineConfig
+    ) -> Tensor:
+        """Scores (R,): the weighted sum of rewards, NaN where one has failed, with the configuration's penalties."""
+        scores_R = self._sum(rewards, failed_R, samples, config.length_penalty)
+        if config.non_eos_penalty:
+            base_R = scores_R if config.non_eos_penalty == "add" else torch.zeros_like(scores_R)
+            scores_R = torch.where(_ended(samples), scores_R, base_R + config.penalty_reward_value)
+        return scores_R
 
     def begin(self, index: int, first: int, groups: Sequence[Group]) -> None:
         """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
@@ -303,10 +309,12 @@ class Scorer:
             samples=len(groups[0].samples),
         )
 
-    def _sum(self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample]) -> Tensor:
+    def _sum(
+        self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample], length_penalty: float
+    ) -> Tensor:
         """The weighted sum: float32, NaN where a part failed, where no part applies, or where the sum is too large."""
         lengths_R = torch.tensor(_lengths(samples), dtype=torch.float64)
-        sums_R = -self.config.length_penalty * lengths_R
+        sums_R = -length_penalty * lengths_R
         sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
         nobody_R = torch.tensor([sample.rewards is None for sample in samples])
         for name, rewards_R in rewards.items():
@@ -382,6 +390,11 @@ def _metrics(
         "val/ended_share": ended_R.float().mean().item(),
         "val/response_length": sum(lengths) / len(lengths),
     }
+
+
+def _ended(samples: Sequence[Sample]) -> Tensor:
+    """Whether each sample ended by itself: (R,)."""
+    return torch.tensor([sample.finish_reason == "stop" for sample in samples])
 
 
 def _given(sample: Sample) -> float:
