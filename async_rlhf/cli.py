@@ -123,9 +123,10 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, and ``explain`` alike, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
-    FILE`` as ``config --file FILE``, ``train --resume`` as ``train --train.resume=true``, ``sft --resume`` as ``sft
-    --resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
+    """``replay RUN`` as ``replay --run RUN``, and ``explain RUN`` alike, ``workers RUN N`` as ``workers --run RUN
+    --workers N``, ``config migrate FILE`` as ``config --file FILE``, ``train --resume`` as ``train
+    --train.resume=true``, ``sft --resume`` as ``sft --resume=true``, and in every command with rewards ``--reward F``
+    as ``--reward_funcs F``."""
     if name in ("replay", "explain") and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name == "workers" and words and not words[0].startswith("-"):

@@ -240,7 +240,7 @@ class _Account:
         return found
 
     def lags(self, removal: Removal) -> list[dict[str, Any]]:
-        """By lag: what its tokens add, how far the policy is from the one that drew them, and the update without them."""
+        """By lag: what its tokens add, how far the policy is from that which drew them, and the update without them."""
         found, size = [], self.experience.rows_per_unit
         known = sorted(set(np.concatenate(self._lags).tolist())) if self._lags else []
         lags_BT = torch.full(self.experience.sampled_BT.shape, -1)

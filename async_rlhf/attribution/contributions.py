@@ -1,7 +1,7 @@
 """What each unit and each token of a batch adds to an update, to first order.
 
-An update takes steps i = 1 .. M from theta_0 to theta_M, and moves the policy by delta = theta_M - theta_0. At step i the
-optimiser gets the gradient g_i, which is the sum over the units u of the mini-batch of
+An update takes steps i = 1 .. M from theta_0 to theta_M, and moves the policy by delta = theta_M - theta_0. At step i
+the optimiser gets the gradient g_i, which is the sum over the units u of the mini-batch of
 
     f_i grad l_u(theta_{i-1}) / W_i
 
@@ -14,8 +14,8 @@ a value head shares its trunk. By the chain rule the contribution of token t is 
 
     d l_u / d logprob_t  *  (the derivative of logprob_t along delta)
 
-summed over the steps; the contributions of a unit's tokens add up to the unit's. This is what TracIn (Pruthi et al., arXiv
-2002.08484, eq. 1) computes for the loss of a test example, with the step that was taken in place of that gradient.
+summed over the steps; the contributions of a unit's tokens add up to the unit's. TracIn (Pruthi et al., arXiv
+2002.08484, section 3) takes the same inner product, with the gradient of a test example's loss in place of delta.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Experience, PolicyOutput
 
 MOVED = 0.05
-"""How far the finite difference moves the log-probability that moves most. By less, rounding counts; by more, curvature."""
+"""How far the finite difference moves the log-probability that moves most: by less, rounding counts; by more,
+curvature."""
 _STENCIL = ((1, 8 / 12), (-1, -8 / 12), (2, -1 / 12), (-2, 1 / 12))
 """Of the first derivative, exact to the fourth order: multiples of the distance, and their weights."""
 
@@ -55,9 +56,9 @@ class Contributions:
     kept: list[float]
     """What clipping left of the gradient of each step: 1 where it was not clipped."""
     log_ratios_BT: Tensor
-    """log pi - log mu of each sampled token, by the policy that the update first sees it with; 0 elsewhere."""
+    """log pi - log mu of each sampled token, (B, T), by the policy when the update first sees it; 0 elsewhere."""
     metrics: dict[str, Tensor]
-    """(U,) float64: metrics that the objective gives of each unit, means over the steps; NaN for units without a step."""
+    """(U,) float64: metrics that the objective gives of each unit, means over the steps; NaN for one without a step."""
 
 
 def contributions(update: RepeatableUpdate, experience: Experience, delta: Sequence[Tensor]) -> Contributions:

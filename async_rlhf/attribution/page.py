@@ -30,7 +30,8 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
     kept = step["gradient_kept"]
     clipped = sum(each < 1 for each in kept)
     if clipped:
-        yield f"clipping: the gradient's norm was clipped in {clipped} of {len(kept)} steps, to {min(kept):.0%} at least"
+        most = f"in the hardest case to {min(kept):.0%}"
+        yield f"clipping: the gradient's norm was clipped in {_count(clipped, 'step')}, {most}"
     past = step["without_gradient"]
     if past is not None:
         yield (
@@ -44,7 +45,7 @@ def _meaning(account: Mapping[str, Any]) -> Iterator[str]:
     ratio = 100 * total["sum_of_units"] / total["sum_of_sizes"] if total["sum_of_sizes"] else 0.0
     yield "How to read it"
     yield "  contribution   first order: how far the gradient of a completion points along the step. It explains the"
-    yield "                 direction. In percent of the sizes of all contributions; negative ones pull against the step."
+    yield "                 direction. In percent of the sizes of all contributions; negative ones pull against it."
     yield f"                 All together: {ratio:+.1f}%. Tokens add up to completions within"
     yield f"                 {100 * total['tokens_differ_by']:.2g}% (finite differences)."
     yield "  without        the update was taken again without it: what it did. The size by which the step changes, the"
@@ -57,7 +58,8 @@ def _meaning(account: Mapping[str, Any]) -> Iterator[str]:
 def _completions(account: Mapping[str, Any]) -> Iterator[str]:
     units = account["completions"]
     what = "pairs" if account["step"]["rows_per_unit"] == 2 else "completions"
-    yield f"{what.capitalize()} ({len(units)}; {account['not_trained_on']} completions of the batch were not trained on)"
+    rest = account["not_trained_on"]
+    yield f"{what.capitalize()} ({len(units)}; {_count(rest, 'completion')} of the batch not trained on)"
     yield f"  {'#':>3} {'contribution':>12} {'without: change':>15} {'cosine':>7} {'KL':>8} {'weight':>7}  prompt"
     for unit in units:
         yield f"  {unit['rank']:>3} {unit['percent']:>11.1f}% {_effect(unit['without'])} {unit['weight']:>7.4g}  " + (
@@ -107,7 +109,8 @@ def _rewards(account: Mapping[str, Any]) -> Iterator[str]:
 
 def _lags(account: Mapping[str, Any]) -> Iterator[str]:
     yield "Lags (batches between the weights that drew a token and those that are updated)"
-    yield f"  {'lag':>3} {'tokens':>7} {'contribution':>12} {'|log ratio|':>11} {'without: change':>15} {'cosine':>7} {'KL':>8}"
+    effect = f"{'without: change':>15} {'cosine':>7} {'KL':>8}"
+    yield f"  {'lag':>3} {'tokens':>7} {'contribution':>12} {'|log ratio|':>11} {effect}"
     for lag in account["lags"]:
         start = f"{lag['lag']:>3} {lag['tokens']:>7} {lag['percent']:>11.1f}% {lag['mean_abs_log_ratio']:>11.2g}"
         done = ", ".join(f"{name} {value:.3g}" for name, value in lag["objective"].items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,9 +91,7 @@ def distance(
             kept[0][part] = logits_CV
             return logits_CV.new_zeros(1, len(logits_CV))
 
-        def compare(
-            logits_CV: Tensor, part: slice, kept: list[Tensor] = kept, drawn_N: Tensor = drawn_N
-        ) -> Tensor:
+        def compare(logits_CV: Tensor, part: slice, kept: list[Tensor] = kept, drawn_N: Tensor = drawn_N) -> Tensor:
             # float64: the difference of two policies after one step is close to float32's rounding.
             ours_CV, theirs_CV = (
                 torch.log_softmax(x.double() / temperature, dim=-1) for x in (kept[0][part], logits_CV)
@@ -125,7 +123,7 @@ def reward_parts(scorer: Scorer, scored: ScoredBatch) -> list[str]:
 
 
 def without_part(scorer: Scorer, scored: ScoredBatch, part: str) -> ScoredBatch:
-    """The batch with the scores that it would have without one of :func:`reward_parts`. What has no score keeps none."""
+    """The batch scored without one of :func:`reward_parts`. What has no score gets none."""
     config: OnlineConfig = scorer.config
     rewards, batch = dict(scored.rewards), scored.batch
     if part in rewards:
@@ -134,7 +132,8 @@ def without_part(scorer: Scorer, scored: ScoredBatch, part: str) -> ScoredBatch:
         groups = tuple(replace(g, samples=tuple(map(_without_rewards, g.samples))) for g in batch.groups)
         batch = replace(batch, groups=groups)
     else:
-        config = replace(config, **{part: 0.0 if part == "length_penalty" else False})
+        nothing: dict[str, Any] = {"length_penalty": 0.0} if part == "length_penalty" else {"non_eos_penalty": False}
+        config = replace(config, **nothing)
     failed_R = scored.scores_PK.isnan().flatten()
     scores_R = scorer.total(rewards, failed_R, batch.samples, config)
     return replace(scored, batch=batch, scores_PK=scores_R.view_as(scored.scores_PK), rewards=rewards)

@@ -1,4 +1,4 @@
-"""Repeats one update of a run, bit for bit, and says what moved the policy, and what the update would have been without."""
+"""Repeats one update of a run, bit for bit, and says what moved the policy, and what would have moved it without."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _require_one_rank(run: Path, original: RunConfig) -> None:
     most = max([ranks, start_ranks(original.train).count, *(int(start.get("ranks", 1)) for start in starts)])
     if most > 1:
         raise ConfigError(
-            f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one process "
-            "has all weights and all rows"
+            f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one "
+            "process has all weights and all rows"
         )
 
 
@@ -115,7 +115,6 @@ def _repeated(original: RunConfig, run: Path, scratch: Path, checkpoint: Path | 
         "resume_from": None if checkpoint is None else str(checkpoint),
         "save_steps": 0,
         "logging_steps": 1,
-        "num_samples_logged": 0,
         "report_to": [],
         "push_to_hub": False,
         "trace": False,

@@ -1,4 +1,4 @@
-"""What `replay` and `explain` share: a run is read from its folder, and its metrics are compared with those of another."""
+"""What ``replay`` and ``explain`` share: they read a run from its folder, and compare metrics."""
 
 from __future__ import annotations
 

@@ -105,4 +105,6 @@ def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
 def decode_samples(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -> list[str]:
     """Texts of the tokens that the policy drew, without the stop token."""
     drawn = [(sample.drawn, sample.finish_reason == "stop") for sample in samples]
+    if not drawn:
+        return []  # of no texts transformers makes an empty one
     return tokenizer.batch_decode([(tokens[:-1] if stopped else tokens).tolist() for tokens, stopped in drawn])

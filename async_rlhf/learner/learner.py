@@ -333,8 +333,8 @@ class Learner:
         return metrics
 
     def mini_batches(self, experience: Experience, batch: int) -> Iterator[tuple[Tensor, float]]:
-        """Units of each mini-batch that count, in an order that depends only on seed, batch and epoch; and their weight,
-        which is 0 if there is nothing to learn from them.
+        """Units of each mini-batch that count, in an order that depends only on seed, batch and epoch, with their
+        weight: 0 if there is nothing to learn from them.
         """
         for epoch in range(self.config.num_epochs):
             key = [self.config.seed, batch << 16 | epoch]

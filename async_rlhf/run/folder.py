@@ -88,7 +88,7 @@ class Checkpoints:
         return [path for _, path in sorted(found.items())]
 
     def newest_whole(self, until: float = math.inf) -> Path | None:
-        """The newest undamaged checkpoint, of at most ``until`` batches; logs a warning about each newer, damaged one."""
+        """The newest undamaged one of at most ``until`` batches; logs a warning about each newer, damaged one."""
         for path in [path for path in reversed(self.all()) if (batch_of(path.name) or 0) <= until]:
             try:
                 verify(path)
