@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from async_rlhf.attribution.contributions import Contributions, contributions
 from async_rlhf.attribution.update import RepeatableUpdate, inner, norm
 from async_rlhf.attribution.without import Effect, Removal, distance, reward_parts, without_part
+from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.scoring import Scorer
 from async_rlhf.types import Experience, Group, Sample, ScoredBatch
 
@@ -195,7 +196,7 @@ class _Account:
         advantages_BT, sampled_T = self.experience.advantages_BT, self.experience.sampled_BT[b] > 0
         found = {
             "sample": row.place,
-            "completion": self.tokenizer.decode(row.sample.drawn.tolist(), skip_special_tokens=True),
+            "completion": decode_samples(self.tokenizer, [row.sample])[0],
             "finish_reason": row.sample.finish_reason,
             "score": self.experience.scores_B[b].item(),
             "rewards": rewards,

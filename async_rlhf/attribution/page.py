@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 110
+SHOWN = 40
+"""How many completions, or pairs, are listed."""
+_PARTS = {"model": "reward model", "environment": "rewards from the environment"}
 _SHARE = 0.1
 """A token is marked if it adds at least this share of what its completion's tokens add in size."""
 
@@ -23,7 +26,8 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
     compared = len(repeated["compared"])
     same = f"the metrics of {compared} equal the run's" if compared else "none of them was logged, to compare with"
     yield f"repeated: {_count(repeated['batches'], 'batch', 'batches')} from {start}; {same}"
-    cut = f"{step['epochs']} epochs x {step['mini_batches']} mini-batches"
+    batches = _count(step["mini_batches"], "mini-batch", "mini-batches")
+    cut = f"{_count(step['epochs'], 'epoch')} x {batches}"
     yield f"update:   {_count(step['optimizer_steps'], 'optimiser step')} ({cut}), explained as one"
     size = f"norm {step['norm']:.3g}, {step['relative_norm']:.2g} of the weights' own"
     yield f"step:     {size}; KL {step['kl_per_token']:.3g} nats a token from the policy before"
@@ -34,10 +38,8 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"clipping: the gradient's norm was clipped in {_count(clipped, 'step')}, {most}"
     past = step["without_gradient"]
     if past is not None:
-        yield (
-            f"history:  {past['share']:.0%} of the step comes from what earlier batches left in the optimiser: with "
-            f"gradients of zero it would have had cosine {_cosine(past['cosine'])} with the step that was taken"
-        )
+        yield f"history:  {past['share']:.0%} of the step is what earlier batches have left in the optimiser: with gradients"
+        yield f"          of zero it would have had cosine {_cosine(past['cosine'])} with the step that was taken"
 
 
 def _meaning(account: Mapping[str, Any]) -> Iterator[str]:
@@ -61,12 +63,14 @@ def _completions(account: Mapping[str, Any]) -> Iterator[str]:
     rest = account["not_trained_on"]
     yield f"{what.capitalize()} ({len(units)}; {_count(rest, 'completion')} of the batch not trained on)"
     yield f"  {'#':>3} {'contribution':>12} {'without: change':>15} {'cosine':>7} {'KL':>8} {'weight':>7}  prompt"
-    for unit in units:
+    for unit in units[:SHOWN]:
         yield f"  {unit['rank']:>3} {unit['percent']:>11.1f}% {_effect(unit['without'])} {unit['weight']:>7.4g}  " + (
             _short(unit["prompt"], 44)
         )
         if unit["without"] is not None:
             yield from _rows(unit)
+    if len(units) > SHOWN:
+        yield f"  ... and {len(units) - SHOWN} more, in the JSON file"
 
 
 def _rows(unit: Mapping[str, Any]) -> Iterator[str]:
@@ -104,7 +108,7 @@ def _rewards(account: Mapping[str, Any]) -> Iterator[str]:
     yield "Parts of the reward (the batch scored without it, credit and update anew)"
     yield f"  {'without: change':>15} {'cosine':>7} {'KL':>8}  part"
     for part in account["reward_parts"]:
-        yield f"  {_effect(part['without'])}  {part['part']}"
+        yield f"  {_effect(part['without'])}  {_PARTS.get(part['part'], part['part'])}"
 
 
 def _lags(account: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,322 @@
+"""What moved an update: against slow float64 gradients, and against updates that are written again without the learner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny import count_letters
+
+from async_rlhf.algorithms.table import BUILT_IN
+from async_rlhf.attribution.account import explained
+from async_rlhf.attribution.contributions import contributions
+from async_rlhf.attribution.update import RepeatableUpdate, clones, norm
+from async_rlhf.attribution.without import Removal, distance, reward_parts, without_part
+from async_rlhf.config.online import LoRAConfig
+from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.types import Batch, Group
+
+
+def constant(prompts, completions, **columns):
+    return [3.0] * len(completions)
+
+
+def make_trainer(make_policy, tokenizer, prompts, args, **options):
+    options = {"reward_funcs": count_letters} | options
+    return OnlineTrainer(make_policy(), args, prompts, processing_class=tokenizer, **options)
+
+
+def sampled(trainer, index=1):
+    """A batch that the starting policy has sampled, scored."""
+    run = trainer.run
+    drawn = run.prompts.prompts(range(run.config.batch_size))
+    groups = tuple(Group(p, c) for p, c in zip(drawn, run.engine.generate(drawn), strict=True))
+    return run.scorer(Batch(index, 0, groups, 0.0))
+
+
+def taken(trainer, scored, batch=1):
+    """The update by a batch: how to repeat it, its experience, and the weights after it."""
+    update = RepeatableUpdate(trainer.learner, batch)
+    experience = update.annotate(scored)
+    return update, experience, update.take(experience)
+
+
+def logprobs_in_float64(policy, tokens_T, sampled_T, temperature):
+    """Of the sampled tokens, by plain log-softmax."""
+    logits_TV = policy(tokens_T[None]).logits[0] / temperature
+    logps_T = torch.stack([logits_TV[t - 1].log_softmax(0)[tokens_T[t]] for t in range(1, len(tokens_T))])
+    return logps_T[sampled_T[1:] > 0]
+
+
+def dpo_losses(policy, experience, config):
+    """The loss of each pair, DPO's formula again; and the log-probabilities of every row's sampled tokens."""
+    logprobs, ratios = [], []
+    for b, length in enumerate(experience.lengths_B.tolist()):
+        tokens_T, sampled_T = experience.tokens_BT[b, :length], experience.sampled_BT[b, :length]
+        logprobs.append(logprobs_in_float64(policy, tokens_T, sampled_T, config.generation.temperature))
+        reference = experience.reference_logprobs_BT[b, :length][sampled_T > 0].double()
+        ratios.append(logprobs[-1].sum() - reference.sum())
+    margins = [config.beta * (ratios[i] - ratios[i + 1]) for i in range(0, len(ratios), 2)]
+    return [-torch.log(torch.sigmoid(margin)) for margin in margins], logprobs
+
+
+def test_contributions_are_those_of_slow_gradients_in_float64(make_policy, tokenizer, prompts, make_args):
+    args = make_args(num_mini_batches=1, per_device_train_batch_size=8, learning_rate=1e-3)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    update, experience, after = taken(trainer, sampled(trainer))
+    delta = update.step_to(after)
+    found = contributions(update, experience, delta)
+
+    policy = make_policy().double()
+    parameters = list(policy.parameters())
+    losses, logprobs = dpo_losses(policy, experience, args)
+    weight = float(experience.weights_U.sum())
+    assert weight > 4
+
+    def along(value):
+        """The derivative of a number along the step, by its gradient."""
+        gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+        pairs = zip(gradients, delta, strict=True)
+        return sum((g * d.double()).sum().item() for g, d in pairs if g is not None)
+
+    gradients = torch.autograd.grad(
+        sum(x * w for x, w in zip(losses, experience.weights_U.tolist(), strict=True)) / weight,
+        parameters,
+        retain_graph=True,
+    )
+    length = torch.cat([g.flatten() for g in gradients]).norm().item()
+    kept = min(1.0, args.max_grad_norm / length)
+    assert kept < 1  # so that clipping is seen
+    assert found.kept == pytest.approx([kept], rel=1e-5)
+    expected = [-kept * along(x) * w / weight for x, w in zip(losses, experience.weights_U.tolist(), strict=True)]
+    size = max(map(abs, expected))
+    assert found.units_U.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5 * size)
+    assert found.total == pytest.approx(sum(expected), rel=1e-4)
+    assert found.units_U.sum().item() == pytest.approx(found.total, rel=1e-5)
+
+    for u in range(3):
+        for b in (2 * u, 2 * u + 1):
+            (slope,) = torch.autograd.grad(losses[u], [logprobs[b]], retain_graph=True, allow_unused=True)
+            tokens = [-kept * slope[t].item() * along(logprobs[b][t]) / weight for t in range(len(slope))]
+            tokens = [token * float(experience.weights_U[u]) for token in tokens]
+            ours = found.tokens_BT[b][experience.sampled_BT[b] > 0].tolist()
+            assert ours == pytest.approx(tokens, rel=2e-3, abs=2e-4 * size), b
+
+
+VARIANTS = [
+    *(pytest.param(name, {}, id=name) for name in BUILT_IN),
+    pytest.param("ppo", {"shared_trunk": True}, id="ppo-shared-trunk"),
+    pytest.param("online_dpo", {"lora": LoRAConfig(rank=2)}, id="online_dpo-lora"),
+    pytest.param("ppo", {"lora": LoRAConfig(rank=2)}, id="ppo-lora"),
+    pytest.param("grpo", {"gradient_checkpointing": True}, id="grpo-checkpointing"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "changes"), VARIANTS)
+def test_contributions_add_up_to_what_the_learners_own_gradients_say(
+    make_policy, tokenizer, prompts, make_args, algorithm, changes
+):
+    """Two epochs of two mini-batches, so ratios leave 1 and some are clipped."""
+    args = make_args(algorithm=algorithm, num_epochs=2, num_mini_batches=2, learning_rate=3e-3, **changes)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    update, experience, after = taken(trainer, sampled(trainer))
+    delta = update.step_to(after)
+    assert norm(delta) > 0
+    found = contributions(update, experience, delta)
+    assert all(map(torch.equal, clones(update.policy), after))  # measuring changes nothing
+    size = found.units_U.abs().sum().item()
+    assert found.steps == len(found.kept) > 1
+    assert found.units_U.sum().item() == pytest.approx(found.total, abs=1e-4 * size)
+    tokens_U = found.tokens_BT.sum(dim=1).view(-1, experience.rows_per_unit).sum(dim=1)
+    assert tokens_U.tolist() == pytest.approx(found.units_U.tolist(), abs=2e-3 * size)
+    assert (found.tokens_BT * (1 - experience.sampled_BT)).abs().max() == 0
+    names = {name for name, _ in trainer.learner.policy.named_parameters()}
+    assert len(update.policy) <= len(names)
+    if "lora" in changes:
+        assert all(parameter.requires_grad for parameter in update.policy)
+        assert len(update.policy) < len(names) / 2
+
+
+@pytest.mark.parametrize("algorithm", ["online_dpo", "ppo"])
+def test_an_update_repeats_bit_for_bit_with_what_earlier_ones_left(
+    make_policy, tokenizer, prompts, make_args, algorithm
+):
+    args = make_args(algorithm=algorithm, num_epochs=2)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    learner, scored = trainer.learner, sampled(trainer)
+    learner.update(learner.annotate(scored)[0], 1)
+    update = RepeatableUpdate(learner, 2)
+    metrics = learner.update(learner.annotate(scored)[0], 2)
+    after, rates = clones(learner.parallel.trained), learner.scheduler.get_last_lr()
+    for _ in range(2):
+        update.take(update.annotate(scored))
+        assert all(map(torch.equal, learner.parallel.trained, after))
+    experience = update.annotate(scored)
+    assert learner.update(experience, 2) == metrics
+    assert learner.scheduler.get_last_lr() == rates
+
+
+def test_left_out_is_what_a_learner_does_that_never_saw_it(make_policy, tokenizer, prompts, make_args):
+    """The second update of AdamW, written again: without the pair, and without any gradient."""
+    args = make_args(num_mini_batches=1, per_device_train_batch_size=8, lr_scheduler_type="constant", adam_epsilon=1e-4)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    scored, learner = sampled(trainer), trainer.learner
+    learner.update(learner.annotate(scored)[0], 1)
+    update, experience, after = taken(trainer, scored, batch=2)
+    removal = Removal(update, experience, after)
+    effect = removal.without_units([2])
+    ours = clones(update.policy)
+
+    def again(steps):
+        policy = make_policy()
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, eps=1e-4, weight_decay=0.0)
+        before = clones(list(policy.parameters()))
+        for weights in steps:
+            before = clones(list(policy.parameters()))
+            losses, _ = dpo_losses(policy, experience, args)
+            loss = sum(x * w for x, w in zip(losses, weights, strict=True)) / max(sum(weights), 1)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return before, list(policy.parameters())
+
+    whole = experience.weights_U.tolist()
+    part = [0.0 if u == 2 else w for u, w in enumerate(whole)]
+    assert part != whole
+    start, full = again([whole, whole])
+    _, less = again([whole, part])
+    _, none = again([whole, [0.0] * len(whole)])
+    flat = {
+        name: torch.cat([(a - b).detach().flatten() for a, b in zip(one, start, strict=True)]).double()
+        for name, one in {"full": full, "less": less, "none": none}.items()
+    }
+    for mine, theirs in zip(ours, less, strict=True):
+        assert torch.allclose(mine, theirs, atol=2e-5)
+    difference = ((flat["less"] - flat["full"]).norm() / flat["full"].norm()).item()
+    assert difference > 0.01
+    assert effect.change == pytest.approx(difference, rel=0.01)
+    assert effect.cosine == pytest.approx(torch.cosine_similarity(flat["less"], flat["full"], dim=0).item(), abs=1e-3)
+    history = torch.cat([d.flatten() for d in update.step_to(update.take_without_gradient(1))]).double()
+    assert (history - flat["none"]).norm() < 0.01 * history.norm()
+    assert history.norm() > 0
+
+
+def test_the_distance_of_policies_is_their_divergence(make_policy, tokenizer, prompts, make_args):
+    trainer = make_trainer(make_policy, tokenizer, prompts, make_args(learning_rate=1e-2))
+    update, experience, after = taken(trainer, sampled(trainer))
+    found = distance(update, experience, after, update.before)
+    ours, theirs = make_policy().double(), make_policy().double()
+    with torch.no_grad():
+        for parameter, tensor in zip(ours.parameters(), after, strict=True):
+            parameter.copy_(tensor)
+        kls, more = [], []
+        for b, length in enumerate(experience.lengths_B.tolist()):
+            tokens_T, sampled_T = experience.tokens_BT[b, :length], experience.sampled_BT[b, :length]
+            p, q = ((m(tokens_T[None]).logits[0] / 0.7).log_softmax(1) for m in (ours, theirs))
+            places = [t for t in range(1, length) if sampled_T[t] > 0]
+            kls += [(p[t - 1].exp() * (p[t - 1] - q[t - 1])).sum().item() for t in places]
+            more.append(sum((p - q)[t - 1, tokens_T[t]].item() for t in places))
+    assert trainer.args.generation.temperature == 0.7
+    assert found.kl == pytest.approx(sum(kls) / len(kls), rel=1e-3)
+    assert found.logprobs_B.tolist() == pytest.approx(more, rel=1e-3, abs=1e-4)
+
+
+def account(trainer, scored, top=2, batch=1):
+    update, experience, after = taken(trainer, scored, batch)
+    run = trainer.run
+    return explained(update, scored, experience, run.scorer, run.tokenizer, after, top)
+
+
+def test_a_planted_completion_is_named_first(make_policy, tokenizer, prompts, make_args):
+    args = make_args(algorithm="rloo", samples_per_prompt=2, num_mini_batches=1, per_device_train_batch_size=8)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    scored = sampled(trainer)
+    scored.scores_PK[:] = torch.tensor([0.0, 0.01])
+    scored.scores_PK[3] = torch.tensor([0.0, 50.0])
+    found = account(trainer, scored)
+    first, second = found["completions"][:2]
+    planted = scored.batch.groups[3]
+    assert first["draw"] == second["draw"] == planted.prompt.draw
+    assert {unit["rows"][0]["score"] for unit in (first, second)} == {0.0, 50.0}
+    for unit in (first, second):
+        row = unit["rows"][0]
+        sample = planted.samples[row["sample"]]
+        assert [row["completion"]] == decode_samples(tokenizer, [sample])
+        assert abs(unit["percent"]) > 20
+        assert unit["without"]["change"] > 0.1
+        assert sum(token["contribution"] for token in row["tokens"]) == pytest.approx(row["contribution"])
+    assert {token["completion"] for token in found["tokens"][:5]} <= {1, 2}
+
+
+def test_a_constant_part_of_the_reward_moves_nothing_and_the_only_one_all(make_policy, tokenizer, prompts, make_args):
+    args = make_args(algorithm="rloo", num_mini_batches=1, per_device_train_batch_size=8, length_penalty=0.25)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args, reward_funcs=[constant, count_letters])
+    scored = sampled(trainer)
+    parts = {part["part"]: part["without"] for part in account(trainer, scored)["reward_parts"]}
+    assert list(parts) == ["constant", "count_letters", "length_penalty"]
+    assert parts["constant"]["change"] < 1e-3
+    assert parts["constant"]["cosine"] > 0.999999
+    assert parts["count_letters"]["change"] > 0.1
+    scorer = trainer.run.scorer
+    assert reward_parts(scorer, scored) == list(parts)
+    unpenalised = without_part(scorer, scored, "length_penalty").scores_PK.flatten()
+    texts = decode_samples(tokenizer, scored.batch.samples)
+    assert unpenalised.tolist() == pytest.approx([3.0 + x for x in count_letters([], texts)])
+    lettered = without_part(scorer, scored, "count_letters").scores_PK.flatten().tolist()
+    assert lettered == pytest.approx([3.0 - 0.25 * len(s.drawn) for s in scored.batch.samples])
+
+
+def test_scores_that_are_missing_stay_missing(make_policy, tokenizer, prompts, make_args):
+    def sometimes(prompts, completions, **columns):
+        return [float("nan") if i == 1 else None if i == 2 else 1.0 for i in range(len(completions))]
+
+    args = make_args(reward_errors="skip", non_eos_penalty="add")
+    trainer = make_trainer(make_policy, tokenizer, prompts, args, reward_funcs=[sometimes, count_letters])
+    scored = sampled(trainer)
+    for part in ("sometimes", "count_letters", "non_eos_penalty"):
+        scores = without_part(trainer.run.scorer, scored, part).scores_PK
+        assert scores.isnan().flatten().nonzero().flatten().tolist() == [1]
+    found = account(trainer, scored)
+    assert found["not_trained_on"] == 2
+
+
+def test_lags_are_told_apart(make_policy, tokenizer, prompts, make_args):
+    """Half of the prompts by version 0, half by version 1: with what importance weights do to each."""
+    args = make_args(
+        algorithm="grpo", samples_per_prompt=2, num_mini_batches=1, per_device_train_batch_size=8, staleness=2
+    )
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    scored = sampled(trainer, index=3)
+    groups = list(scored.batch.groups)
+    for i in range(len(groups) // 2):
+        newer = [replace(s, versions=np.where(s.sampled, 1, -1).astype(np.int32)) for s in groups[i].samples]
+        colder = [replace(s, logprobs=np.where(s.sampled, s.logprobs - 1, 0).astype(np.float32)) for s in newer]
+        groups[i] = replace(groups[i], samples=tuple(colder))
+    scored = replace(scored, batch=replace(scored.batch, groups=tuple(groups)))
+    found = account(trainer, scored, batch=3)
+    recent, old = found["lags"]
+    assert (recent["lag"], old["lag"]) == (1, 2)
+    assert recent["tokens"] == sum(len(s.drawn) for g in groups[: len(groups) // 2] for s in g.samples)
+    assert recent["units"] + old["units"] == len(found["completions"]) == sum(len(g.samples) for g in groups)
+    whole = found["step"]["contributions"]["sum_of_units"]
+    assert recent["contribution"] + old["contribution"] == pytest.approx(whole, rel=5e-3)
+    assert recent["mean_abs_log_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert old["mean_abs_log_ratio"] < 1e-3
+    assert recent["objective"]["policy/importance_weight"] == pytest.approx(2.0)  # e, capped
+    assert recent["objective"]["policy/importance_capped"] == 1
+    assert old["objective"]["policy/importance_weight"] == pytest.approx(1.0, abs=1e-3)
+    assert old["without"]["change"] > 0.1
+    assert recent["without"]["change"] > 0.1
+    assert {row["lag"] for unit in found["completions"] for row in unit["rows"]} == {1.0, 2.0}
+
+
+def test_a_batch_of_ties_has_no_step(make_policy, tokenizer, prompts, make_args):
+    trainer = make_trainer(make_policy, tokenizer, prompts, make_args(), reward_funcs=constant)
+    found = account(trainer, sampled(trainer))
+    assert found["step"]["norm"] == found["step"]["optimizer_steps"] == 0
+    assert {unit["contribution"] for unit in found["completions"]} == {0.0}
+    assert found["completions"][0]["without"] == {"change": None, "cosine": None, "kl_per_token": 0.0}
