@@ -38,8 +38,8 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"clipping: the gradient's norm was clipped in {_count(clipped, 'step')}, {most}"
     past = step["without_gradient"]
     if past is not None:
-        yield f"history:  {past['share']:.0%} of the step is what earlier batches have left in the optimiser: with gradients"
-        yield f"          of zero it would have had cosine {_cosine(past['cosine'])} with the step that was taken"
+        yield f"history:  {past['share']:.0%} of the step is what earlier batches have left in the optimiser: with"
+        yield f"          gradients of zero it would have had cosine {_cosine(past['cosine'])} with the step that was taken"
 
 
 def _meaning(account: Mapping[str, Any]) -> Iterator[str]:

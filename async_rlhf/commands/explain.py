@@ -128,6 +128,8 @@ def _schedule(original: RunConfig, run: Path, scratch: Path, batch: int) -> Path
     is sampled for it.
     """
     lines = (run / SCHEDULE).read_text(encoding="utf-8").splitlines()[:batch]
+    right = f"has no batch {batch}; must have it, to be repeated with the versions that it had"
+    require(len(lines) == batch, "run", str(run / SCHEDULE), right)
     config = original.train
     requests = config.generation.requests(config.batch_size)
     later = range(len(lines) + 1, config.num_batches + 1)

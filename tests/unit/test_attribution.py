@@ -1,4 +1,4 @@
-"""What moved an update: against slow float64 gradients, and against updates that are written again without the learner."""
+"""What moved an update: against slow gradients in float64, and against updates written again without the learner."""
 
 from __future__ import annotations
 
