@@ -15,7 +15,7 @@ import async_rlhf
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
-from async_rlhf.system.errors import UserCodeError
+from async_rlhf.system.errors import DiffersError, UserCodeError
 from async_rlhf.system.signals import RankError, ending_signals
 
 
@@ -113,7 +113,7 @@ def _run(name: str, words: list[str]) -> int:
         if lead or (launched_rank() == 1 and str(error).startswith("rank 0 ")):
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 1
-    except UserCodeError as error:
+    except (UserCodeError, DiffersError) as error:
         print(f"async-rlhf {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -39,7 +39,7 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
     past = step["without_gradient"]
     if past is not None:
         yield f"history:  {past['share']:.0%} of the step is what earlier batches have left in the optimiser: with"
-        yield f"          gradients of zero it would have had cosine {_cosine(past['cosine'])} with the step that was taken"
+        yield f"          gradients of zero it would have had cosine {_cosine(past['cosine'])} with the step taken"
 
 
 def _meaning(account: Mapping[str, Any]) -> Iterator[str]:

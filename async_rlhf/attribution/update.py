@@ -56,8 +56,7 @@ class RepeatableUpdate:
     def take(self, experience: Experience) -> list[Tensor]:
         """Take the update anew with this experience. Returns the policy's weights after it."""
         self.rewind()
-        if len(experience):
-            self.learner.update(experience, self.batch)
+        self.learner.update(experience, self.batch)
         return clones(self.policy)
 
     def take_without_gradient(self, steps: int) -> list[Tensor]:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from async_rlhf.attribution.account import explained
 from async_rlhf.attribution.page import page
 from async_rlhf.attribution.update import RepeatableUpdate, clones
-from async_rlhf.commands.repeating import Line, of_training, read_metrics, read_run, require_equal
+from async_rlhf.commands.repeating import Line, ReplayDiffersError, of_training, read_metrics, read_run, require_equal
 from async_rlhf.commands.train import make_trainer
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
@@ -192,7 +192,7 @@ class _Repetition:
         trainer.add_callback(stop)
         train(replace(trainer.run, scorer=cast(Scorer, witness)))
         if stop.update is None or witness.seen is None:
-            raise RuntimeError(f"the run has ended before batch {batch}: a callback has stopped it")
+            raise ReplayDiffersError(f"the run has ended before batch {batch}: a callback has stopped it")
         return cls(trainer, stop.update, witness.seen, stop.after)
 
     def explain(self, top: int) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class _Repetition:
             experience = self.update.annotate(self.scored)
             again = self.update.take(experience)
             if not all(map(torch.equal, again, self.after)):
-                raise RuntimeError("the update cannot be repeated bit for bit: on a GPU, set train.deterministic")
+                raise ReplayDiffersError("the update cannot be repeated bit for bit: on a GPU, set train.deterministic")
             logger.info("explain: the update repeats bit for bit; taking it apart")
             found = explained(self.update, self.scored, experience, run.scorer, run.tokenizer, self.after, top)
         learner.optimizer.zero_grad()

@@ -12,12 +12,13 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import METRICS
 from async_rlhf.run.record import RUN_FILE, unnamed_in
+from async_rlhf.system.errors import DiffersError
 
 Line: TypeAlias = dict[str, float]
 """Of metrics.jsonl, without times."""
 
 
-class ReplayDiffersError(RuntimeError):
+class ReplayDiffersError(DiffersError):
     """A replay's metrics differ from those of the run."""
 
 

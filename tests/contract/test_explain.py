@@ -165,3 +165,10 @@ def test_the_command_line(train, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(run), "--batch", "30"])
     assert ended.value.code == 2
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"objective/kl": ', '"objective/kl": 1'))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(run), "--batch", "4"])
+    assert ended.value.code == 1
+    assert "async-rlhf explain: error: batch 3: objective/kl is" in capsys.readouterr().err
