@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 110
-SHOWN = 40
-"""How many completions, or pairs, are listed."""
+SHOWN, TOKENS = 20, 10
+"""How many completions, or pairs, and tokens are listed."""
 _PARTS = {"model": "reward model", "environment": "rewards from the environment"}
 _SHARE = 0.1
 """A token is marked if it adds at least this share of what its completion's tokens add in size."""
@@ -98,7 +98,7 @@ def _marked(tokens: Sequence[Mapping[str, Any]]) -> str:
 def _tokens(account: Mapping[str, Any]) -> Iterator[str]:
     yield "Tokens (those with the largest contributions; « » marks them above from a tenth of their completion on)"
     yield f"  {'contribution':>12} {'log-prob':>9} {'lag':>4}  {'of #':>4} {'at':>4}  text"
-    for token in account["tokens"]:
+    for token in account["tokens"][:TOKENS]:
         place = f"{token['completion']:>4} {token['position']:>4}"
         text = f"{_short(token['before'], 40, last=True)} «{_visible(token['text'])}»"
         yield f"  {token['percent']:>11.1f}% {token['logprob']:>9.2f} {token['lag']:>4}  {place}  {text}"
