@@ -24,7 +24,7 @@ from async_rlhf.types import Experience, Group, Sample, ScoredBatch
 logger = logging.getLogger(__name__)
 
 TOKENS = 20
-"""How many tokens the list of the most influential ones has."""
+"""How many the lists of the most influential tokens have."""
 
 
 def explained(
@@ -67,6 +67,7 @@ def explained(
         "step": _step(update, experience, measured, step, after, removal),
         "completions": units,
         "tokens": found.tokens(),
+        "vocabulary": found.vocabulary(),
         "not_trained_on": len(scored.batch.samples) - len(experience),
         "reward_parts": parts,
         "lags": lags,
@@ -162,6 +163,12 @@ class _Account:
         """Of each row's sampled tokens."""
         return [self.update.batch - 1 - row.sample.versions[row.sample.sampled] for row in self.rows]
 
+    @cached_property
+    def _seen(self) -> Tensor:
+        """Whether each token was sampled and is one of a unit that a step was taken on."""
+        seen_B = self.measured.seen_U.repeat_interleave(self.experience.rows_per_unit)
+        return (self.experience.sampled_BT > 0) & seen_B[:, None]
+
     def percent(self, contribution: float) -> float:
         """Of the sizes of all units' contributions together."""
         whole = self.measured.units_U.abs().sum().item()
@@ -235,10 +242,31 @@ class _Account:
                     "contribution": contribution,
                     "percent": self.percent(contribution),
                     "logprob": self.experience.behaviour_logprobs_BT[b, t].item(),
+                    "moves": self.measured.moves_BT[b, t].item(),
                     "lag": self.update.batch - 1 - int(self.rows[b].sample.versions[t]),
                 }
             )
         return found
+
+    def vocabulary(self) -> list[dict[str, Any]]:
+        """The tokens of the vocabulary whose places in the batch have the largest contribution together."""
+        sampled_BT, tokens_BT = self._seen, self.experience.tokens_BT
+        ids_N, place_N, counts_N = tokens_BT[sampled_BT].unique(return_inverse=True, return_counts=True)
+        empty_N = torch.zeros(len(ids_N), dtype=torch.float64)
+        sums_N = empty_N.index_add(0, place_N, self.measured.tokens_BT[sampled_BT])
+        moves_N = empty_N.index_add(0, place_N, self.measured.moves_BT[sampled_BT]) / counts_N
+        order = sums_N.abs().argsort(descending=True, stable=True)[:TOKENS].tolist()
+        return [
+            {
+                "text": self.tokenizer.decode([int(ids_N[i])]),
+                "places": int(counts_N[i]),
+                "contribution": sums_N[i].item(),
+                "percent": self.percent(sums_N[i].item()),
+                "moves": moves_N[i].item(),
+            }
+            for i in order
+            if sums_N[i] != 0
+        ]
 
     def lags(self, removal: Removal) -> list[dict[str, Any]]:
         """By lag: what its tokens add, how far the policy is from that which drew them, and the update without them."""
@@ -251,7 +279,7 @@ class _Account:
         for lag in known:
             here_BT = lags_BT == lag
             units = sorted({b // size for b in here_BT.any(dim=1).nonzero().squeeze(1).tolist()})
-            ratios_N = self.measured.log_ratios_BT[here_BT].double()
+            ratios_N = self.measured.log_ratios_BT[here_BT & self._seen].double()
             contribution = self.measured.tokens_BT[here_BT].sum().item()
             alone = len(known) == 1
             found.append(
@@ -261,7 +289,7 @@ class _Account:
                     "tokens": int(here_BT.sum()),
                     "contribution": contribution,
                     "percent": self.percent(contribution),
-                    "mean_abs_log_ratio": ratios_N.abs().mean().item(),
+                    "mean_abs_log_ratio": ratios_N.abs().mean().item() if len(ratios_N) else None,
                     "objective": self._corrections(units),
                     "without": None if alone else _effect(removal.without_units(units)),
                 }

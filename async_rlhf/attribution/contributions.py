@@ -57,6 +57,11 @@ class Contributions:
     """What clipping left of the gradient of each step: 1 where it was not clipped."""
     log_ratios_BT: Tensor
     """log pi - log mu of each sampled token, (B, T), by the policy when the update first sees it; 0 elsewhere."""
+    moves_BT: Tensor
+    """(B, T) float64: the derivative of each sampled token's log-probability along the whole step, when the update
+    first sees it: by how much the step raises it, to first order; 0 elsewhere."""
+    seen_U: Tensor
+    """(U,) bool: whether a step was taken on the unit. Everything is 0 for the others, such as ties."""
     metrics: dict[str, Tensor]
     """(U,) float64: metrics that the objective gives of each unit, means over the steps; NaN for one without a step."""
 
@@ -114,6 +119,7 @@ class _Seen:
     tokens: list[Tensor]
     metrics: list[dict[str, float]]
     log_ratios: list[Tensor]
+    moves: list[Tensor]
     total: float
 
 
@@ -132,6 +138,7 @@ class _Meter:
         self._units_U = torch.zeros(units, dtype=torch.float64)
         self._tokens_BT = torch.zeros(shape, dtype=torch.float64)
         self._log_ratios_BT = torch.zeros(shape)
+        self._moves_BT = torch.zeros(shape, dtype=torch.float64)
         self._first_U = torch.ones(units, dtype=torch.bool)
         self._metrics: dict[str, Tensor] = {}
         self._counts_U = torch.zeros(units, dtype=torch.float64)
@@ -153,7 +160,7 @@ class _Meter:
         """Measure the units of a step. The gradients of the whole mini-batch are there, and stay."""
         learner, policy = self.update.learner, self.update.policy
         scale = 1.0 if learner.parallel.loss_scale is None else learner.parallel.loss_scale.value
-        seen = _Seen(units_U, [], [], [], [], -inner([p.grad for p in policy], self.delta) / scale)
+        seen = _Seen(units_U, [], [], [], [], [], -inner([p.grad for p in policy], self.delta) / scale)
         slopes = self._slopes(units_U.tolist())
         for u, (logprobs, values) in zip(units_U.tolist(), slopes, strict=True):
             rows = self._rows(u)
@@ -167,6 +174,7 @@ class _Meter:
             seen.metrics.append({name: float(value) for name, value in loss.metrics.items()})
             log_ratios = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * rows.sampled_BT
             seen.log_ratios.append(log_ratios.cpu())
+            seen.moves.append(logprobs.cpu())
         return seen
 
     def count(self, seen: _Seen, kept: float) -> None:
@@ -179,6 +187,7 @@ class _Meter:
             self._tokens_BT[rows, :longest] += kept * seen.tokens[i]
             if self._first_U[u]:
                 self._log_ratios_BT[rows, :longest] = seen.log_ratios[i]
+                self._moves_BT[rows, :longest] = seen.moves[i]
             self._first_U[u] = False
             self._counts_U[u] += float(self.experience.weights_U[u])
             for name, value in seen.metrics[i].items():
@@ -188,8 +197,17 @@ class _Meter:
     def result(self) -> Contributions:
         """All steps together."""
         metrics = {name: sums_U / self._counts_U for name, sums_U in self._metrics.items()}
-        kept, ratios_BT = self.kept, self._log_ratios_BT
-        return Contributions(self._units_U, self._tokens_BT, self.total, len(kept), kept, ratios_BT, metrics)
+        return Contributions(
+            units_U=self._units_U,
+            tokens_BT=self._tokens_BT,
+            total=self.total,
+            steps=len(self.kept),
+            kept=self.kept,
+            log_ratios_BT=self._log_ratios_BT,
+            moves_BT=self._moves_BT,
+            seen_U=~self._first_U,
+            metrics=metrics,
+        )
 
     def _place(self, unit: int, part: Tensor) -> tuple[slice, int]:
         size = self.experience.rows_per_unit

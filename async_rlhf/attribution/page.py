@@ -55,6 +55,7 @@ def _meaning(account: Mapping[str, Any]) -> Iterator[str]:
     yield "                 Clipping and the optimiser make the step no sum of completions: Adam divides by the size of"
     yield "                 past gradients, so half the gradient may give nearly the same step."
     yield "                 The other completions keep their credit, and the mean is over what is left."
+    yield "  moves          how far the step moves a token's log-probability, in nats, to first order."
 
 
 def _completions(account: Mapping[str, Any]) -> Iterator[str]:
@@ -97,11 +98,18 @@ def _marked(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 def _tokens(account: Mapping[str, Any]) -> Iterator[str]:
     yield "Tokens (those with the largest contributions; « » marks them above from a tenth of their completion on)"
-    yield f"  {'contribution':>12} {'log-prob':>9} {'lag':>4}  {'of #':>4} {'at':>4}  text"
+    yield f"  {'contribution':>12} {'log-prob':>9} {'moves':>9} {'lag':>4}  {'of #':>4} {'at':>4}  text"
     for token in account["tokens"][:TOKENS]:
         place = f"{token['completion']:>4} {token['position']:>4}"
         text = f"{_short(token['before'], 40, last=True)} «{_visible(token['text'])}»"
-        yield f"  {token['percent']:>11.1f}% {token['logprob']:>9.2f} {token['lag']:>4}  {place}  {text}"
+        logprob = f"{token['logprob']:>9.2f} {token['moves']:>+9.2g}"
+        yield f"  {token['percent']:>11.1f}% {logprob} {token['lag']:>4}  {place}  {text}"
+    yield ""
+    yield "Tokens of the vocabulary (all their places in the batch together; how far the step moves them on average)"
+    yield f"  {'contribution':>12} {'moves':>9} {'places':>6}  text"
+    for token in account["vocabulary"][:TOKENS]:
+        text = f"«{_visible(token['text'])}»"
+        yield f"  {token['percent']:>11.1f}% {token['moves']:>+9.2g} {token['places']:>6}  {text}"
 
 
 def _rewards(account: Mapping[str, Any]) -> Iterator[str]:
@@ -116,7 +124,8 @@ def _lags(account: Mapping[str, Any]) -> Iterator[str]:
     effect = f"{'without: change':>15} {'cosine':>7} {'KL':>8}"
     yield f"  {'lag':>3} {'tokens':>7} {'contribution':>12} {'|log ratio|':>11} {effect}"
     for lag in account["lags"]:
-        start = f"{lag['lag']:>3} {lag['tokens']:>7} {lag['percent']:>11.1f}% {lag['mean_abs_log_ratio']:>11.2g}"
+        ratio = "-" if lag["mean_abs_log_ratio"] is None else f"{lag['mean_abs_log_ratio']:.2g}"
+        start = f"{lag['lag']:>3} {lag['tokens']:>7} {lag['percent']:>11.1f}% {ratio:>11}"
         done = ", ".join(f"{name} {value:.3g}" for name, value in lag["objective"].items())
         yield f"  {start} {_effect(lag['without'])}  {done}".rstrip()
     if len(account["lags"]) == 1:

@@ -100,9 +100,15 @@ def test_contributions_are_those_of_slow_gradients_in_float64(make_policy, token
     for u in range(3):
         for b in (2 * u, 2 * u + 1):
             (slope,) = torch.autograd.grad(losses[u], [logprobs[b]], retain_graph=True, allow_unused=True)
-            tokens = [-kept * slope[t].item() * along(logprobs[b][t]) / weight for t in range(len(slope))]
+            moves = list(map(along, logprobs[b]))
+            place = experience.sampled_BT[b] > 0
+            far = max(map(abs, moves))
+            assert found.seen_U[u] == (experience.weights_U[u] > 0)
+            if found.seen_U[u]:
+                assert found.moves_BT[b][place].tolist() == pytest.approx(moves, rel=2e-3, abs=2e-4 * far)
+            tokens = [-kept * slope[t].item() * moves[t] / weight for t in range(len(slope))]
             tokens = [token * float(experience.weights_U[u]) for token in tokens]
-            ours = found.tokens_BT[b][experience.sampled_BT[b] > 0].tolist()
+            ours = found.tokens_BT[b][place].tolist()
             assert ours == pytest.approx(tokens, rel=2e-3, abs=2e-4 * size), b
 
 
@@ -250,6 +256,9 @@ def test_a_planted_completion_is_named_first(make_policy, tokenizer, prompts, ma
         assert unit["without"]["change"] > 0.1
         assert sum(token["contribution"] for token in row["tokens"]) == pytest.approx(row["contribution"])
     assert {token["completion"] for token in found["tokens"][:5]} <= {1, 2}
+    letters = sum(entry["contribution"] for entry in found["vocabulary"])
+    assert sum(entry["places"] for entry in found["vocabulary"]) <= sum(len(s.drawn) for s in scored.batch.samples)
+    assert abs(letters) > 0.5 * abs(found["step"]["contributions"]["sum_of_units"])
 
 
 def test_a_constant_part_of_the_reward_moves_nothing_and_the_only_one_all(make_policy, tokenizer, prompts, make_args):
