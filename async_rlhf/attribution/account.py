@@ -90,6 +90,7 @@ def _step(
         "epochs": config.num_epochs,
         "mini_batches": config.num_mini_batches,
         "rows_per_unit": experience.rows_per_unit,
+        "of": "policy, without the value model" if update.learner.needs.values else "policy",
         "parameters": sum(tensor.numel() for tensor in step),
         "norm": norm(step),
         "relative_norm": norm(step) / (norm(update.before) or 1.0),
@@ -300,7 +301,7 @@ class _Account:
         """What importance weights and clipping did to some units: means by their weight in the objective."""
         weights_U, found = self.experience.weights_U[units].double(), {}
         for name, values_U in self.measured.metrics.items():
-            if "clip" in name or "importance" in name:
+            if name.startswith("policy/") and ("clip" in name or "importance" in name):
                 values = values_U[units]
                 there = ~values.isnan()
                 total = weights_U[there].sum().item()

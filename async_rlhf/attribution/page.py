@@ -30,6 +30,7 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
     cut = f"{_count(step['epochs'], 'epoch')} x {batches}"
     yield f"update:   {_count(step['optimizer_steps'], 'optimiser step')} ({cut}), explained as one"
     size = f"norm {step['norm']:.3g}, {step['relative_norm']:.2g} of the weights' own"
+    yield f"          of the {step['of']}: {step['parameters']:,} parameters"
     yield f"step:     {size}; KL {step['kl_per_token']:.3g} nats a token from the policy before"
     kept = step["gradient_kept"]
     clipped = sum(each < 1 for each in kept)

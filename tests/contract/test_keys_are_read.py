@@ -33,6 +33,7 @@ from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.plan import run_plan
 from async_rlhf.commands.quickstart import stage_configs
 from async_rlhf.commands.relabel import run_relabel
+from async_rlhf.commands.explain import run_explain
 from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
@@ -77,7 +78,7 @@ from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.choices import make_generator
-from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.config import DataConfig, ExplainConfig, ReplayConfig, RunConfig
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
 from async_rlhf.system.lock import InUseError
@@ -178,6 +179,7 @@ def _trains(inputs: Inputs) -> None:
     more = {"total_episodes": 32, "staleness": 1, "staleness_mode": "bounded", **kept, **penalties}
     run_train(inputs.run("dpo", "online_dpo", judged, generation=generation, reward_weights=[2.0], **more))
     run_replay(ReplayConfig(inputs["dpo"]))
+    run_explain(ExplainConfig(inputs["dpo"], batch=2))
     late = {"non_eos_penalty": False, "bootstrap_truncated": True, "value_learning_rate": 1e-3}
     ppo = {**late, "kl": KLConfig(target=1.0), "save_steps": 1, "lora": LoRAConfig(rank=2), "resume": True}
     for episodes in (8, 16):
