@@ -49,7 +49,7 @@ def explained(
     """
     step = update.step_to(after)
     measured = contributions(update, experience, step)
-    removal = Removal(update, experience, after)
+    removal = Removal(update, experience, after, step)
     rows = _rows(scored, experience)
     found = _Account(update, scored, experience, measured, tokenizer, rows, scorer)
     order = found.order
@@ -83,7 +83,7 @@ def _step(
     removal: Removal,
 ) -> dict[str, Any]:
     config, whole = update.learner.config, measured.units_U.abs().sum().item()
-    momentum = removal.effect(update.take_without_gradient(measured.steps))
+    past, size = update.take_without_gradient(measured.steps), norm(step)
     tokens_U = measured.tokens_BT.sum(dim=1).view(-1, experience.rows_per_unit).sum(dim=1)
     return {
         "optimizer_steps": measured.steps,
@@ -92,8 +92,8 @@ def _step(
         "rows_per_unit": experience.rows_per_unit,
         "of": "policy, without the value model" if update.learner.needs.values else "policy",
         "parameters": sum(tensor.numel() for tensor in step),
-        "norm": norm(step),
-        "relative_norm": norm(step) / (norm(update.before) or 1.0),
+        "norm": size,
+        "relative_norm": size / (norm(update.before) or 1.0),
         "kl_per_token": distance(update, experience, after, update.before).kl,
         "gradient_kept": measured.kept,
         "contributions": {
@@ -102,10 +102,9 @@ def _step(
             "sum_of_sizes": whole,
             "tokens_differ_by": (tokens_U - measured.units_U).abs().sum().item() / whole if whole else 0.0,
         },
-        "without_gradient": _effect(momentum)
-        | {"share": inner(update.step_to(update.take_without_gradient(measured.steps)), step) / inner(step, step)}
-        if norm(step)
-        else None,
+        "without_gradient": None
+        if size == 0
+        else {**_effect(removal.effect(past)), "share": inner(update.step_to(past), step) / size**2},
     }
 
 

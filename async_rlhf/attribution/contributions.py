@@ -150,7 +150,7 @@ class _Meter:
         here = clones(self.update.policy)
         with torch.no_grad():
             before = [self._output(u).logprobs_BT for u in units]
-            load(self.update.policy, [w + d for w, d in zip(here, self.delta, strict=True)])
+            load(self.update.policy, here, self.delta, 1.0)
             after = [self._output(u).logprobs_BT for u in units]
         load(self.update.policy, here)
         most = max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
@@ -229,8 +229,7 @@ class _Meter:
         here, found = clones(policy), dict[int, Any]()
         with torch.no_grad():
             for multiple, share in _STENCIL:
-                moves = zip(here, self.delta, strict=True)
-                load(policy, [w + multiple * distance * d for w, d in moves])
+                load(policy, here, self.delta, multiple * distance)
                 for u in units:
                     output = self._output(u)
                     parts = (output.logprobs_BT, output.values_BT)

@@ -38,7 +38,8 @@ class RepeatableUpdate:
         self._before = clones(self._trained)
         self.policy: list[nn.Parameter] = trainable(learner.policy)
         """What is trained of the policy, adapters where it has some: that whose step is explained."""
-        self.before = clones(self.policy)
+        place = {id(parameter): tensor for parameter, tensor in zip(self._trained, self._before, strict=True)}
+        self.before = [place[id(parameter)] for parameter in self.policy]
         """The same tensors before the update."""
 
     def rewind(self) -> None:
@@ -83,10 +84,12 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def load(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """Give parameters these numbers."""
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        parameter.copy_(tensor)
+def load(
+    parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], step: Sequence[Tensor] = (), multiple: float = 0.0
+) -> None:
+    """Give parameters these numbers, moved by a multiple of a step if there is one."""
+    for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
+        parameter.copy_(tensor + multiple * step[i] if step else tensor)
 
 
 def inner(a: Sequence[Tensor | None], b: Sequence[Tensor]) -> float:

@@ -45,12 +45,14 @@ class Removal:
         update: of the learner.
         experience: the rows on which policies are compared.
         after: the policy's weights after the update as it was taken.
+        step: how far it moved them.
     """
 
-    def __init__(self, update: RepeatableUpdate, experience: Experience, after: Sequence[Tensor]) -> None:
-        self._update, self._experience, self._after = update, experience, after
-        self._step = update.step_to(after)
-        self._norm = norm(self._step)
+    def __init__(
+        self, update: RepeatableUpdate, experience: Experience, after: Sequence[Tensor], step: Sequence[Tensor]
+    ) -> None:
+        self._update, self._experience, self._after, self._step = update, experience, after, step
+        self._norm = norm(step)
 
     def without_units(self, units: Sequence[int]) -> Effect:
         """These units have weight 0. The others keep their credit; the mean is over what is left."""
@@ -65,10 +67,11 @@ class Removal:
     def effect(self, weights: Sequence[Tensor]) -> Effect:
         """Of the policy having these weights instead."""
         step = self._update.step_to(weights)
-        difference = [a - b for a, b in zip(step, self._step, strict=True)]
-        length = norm(step)
-        cosine = None if length * self._norm == 0 else inner(step, self._step) / (length * self._norm)
-        change = norm(difference) / self._norm if self._norm else None
+        length, common = norm(step), inner(step, self._step)
+        cosine = None if length * self._norm == 0 else common / (length * self._norm)
+        for mine, theirs in zip(step, self._step, strict=True):
+            mine -= theirs
+        change = norm(step) / self._norm if self._norm else None
         return Effect(change, cosine, distance(self._update, self._experience, self._after, weights))
 
 

@@ -28,12 +28,12 @@ from async_rlhf.commands import serve, workers
 from async_rlhf.commands.config import MigrateConfig, run_config
 from async_rlhf.commands.data import run_data
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.explain import run_explain
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.plan import run_plan
 from async_rlhf.commands.quickstart import stage_configs
 from async_rlhf.commands.relabel import run_relabel
-from async_rlhf.commands.explain import run_explain
 from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft

@@ -172,7 +172,7 @@ def test_left_out_is_what_a_learner_does_that_never_saw_it(make_policy, tokenize
     scored, learner = sampled(trainer), trainer.learner
     learner.update(learner.annotate(scored)[0], 1)
     update, experience, after = taken(trainer, scored, batch=2)
-    removal = Removal(update, experience, after)
+    removal = Removal(update, experience, after, update.step_to(after))
     effect = removal.without_units([2])
     ours = clones(update.policy)
 
