@@ -113,6 +113,7 @@ LONGER_OR_KEPT |= {
     "stop_patience",
     "num_train_epochs",
     "reward_timeout",
+    "replay_from",
 }
 
 

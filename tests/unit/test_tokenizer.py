@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import encode_responses, split_text, train_tokenizer
+from async_rlhf.data.tokenizer import decode_samples, encode_responses, split_text, train_tokenizer
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.models.new import new_language_model
 from async_rlhf.models.saving import write_model
@@ -71,3 +71,8 @@ def test_a_model_without_tokenizer_files_is_refused(tmp_path, make_policy, token
         load_tokenizer(str(tmp_path / "bare"), "reward_model")
     tokenizer.save_pretrained(tmp_path / "bare")
     assert load_tokenizer(str(tmp_path / "bare")).encode("a") == tokenizer.encode("a")
+
+
+def test_of_no_samples_there_are_no_texts(tokenizer):
+    """As with num_samples_logged 0."""
+    assert decode_samples(tokenizer, []) == []
