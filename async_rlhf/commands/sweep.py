@@ -53,7 +53,9 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
                 found[name] = results
         baseline = {axis: label_of(value) for axis, value in config.baseline.items()}
         by_trial = {one.name: found[_start_name(one)] for one in trials if _start_name(one) in found}
+        settings = list({tuple(one.setting.items()): None for one in trials})
         done = [found[one.name] for one in trials if one.name in found]
+        done.sort(key=lambda one: settings.index(tuple(one["setting"].items())))
         if done:
             text = table(summaries(done, by_trial, baseline), baseline)
             _write(folder, text, done)
