@@ -74,6 +74,7 @@ class Series:
         staleness: S; None for what is not a run.
         reference: it was not trained here, such as the model that a run started from: grey.
         says: for the legend; None for name, algorithm and S.
+        group: series of equal groups share a colour; None for a colour of its own.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Series:
     staleness: int | None = None
     reference: bool = False
     says: str | None = None
+    group: str | None = None
 
     @property
     def text(self) -> str:
@@ -112,9 +114,10 @@ class Key:
 
     def __init__(self, series: Iterable[Series]) -> None:
         self.series = {one.name: one for one in series}
-        trained = [one.name for one in self.series.values() if not one.reference]
-        algorithms = list(dict.fromkeys(one.algorithm for one in self.series.values() if not one.reference))
-        lags = sorted({one.staleness or 0 for one in self.series.values() if not one.reference})
+        trained = [one for one in self.series.values() if not one.reference]
+        coloured = list(dict.fromkeys(one.group or one.name for one in trained))
+        algorithms = list(dict.fromkeys(one.algorithm for one in trained))
+        lags = sorted({one.staleness or 0 for one in trained})
         shapes = list(SHAPES.values())
         self.looks: dict[str, Look] = {}
         for name, one in self.series.items():
@@ -123,7 +126,7 @@ class Key:
                 continue
             lag = lags.index(one.staleness or 0)
             self.looks[name] = Look(
-                COLOURS[trained.index(name) % len(COLOURS)],
+                COLOURS[coloured.index(one.group or name) % len(COLOURS)],
                 shapes[algorithms.index(one.algorithm) % len(shapes)],
                 DASHES[lag % len(DASHES)],
                 lag / (len(lags) - 1) if len(lags) > 1 else 1.0,
@@ -159,6 +162,7 @@ class Axis:
         title: with the unit.
         zero: whether 0 is on it.
         log: logarithmic.
+        ticks: where they stand, on a scale that is logarithmic but for its part around 0; empty for a scale as it comes.
         format: d3's, such as "%" for shares.
         domain: its ends; None for what the data need.
     """
@@ -169,6 +173,7 @@ class Axis:
     log: bool = False
     format: str | None = None
     domain: tuple[float, float] | None = None
+    ticks: tuple[float, ...] = ()
 
     def encoding(self) -> Spec:
         """As Vega-Lite writes it."""
