@@ -11,7 +11,6 @@ from typing import Any
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import REQUIRED, Checked, key
-from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
 from async_rlhf.sweeps.trials import Trial
@@ -91,9 +90,9 @@ def run_start(start: Start) -> dict[str, Any]:
     from async_rlhf.commands.evaluate import run_evaluate
 
     models = {POLICY: start.model}
-    found = run_evaluate(
-        replace(start.held_out, models=models, output_dir=start.folder, overwrite=start.overwrite)
-    )["models"]
+    found = run_evaluate(replace(start.held_out, models=models, output_dir=start.folder, overwrite=start.overwrite))[
+        "models"
+    ]
     return {**_judged(found[POLICY]), "scores": scores_of(Path(start.folder), POLICY)}
 
 
