@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from async_rlhf.reports.charts import INSTALL, can_draw
 from async_rlhf.sweeps.one_trial import Start, run_start, run_trial, stage_of
 from async_rlhf.sweeps.pictures import draw
 from async_rlhf.sweeps.results import Results, summaries, table
-from async_rlhf.sweeps.running import Job, run_jobs
+from async_rlhf.sweeps.running import Job, Outcome, run_alone, run_jobs
 from async_rlhf.sweeps.trials import Trial, labels_of, trials_of
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import hold
@@ -79,11 +80,22 @@ def run_trials(
             yield trial.name, results, ""
         else:
             jobs.append(Job(trial.name, run_trial, trial, Path(trial.folder)))
-    for number, outcome in enumerate(run_jobs(jobs, config.parallel, config.threads, config.devices), start=1):
+    for number, outcome in enumerate(_outcomes(jobs, config), start=1):
         gold = (outcome.results or {}).get("gold")
         told = f"failed: {outcome.error}" if gold is None else f"gold reward {gold['estimate']:.3f}"
         logger.info("%d of %d: %s: %s", number, len(jobs), outcome.job.name, told)
         yield outcome.job.name, outcome.results, outcome.error
+
+
+def _outcomes(jobs: Sequence[Job], config: ManyRunsConfig) -> Iterator[Outcome]:
+    if config.executor == "local" or not jobs:
+        yield from run_jobs(jobs, config.parallel, config.threads, config.devices)
+        return
+    from async_rlhf.cluster.ray_tasks import run_tasks
+
+    work = partial(run_alone, threads=config.threads)
+    for job, outcome, error in run_tasks(work, jobs, config.threads, config.gpus):
+        yield Outcome(job, None, error) if outcome is None else outcome
 
 
 def share_of(trials: Sequence[Trial], share: str | None) -> list[Trial]:

@@ -33,7 +33,10 @@ class ManyRunsConfig(Checked):
     """GPUs to divide among the runs at a time, as in CUDA_VISIBLE_DEVICES: ["0", "1"] gives each run one of them,
     ["0,1"] both. Empty: every run sees all."""
     executor: Literal["local", "ray"] = key("local", role="place", main="machine")
-    """ "local" starts processes on this machine; "ray" starts tasks on a Ray cluster that shares the folders."""
+    """ "local" starts processes on this machine; "ray" starts tasks on the nodes of a Ray cluster, which must share the
+    folders: that of $RAY_ADDRESS, else the one that this host is a node of, else a new one on this host."""
+    gpus: float = key(0.0, at_least(0), role="place", main="machine")
+    """GPUs that each run reserves with executor "ray", possibly a fraction of one."""
     keep: Literal["results", "final", "all"] = key("final", role="place", main="output")
     """What stays of a run that has been judged: its logs and results alone, also its final policy, or its checkpoints
     too."""
@@ -44,6 +47,11 @@ class ManyRunsConfig(Checked):
         for name in ("models", "run", "checkpoints", "generations", "reference", "output_dir", "overwrite"):
             right = "must be left out: what is judged, and where the results go, is known"
             require(name not in self.held_out, f"held_out.{name}", self.held_out.get(name), right)
+        on_ray = self.executor == "ray"
+        right = 'must be left out with executor "ray", which places as many runs as fit'
+        require(not on_ray or not self.devices, "devices", self.devices, right)
+        require(not on_ray or self.parallel == 1, "parallel", self.parallel, right)
+        require(on_ray or self.gpus == 0, "gpus", self.gpus, 'must be 0 with executor "local"; devices says which')
         if isinstance(self.base, dict):
             given = isinstance(self.base.get("train"), dict) and "output_dir" in self.base["train"]
             right = "must be left out: each run has a folder of its own in output_dir"

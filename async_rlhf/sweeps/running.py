@@ -73,6 +73,12 @@ def run_jobs(jobs: Sequence[Job], parallel: int, threads: int, devices: Sequence
                 yield _outcome(job, process.exitcode)
 
 
+def run_alone(job: Job, threads: int) -> Outcome:
+    """Run one job and wait for it; in a task of a cluster, for example."""
+    (outcome,) = run_jobs([job], 1, threads)
+    return outcome
+
+
 def _kill(running: Mapping[int, tuple[BaseProcess, Job, int]]) -> None:
     """End the processes that still run when nobody waits for them any more."""
     for process, _, _ in running.values():
