@@ -1,6 +1,6 @@
 """The learning rate as the code of "Asynchronous RLHF" (arXiv 2410.18252) had it, as a callback.
 
-Its schedule was stepped once before each batch instead of after each optimiser step: a linear one is at 1 - b / B of the
+Its schedule was stepped once before each batch, not after each optimiser step: a linear one is at 1 - b / B of the
 learning rate for all N mini-batches of batch b of B, and at 0 for the last batch.
 """
 
