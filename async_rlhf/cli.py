@@ -124,8 +124,8 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """Short forms as options: ``replay RUN``, ``explain RUN`` and ``workers RUN N`` as ``--run RUN --workers N``, ``sweep
-    FILE`` as ``--config FILE``, ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as
+    """Short forms as options: ``replay RUN``, ``explain RUN`` and ``workers RUN N`` as ``--run RUN --workers N``,
+    ``sweep FILE`` as ``--config FILE``, ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as
     ``--train.resume=true``, ``sft --resume`` as ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
     if name in ("replay", "explain") and words and not words[0].startswith("-"):
         return ["--run", *words]
