@@ -34,6 +34,7 @@ COMMANDS = {
     "reward": Command("train a reward model on preference pairs", "config:RewardConfig"),
     "relabel": Command("label preference pairs anew by a gold reward", "config:RelabelConfig"),
     "train": Command("train a policy online, synchronously or asynchronously", "run.config:RunConfig"),
+    "sweep": Command("train and judge many runs, and show them together", "config.sweep:SweepConfig"),
     "plan": Command("predict speed and the best split of devices from measured or given times", "config:PlanConfig"),
     "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
     "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
@@ -122,11 +123,13 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
+    """``replay RUN`` as ``replay --run RUN``, ``sweep FILE`` as ``sweep --config FILE``, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
     FILE`` as ``config --file FILE``, ``train --resume`` as ``train --train.resume=true``, ``sft --resume`` as ``sft
     --resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
     if name == "replay" and words and not words[0].startswith("-"):
         return ["--run", *words]
+    if name == "sweep" and words and not words[0].startswith("-"):
+        return ["--config", *words]
     if name == "workers" and words and not words[0].startswith("-"):
         count = ["--workers"] if words[1:] and not words[1].startswith("-") else []
         return ["--run", words[0], *count, *words[1:]]

@@ -21,11 +21,11 @@ def check_together(config: OnlineConfig) -> None:
     """
     _check_sizes(config)
     require(
-        config.generation.placement != "inline" or config.staleness == 0,
+        config.generation.placement != "inline" or config.generation.engine != "vllm" or config.staleness == 0,
         "staleness",
         config.staleness,
-        'must be 0 with generation.placement "inline": there is no second process to sample meanwhile; '
-        'use placement "process"',
+        'must be 0 with generation.engine "vllm" and placement "inline", where the two take turns; use placement '
+        '"process"',
     )
     for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
         given = getattr(config, name) != _default(config, name)

@@ -118,6 +118,41 @@ def variance_saved(ours: Sequence[float], theirs: Sequence[float]) -> Interval |
     return Interval(*((1 + apart / paired * factor) / 2 for factor in (1, 1 / widest, widest)))
 
 
+def crossed_mean_interval(values_SP: Sequence[Sequence[float]]) -> Interval:
+    """The mean of a score over seeds and prompts, both drawn at random, with each seed's run answering each prompt.
+
+    The score is mean + seed + prompt + rest, all random (two-way random effects, one observation a cell). With the mean
+    squares of the analysis of variance, the mean's variance is estimated by (MS_seeds + MS_prompts - MS_rest) / (S P)
+    (Cornfield and Tukey, 1956), and not below MS_rest / (S P); the degrees of freedom are Satterthwaite's (1946). With
+    one seed the interval is over prompts alone, and with one prompt over seeds.
+
+    Args:
+        values_SP: one row for each seed, one value for each prompt.
+
+    Raises:
+        ValueError: fewer than two values in all, or rows of unequal lengths.
+    """
+    if len({len(row) for row in values_SP}) != 1:
+        raise ValueError(f"every seed must have the same prompts; got {[len(row) for row in values_SP]}")
+    values = np.asarray(values_SP, dtype=np.float64)
+    seeds, prompts = values.shape
+    if seeds == 1 or prompts == 1:
+        return mean_interval(values.ravel().tolist())
+    mean = values.mean()
+    seeds_S, prompts_P = values.mean(axis=1) - mean, values.mean(axis=0) - mean
+    rest_SP = values - mean - seeds_S[:, None] - prompts_P
+    freedoms = np.array([seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1)])
+    sums = np.array([prompts * seeds_S @ seeds_S, seeds * prompts_P @ prompts_P, (rest_SP**2).sum()])
+    squares = sums / freedoms
+    variance = squares[0] + squares[1] - squares[2]
+    if variance <= squares[2]:  # seeds and prompts differ by no more than chance
+        variance, freedom = squares[2], freedoms[2]
+    else:
+        freedom = variance**2 / (squares**2 / freedoms).sum()
+    half = t_quantile(max(1, int(freedom))) * math.sqrt(variance / values.size)
+    return Interval(float(mean), float(mean - half), float(mean + half))
+
+
 def wilson(successes: float, n: float) -> Interval:
     """A share, with Wilson's score interval (Wilson, 1927): accurate near 0 and 1, and never of zero width.
 

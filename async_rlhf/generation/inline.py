@@ -21,21 +21,29 @@ if TYPE_CHECKING:
 
 
 class InlineGenerator:
-    """Staleness 0 without a copy of the weights: the engine samples from the model being trained.
+    """No copy of the weights, no second process: the engine samples from the model being trained, between updates.
+
+    With staleness 0 a batch is sampled when it is collected. With more, when it is submitted: the next update changes the
+    weights that are to sample it. So the samples are those of generators that sample beside training, bit for bit.
 
     Args:
         engine: samples from the learner's policy.
         trace: records generation.
         agreement: compares some completions with what the learner computes for them.
+        ahead: whether the weights change between submitting a batch and collecting it.
     """
 
     on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
-    """Never called: nothing arrives before it is collected."""
+    """Never called: nothing arrives beside training."""
 
-    def __init__(self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement) -> None:
+    def __init__(
+        self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement, ahead: bool = False
+    ) -> None:
         self.engine = engine
         self.trace = trace
         self.agreement = agreement
+        self._ahead = ahead
+        self._sampled: dict[int, Batch] = {}
         self._policy: PreTrainedModel | None = None
         self._version = engine.version
         self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
@@ -50,13 +58,18 @@ class InlineGenerator:
         self._version = self.engine.version = version
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
-        """Note what to sample; :meth:`collect` does it."""
+        """Note what to sample; :meth:`collect` does it, unless the weights will have changed by then."""
         if isinstance(version, tuple):
             (version,) = version
         self._requests[index] = (self._version if version is None else version, prompts)
+        if self._ahead:
+            self._sampled[index] = self._sample(index)
 
     def collect(self, index: int) -> Batch:
-        """Sample the batch now."""
+        """The batch, which is sampled now if it was not before."""
+        return self._sampled.pop(index) if index in self._sampled else self._sample(index)
+
+    def _sample(self, index: int) -> Batch:
         assert self._policy is not None
         version, prompts = self._requests.pop(index)
         if version != self._version:
@@ -87,6 +100,7 @@ class InlineGenerator:
     def close(self) -> None:
         """Do nothing."""
         self._requests.clear()
+        self._sampled.clear()
 
     def _generate(self, prompts: Sequence[Prompt]) -> Completions:
         return self.engine.generate(prompts)

@@ -1,0 +1,1 @@
+"""Many runs: what they are, how they are worked off, and what they show together."""
