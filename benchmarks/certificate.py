@@ -2,9 +2,9 @@
 
     python benchmarks/certificate.py [--repeats 100000] [--prior]
 
-Pairs are drawn from a distribution of which the answer is known, and looked at one after the other, as the command does
-(the same test: tests/unit/test_sequential.py compares). All distributions have standard deviation 1 in these tables; the
-test does not depend on the unit. --prior compares priors on the effect size: a half normal of several widths.
+Pairs are drawn from a distribution of which the answer is known, and looked at one after the other, as the command
+does (the same test: tests/unit/test_sequential.py compares). All distributions have standard deviation 1 in these
+tables; the test does not depend on the unit. --prior compares priors on the effect size: a half normal of several widths.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def peeking_table(repeats: int, rng: np.random.Generator) -> list[str]:
 def coverage_table(repeats: int, rng: np.random.Generator) -> list[str]:
     """How often the interval of what pairing saves holds the truth."""
     lines = [
-        "| pairs | runs of S = 0 and S = k | correlation | (Var + Var) / Var of the difference | the interval holds it |",
+        "| pairs | runs of S = 0 and S = k | correlation | Var + Var over Var of difference | the interval holds it |",
         "|---|---|---|---|---|",
     ]
     shapes = {

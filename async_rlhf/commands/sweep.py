@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
 
 def run_trials(
     trials: Sequence[Trial], config: ManyRunsConfig, first: Sequence[Job] = ()
-) -> Iterator[tuple[str, Results | None, str]]:
+) -> Generator[tuple[str, Results | None, str]]:
     """Run trials, and other jobs before them; those that are done are read back at once.
 
     Yields:
@@ -99,7 +99,12 @@ def check_trials(trials: Sequence[Trial]) -> None:
         for name in ("model", "reward_model", "ref_model", "value_model"):
             check_source(getattr(trial.run, name), f"base.{name}")
         for key, source in (("base.data.train", trial.run.data.train), ("held_out.data", trial.held_out.data)):
-            looks_local = source.startswith((".", "/", "~")) or Path(source).suffix in (".jsonl", ".json", ".csv", ".parquet")
+            looks_local = source.startswith((".", "/", "~")) or Path(source).suffix in (
+                ".jsonl",
+                ".json",
+                ".csv",
+                ".parquet",
+            )
             if looks_local and not Path(source).expanduser().exists():
                 raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
 

@@ -55,10 +55,11 @@ def log_evidence(t: float, n: int) -> float:
 
     With c = 1 / EFFECT and u = t^2 / (n - 1) it is that of
 
-        2 sqrt(c^2 / (n + c^2)) ((1 + u) / (1 + u c^2 / (n + c^2)))^(n / 2) P(T_n <= sign(t) n sqrt(u / (n + c^2 + u c^2)))
+        2 sqrt(c^2 / (n + c^2)) ((1 + u) / (1 + u c^2 / (n + c^2)))^(n / 2)
+          P(T_n <= sign(t) n sqrt(u / (n + c^2 + u c^2)))
 
-    with T_n Student's t of n degrees of freedom. The first factors integrate delta over the whole normal, and the last is
-    the share of delta > 0. It grows with t.
+    with T_n Student's t of n degrees of freedom. The first factors integrate delta over the whole normal, and the last
+    is the share of delta > 0. It grows with t.
 
     Args:
         t: mean sqrt(n) / sd; may be infinite, and is for n = 1, where only the sign of x is known.

@@ -91,7 +91,10 @@ def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
         cells += [str(len(one.seeds)), _told(one.gold, ".3f")]
         cells += [_told(one.against, "+.3f")] if baseline else []
         cells += [_told(one.wins, ".1%")] if wins else []
-        cells += [_told(one.kl, ".2f"), *(f"{one.metrics[name]:.3f}" if name in one.metrics else "" for name in metrics)]
+        cells += [
+            _told(one.kl, ".2f"),
+            *(f"{one.metrics[name]:.3f}" if name in one.metrics else "" for name in metrics),
+        ]
         lines.append(_row(cells))
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_evidence_grows_with_t_and_is_finite(n):
     grid = [-math.inf, -1e200, -1e9, -40.0, -3.0, -1e-9, 0.0, 1e-9, 3.0, 40.0, 1e9, 1e200, math.inf]
     found = [log_evidence(t, n) for t in grid]
     assert all(map(math.isfinite, found))
-    assert all(b >= a - 1e-9 * max(1, abs(a)) for a, b in zip(found, found[1:], strict=False))
+    assert all(b >= a - 1e-9 * max(1, abs(a)) for a, b in pairwise(found))
 
 
 def test_one_observation_knows_only_its_sign():
