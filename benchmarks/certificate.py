@@ -4,7 +4,8 @@
 
 Pairs are drawn from a distribution of which the answer is known, and looked at one after the other, as the command
 does (the same test: tests/unit/test_sequential.py compares). All distributions have standard deviation 1 in these
-tables; the test does not depend on the unit. --prior compares priors on the effect size: a half normal of several widths.
+tables; the test does not depend on the unit. --prior compares priors on the effect size: half normals of several
+widths.
 """
 
 from __future__ import annotations

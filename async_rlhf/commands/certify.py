@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.commands.stage import Stage, json_lines
+from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.sweep import FailedRunsError, check_trials, run_trials
 from async_rlhf.config.base import require
 from async_rlhf.config.certify import CertifyConfig
@@ -107,7 +107,7 @@ def _check_reachable(config: CertifyConfig) -> None:
 
 def _fix(config: CertifyConfig) -> None:
     """Write what must not change once a pair is known, or require that it has not changed."""
-    inputs = {"base": config.base if isinstance(config.base, str) else None}
+    inputs: dict[str, Source] = {"base": config.base} if isinstance(config.base, str) else {}
     plan = Stage(Path(config.output_dir), "certify", config, inputs, marker_name="plan", locked=False)
     if plan.done() is None:
         plan.publish_files({}, {})

@@ -98,8 +98,9 @@ def variance_saved(ours: Sequence[float], theirs: Sequence[float]) -> Interval |
     """How many times fewer pairs a paired difference needs than two independent groups: (Var a + Var b) / Var(a - b).
 
     That is (1 + Q) / 2 with Q = Var(a + b) / Var(a - b). If a and b are normal with equal variances, sum and difference
-    are independent (Pitman, "A note on normal correlation", Biometrika 31, 1939), so Q has the F distribution, times its
-    true value, and the interval is exact. With unequal variances Q varies less, and the interval is too wide.
+    are independent (Pitman, "A note on normal correlation", Biometrika 31, 1939), so Q has the F distribution, times
+    its true value, and the interval is exact. With unequal variances Q varies less, and the interval is too wide.
+    A bootstrap of the few pairs that there are would be too narrow.
 
     Args:
         ours: one value per pair.

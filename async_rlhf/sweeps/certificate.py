@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from async_rlhf.evaluation.sequential import Look, look
-from async_rlhf.evaluation.statistics import mean_interval, variance_saved
+from async_rlhf.evaluation.statistics import crossed_mean_interval, variance_saved
 
 Results = Mapping[str, Any]
 """Of one run; see :func:`~async_rlhf.sweeps.one_trial.run_trial`."""
@@ -32,9 +32,8 @@ class Pair(NamedTuple):
     synchronous: float
     """Mean gold reward at staleness 0."""
     stale: float
-    prompts: int
-    standard_error: float
-    """Of the difference of the two policies, over prompts."""
+    differences: tuple[float, ...]
+    """Stale minus synchronous, for each prompt."""
     kl_synchronous: float | None
     """To the model that both started from, in nats a completion."""
     kl_stale: float | None
@@ -42,7 +41,7 @@ class Pair(NamedTuple):
     @property
     def difference(self) -> float:
         """What staleness adds to the gold reward; below 0 it costs."""
-        return self.stale - self.synchronous
+        return fmean(self.differences)
 
 
 def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
@@ -52,11 +51,8 @@ def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
         ValueError: they were not judged on equally many prompts.
     """
     both = synchronous["scores"], stale["scores"]
-    differences = [b - a for a, b in zip(*both, strict=True)]
-    interval, count = mean_interval(differences), len(differences)
-    spread = math.sqrt(math.fsum((one - interval.estimate) ** 2 for one in differences) / (count - 1) / count)
     kls = [one["kl"]["estimate"] if "kl" in one else None for one in (synchronous, stale)]
-    return Pair(seed, fmean(both[0]), fmean(both[1]), count, spread, *kls)
+    return Pair(seed, fmean(both[0]), fmean(both[1]), tuple(b - a for a, b in zip(*both, strict=True)), *kls)
 
 
 def in_order(arrivals: Iterable[tuple[int, int, Results]], seeds: Sequence[int], staleness: int) -> Iterator[Pair]:
@@ -94,8 +90,8 @@ def line_of(pair: Pair, known: Look) -> dict[str, Any]:
         "gold_synchronous": pair.synchronous,
         "gold_stale": pair.stale,
         "difference": pair.difference,
-        "standard_error_over_prompts": pair.standard_error,
-        "prompts": pair.prompts,
+        "standard_error_over_prompts": _standard_error(pair),
+        "prompts": len(pair.differences),
         "kl_synchronous": pair.kl_synchronous,
         "kl_stale": pair.kl_stale,
         "mean_difference": known.mean,
@@ -116,7 +112,7 @@ def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[s
         "decision": last.decision,
         "pairs": last.pairs,
         "seeds": [pair.seed for pair in pairs],
-        "prompts": pairs[0].prompts,
+        "prompts": len(pairs[0].differences),
         "staleness": question.staleness,
         "margin": question.margin,
         "error": question.error,
@@ -126,7 +122,7 @@ def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[s
         "mean_difference": last.mean,
         "interval": {"low": _bounded(last.low), "high": _bounded(last.high), "coverage": 1 - 2 * question.error},
         "deviation": None if math.isnan(last.deviation) else last.deviation,
-        "deviation_over_prompts": math.sqrt(fmean(pair.standard_error**2 for pair in pairs)),
+        "other_prompts": crossed_mean_interval([pair.differences for pair in pairs])._asdict(),
         "log10_evidence_non_inferior": last.log_non_inferior / math.log(10),
         "log10_evidence_inferior": last.log_inferior / math.log(10),
         "worst_pair": {"seed": worst.seed, "difference": worst.difference},
@@ -139,13 +135,14 @@ def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[s
 def table(found: Sequence[tuple[Pair, Look]], staleness: int) -> str:
     """A Markdown table, a row for each pair."""
     lines = [
-        f"| seed | S = 0 | S = {staleness} | difference | standard error over prompts | evidence: non-inferior | inferior |",
+        f"| seed | S = 0 | S = {staleness} | difference | standard error over prompts "
+        "| evidence: non-inferior | inferior |",
         "|---|---|---|---|---|---|---|",
     ]
     for pair, known in found:
         lines.append(
             f"| {pair.seed} | {pair.synchronous:.4f} | {pair.stale:.4f} | {pair.difference:+.4f} "
-            f"| {pair.standard_error:.4f} | {_odds(known.log_non_inferior)} | {_odds(known.log_inferior)} |"
+            f"| {_standard_error(pair):.4f} | {_odds(known.log_non_inferior)} | {_odds(known.log_inferior)} |"
         )
     return "\n".join(lines)
 
@@ -155,8 +152,8 @@ def progress(pair: Pair, known: Look, question: Question) -> str:
     return (
         f"pair {known.pairs} (seed {pair.seed}): gold reward {pair.synchronous:.4f} at S = 0, {pair.stale:.4f} at "
         f"S = {question.staleness}; mean difference {_interval(known.mean, known.low, known.high)}; evidence "
-        f"{_odds(known.log_non_inferior)} non-inferior, {_odds(known.log_inferior)} inferior, of {1 / question.error:g}: "
-        f"{known.decision if known.decision != 'undecided' else 'goes on'}"
+        f"{_odds(known.log_non_inferior)} non-inferior, {_odds(known.log_inferior)} inferior, of "
+        f"{1 / question.error:.3g}: {known.decision if known.decision != 'undecided' else 'goes on'}"
     )
 
 
@@ -164,46 +161,52 @@ def told(summary: Mapping[str, Any]) -> str:
     """The certificate in words."""
     k, margin, pairs = summary["staleness"], summary["margin"], summary["pairs"]
     sides = {name: _odds(summary[f"log10_evidence_{name}"] * math.log(10)) for name in ("non_inferior", "inferior")}
-    enough = f"{1 / summary['error']:g}"
+    enough = f"{1 / summary['error']:.3g}"
     decided = {
         "non-inferior": f"S = {k} is non-inferior to S = 0: it costs less than {margin:g} of mean gold reward "
         f"(evidence {sides['non_inferior']}; {enough} was asked for).",
         "inferior": f"S = {k} is inferior to S = 0: it costs more than {margin:g} of mean gold reward "
         f"(evidence {sides['inferior']}; {enough} was asked for).",
         "undecided": f"Undecided: neither that S = {k} costs less than {margin:g} of mean gold reward (evidence "
-        f"{sides['non_inferior']}) nor that it costs more ({sides['inferior']}); {enough} was asked for. More pairs can "
-        "still decide it: raise max_pairs and start again.",
+        f"{sides['non_inferior']}) nor that it costs more ({sides['inferior']}); {enough} was asked for. More pairs "
+        "can still decide it: raise max_pairs and start again.",
     }[summary["decision"]]
     low, high = (math.nan if end is None else end for end in (summary["interval"]["low"], summary["interval"]["high"]))
     worst, seeds = summary["worst_pair"], summary["seeds"]
     lines = [
         decided,
-        f"{pairs} pairs, seeds {seeds[0]} to {seeds[-1]}, each judged on the same {summary['prompts']} held-out prompts. Gold "
-        f"reward {summary['gold_synchronous']:.4f} at S = 0, {summary['gold_stale']:.4f} at S = {k}; mean difference "
-        f"{_interval(summary['mean_difference'], low, high)} ({summary['interval']['coverage']:.0%}, at all looks together).",
+        f"{pairs} pairs, seeds {seeds[0]} to {seeds[-1]}, each judged on the same {summary['prompts']} held-out "
+        f"prompts. Gold reward {summary['gold_synchronous']:.4f} at S = 0, {summary['gold_stale']:.4f} at S = {k}; "
+        f"mean difference {_interval(summary['mean_difference'], low, high)} "
+        f"({summary['interval']['coverage']:.0%}, at all looks together).",
         _spread(summary),
         f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}. Runs that break down less often than once in "
         f"{pairs} may not have been seen.",
-        f"Fixed before the first pair: margin {margin:g}, error {summary['error']:g} for either wrong decision, at least "
-        f"{summary['min_pairs']} pairs. The error rates are proven for normal differences.",
+        f"Fixed before the first pair: margin {margin:g}, error {summary['error']:g} for either wrong decision, at "
+        f"least {summary['min_pairs']} pairs. The error rates are proven for normal differences.",
     ]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(lines)
 
 
 def _spread(summary: Mapping[str, Any]) -> str:
-    if summary["deviation"] is None:
-        return ""
+    other, saved = summary["other_prompts"], summary["variance_saved"]
     text = (
-        f"A difference varies by {summary['deviation']:.4f} from pair to pair, {summary['deviation_over_prompts']:.4f} of "
-        "it by the choice of prompts and their answers."
+        f"With other prompts of the same kind: {_interval(other['estimate'], other['low'], other['high'])} "
+        "(95%, over seeds and prompts, for this number of pairs)."
     )
-    saved = summary["variance_saved"]
-    if saved is None:
-        return text
-    return (
-        f"{text} Pairing: runs that share no random numbers would need {saved['estimate']:.1f} times as many pairs "
-        f"(95% interval {saved['low']:.1f} to {saved['high']:.1f})."
-    )
+    if summary["deviation"] is not None:
+        text += f" From pair to pair the difference varies by {summary['deviation']:.4f}."
+    if saved is not None:
+        text += (
+            f" Pairing: runs that share no random numbers would need {saved['estimate']:.1f} times as many "
+            f"(95% interval {saved['low']:.1f} to {saved['high']:.1f})."
+        )
+    return text
+
+
+def _standard_error(pair: Pair) -> float:
+    """Of the pair's difference, over prompts."""
+    return stdev(pair.differences) / math.sqrt(len(pair.differences))
 
 
 def _odds(log_evidence: float) -> str:
