@@ -11,9 +11,9 @@ from async_rlhf.config.sweep import ManyRunsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(ManyRunsConfig):
-    """Whether staleness costs reward: pairs of runs, stale and synchronous, until that is decided.
+    """Whether staleness costs reward: pairs of runs until that is decided: ``async-rlhf certify``.
 
-    ``async-rlhf certify FILE``. Pairs that are done are not done again, so an interrupted certificate continues where it stopped.
+    Pairs that are done are not done again, so an interrupted certificate continues where it stopped.
     """
 
     staleness: int = key(REQUIRED, at_least(1), main="test")
