@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,16 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.sweep import ManyRunsConfig, SweepConfig
 from async_rlhf.data import cache
 from async_rlhf.models.loading import check_source
+from async_rlhf.reports.charts import INSTALL, can_draw
 from async_rlhf.sweeps.one_trial import Start, run_start, run_trial, stage_of
-from async_rlhf.sweeps.results import Results, summaries, table
+from async_rlhf.sweeps.pictures import draw
+from async_rlhf.sweeps.results import Results, Summary, summaries, table
 from async_rlhf.sweeps.running import Job, run_jobs
 from async_rlhf.sweeps.trials import Trial, label_of, trials_of
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import hold
+
+TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ class FailedRunsError(RuntimeError):
 
 
 def run_sweep(config: SweepConfig) -> dict[str, Any]:
-    """Run what is not done yet, then write table.md and results.jsonl, and print the table.
+    """Run what is not done yet, then write the table, the picture and results.jsonl, and print the table.
 
     Returns:
         Run's name -> its results.
@@ -53,12 +57,11 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
                 found[name] = results
         baseline = {axis: label_of(value) for axis, value in config.baseline.items()}
         by_trial = {one.name: found[_start_name(one)] for one in trials if _start_name(one) in found}
+        settings = list({tuple(one.setting.items()): None for one in trials})
         done = [found[one.name] for one in trials if one.name in found]
+        done.sort(key=lambda one: settings.index(tuple(one["setting"].items())))
         if done:
-            text = table(summaries(done, by_trial, baseline), baseline)
-            _write(folder, text, done)
-            print(text)
-            logger.info("table: %s\nevery run: %s", folder / "table.md", folder / "results.jsonl")
+            _show(config, summaries(done, by_trial, baseline), baseline, done)
     if failed:
         told = "\n  ".join(f"{name}: {error}" for name, error in failed.items())
         raise FailedRunsError(f"{len(failed)} runs failed; start the sweep again to repeat them:\n  {told}")
@@ -125,9 +128,20 @@ def _start_name(trial: Trial) -> str:
     return f"start-{Path(model).name}-{cache.digest_of(str(Path(model).expanduser().resolve()))[:8]}"
 
 
-def _write(folder: Path, text: str, done: Sequence[Results]) -> None:
-    with whole_file(folder / "table.md") as file:
+def _show(
+    config: SweepConfig, found: Sequence[Summary], baseline: Mapping[str, str], done: Sequence[Results]
+) -> None:
+    """Write table, picture and all results, and print the table."""
+    folder, text = Path(config.output_dir), table(found, baseline)
+    with whole_file(folder / TABLE) as file:
         file.write(text)
-    with whole_file(folder / "results.jsonl") as file:
+    with whole_file(folder / RESULTS) as file:
         for one in done:
             file.write(json.dumps(one) + "\n")
+    told = {"table": TABLE, "every run": RESULTS}
+    if not can_draw():
+        logger.info("no picture: %s brings what draws it", INSTALL)
+    elif draw(found, config.plot_axis, folder / PICTURE):
+        told["picture"] = PICTURE
+    print(text)
+    logger.info("%s", "\n".join(f"{what}: {folder / name}" for what, name in told.items()))

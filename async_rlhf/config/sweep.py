@@ -71,6 +71,8 @@ class SweepConfig(ManyRunsConfig):
     one that differs from it in these alone."""
     checkpoints: bool = key(False, main="runs")
     """Judge the checkpoints of each run too, every base.train.save_steps batches: reward against KL over training."""
+    plot_axis: str | None = key(None, role="log", main="output")
+    """The axis that goes on the horizontal of the picture, its labels numbers; null for the one with the most values."""
     share: str | None = key(None, _SHARE, role="place", main="machine")
     """Only the runs with these numbers, "i/n" for i, i + n, i + 2n ...: several machines can share a sweep, and one that
     runs without it at the end makes the table."""
@@ -86,6 +88,8 @@ class SweepConfig(ManyRunsConfig):
         for name in self.baseline:
             right = f"must be one of the axes: {', '.join(self.axes)}"
             require(name in self.axes, f"baseline.{name}", self.baseline[name], right)
+        known = self.plot_axis is None or self.plot_axis in self.axes
+        require(known, "plot_axis", self.plot_axis, f"must be one of the axes: {', '.join(self.axes)}")
 
     @property
     def axes(self) -> list[str]:

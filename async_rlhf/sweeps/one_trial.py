@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import REQUIRED, Checked, key
 from async_rlhf.run.config import RunConfig
-from async_rlhf.run.folder import FINAL, METRICS, Checkpoints
+from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
 from async_rlhf.sweeps.trials import Trial
 
@@ -61,7 +62,8 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     trained = Path(run.train.output_dir)
     models = {POLICY: str(trained / FINAL)}
     if trial.checkpoints:
-        models |= {path.name: str(path) for path in Checkpoints(trained).all()}
+        earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != run.train.num_batches]
+        models |= {path.name: str(path) for path in earlier}
     held_out = replace(
         trial.held_out,
         models=models,
@@ -109,12 +111,17 @@ def scores_of(evaluation: Path, model: str) -> list[float]:
 
 
 def last_metrics(path: Path) -> dict[str, float]:
-    """Means of each metric over the last tenth of the batches that were logged."""
+    """Means of each metric over those of the last tenth of the logged batches that have it: one with nothing but ties,
+    for example, has none of training."""
     with path.open(encoding="utf-8") as file:
         rows = [row for row in map(json.loads, file) if "objective/scores" in row]
     rows = rows[-max(1, round(LAST_SHARE * len(rows))) :]
-    names = [name for name in rows[-1] if all(isinstance(row.get(name), (int, float)) for row in rows)]
-    return {name: sum(row[name] for row in rows) / len(rows) for name in names}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                found.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def _tidy(trained: Path, keep: str) -> None:

@@ -51,7 +51,8 @@ class Trial(Checked):
 
 
 def trials_of(config: SweepConfig) -> list[Trial]:
-    """All runs of a sweep: for each setting all seeds.
+    """All runs of a sweep: of the first seed all settings, then of the next, so that a sweep that is stopped early can be
+    compared, too.
 
     Raises:
         ConfigError: a setting that cannot be run; the message names it.
@@ -65,7 +66,7 @@ def trials_of(config: SweepConfig) -> list[Trial]:
     twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
     right = "must differ from each other: two settings have the same name"
     require(not twice, "settings", twice[:1], right)
-    return found
+    return sorted(found, key=lambda one: config.seeds.index(one.seed))
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:

@@ -95,7 +95,10 @@ NETWORK = ["--train.generation.weights_transport", "network"]
         (["--train.loss_type", "hinge"], "train.loss_type.*hinge"),
         (["--train.beta", "0"], "beta: got 0.0; must be above 0"),
         (["--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
-        (["--train.generation.placement", "inline"], "staleness: got 1; must be 0 with generation.placement"),
+        (
+            ["--train.generation.placement", "inline", "--train.generation.engine", "vllm"],
+            'staleness: got 1; must be 0 with generation.engine "vllm" and placement "inline"',
+        ),
         (["--train.generation.temperature", "0"], "temperature: got 0.0; must be above 0"),
         (["--reward_funcs", "[no_colon]"], "reward_funcs: got 'no_colon'; must be \"module:function\""),
         (["--train.lr_scheduler_type", "lineer"], "train.lr_scheduler_type.*lineer"),

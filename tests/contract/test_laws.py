@@ -98,6 +98,18 @@ def test_synchronous_in_a_process_equals_inline_bitwise(make_policy, tokenizer, 
     assert_same_run(process, inline)
 
 
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_in_turn_with_training_stale_samples_are_the_same_bitwise(make_policy, tokenizer, prompts, make_args, staleness):
+    generation = {"placement": "inline", "mismatch_steps": 1}
+    inline = make_args("inline", generation, staleness=staleness)
+    ours = run_trainer(make_policy, tokenizer, prompts, inline)
+    oracle = sequential_oracle(make_policy, tokenizer, prompts, inline)
+    assert_same_run(ours, oracle)
+    process = make_args("process", {"placement": "process"}, staleness=staleness)
+    assert_same_run(run_trainer(make_policy, tokenizer, prompts, process), ours)
+    assert max(m["engine/logprob_difference"] for m in metrics_of(inline)) < 1e-5  # measured before the weights change
+
+
 def test_synchronous_in_a_process_equals_inline_under_bf16(make_policy, tokenizer, prompts, make_args):
     inline = run_trainer(make_policy, tokenizer, prompts, make_args("inline", bf16=True))
     args = make_args("process", {"placement": "process"}, bf16=True)
