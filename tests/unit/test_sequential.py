@@ -155,7 +155,7 @@ def ends(differences, margin):
 
 def test_the_benchmark_simulates_this_test():
     x_RN = np.random.default_rng(11).standard_normal((150, MAX_PAIRS)) + np.linspace(-1, 1, 150)[:, None]
-    pairs_R, decision_R = certificate.certificates(x_RN)
+    pairs_R, decision_R = certificate.certificates(x_RN, ERROR, 2)
     assert [ends((x - 0.3).tolist(), 0.3) for x in x_RN] == list(zip(pairs_R, decision_R, strict=True))
 
 
@@ -164,7 +164,7 @@ REPEATS = 20_000
 
 def share_wrong(draw, mean=0.0, pairs=MAX_PAIRS, repeats=REPEATS):
     x_RN = draw(np.random.default_rng(13), (repeats, pairs)) + mean
-    return certificate.simulated(x_RN, ERROR)
+    return certificate.simulated(x_RN, ERROR, 2)
 
 
 def test_error_rates_hold_at_the_edge_however_long_one_looks():
