@@ -124,9 +124,10 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, ``sweep FILE`` as ``sweep --config FILE``, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
-    FILE`` as ``config --file FILE``, ``train --resume`` as ``train --train.resume=true``, ``sft --resume`` as ``sft
-    --resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
+    """``replay RUN`` as ``replay --run RUN``, ``sweep FILE`` as ``sweep --config FILE``, ``workers RUN N`` as
+    ``workers --run RUN --workers N``, ``config migrate FILE`` as ``config --file FILE``, ``train --resume`` as
+    ``train --train.resume=true``, ``sft --resume`` as ``sft --resume=true``, and in every command with rewards
+    ``--reward F`` as ``--reward_funcs F``."""
     if name == "replay" and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name in ("sweep", "certify") and words and not words[0].startswith("-"):

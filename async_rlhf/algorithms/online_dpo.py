@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, key
+from async_rlhf.config.base import above, at_least, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.policy import IN_LOSS
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,20 @@ class OnlineDPOConfig(OnlineConfig):
     """ "sigmoid" (DPO) or "ipo", which here takes sums over tokens, as its paper does, and not means: 1 / (2 beta) is a
     margin between whole completions, so choose beta smaller than for an implementation that takes means."""
 
+    pair_weights: Literal["none", "wpo", "importance"] = "none"
+    """How stale samples count: "none" takes all pairs alike; the others weigh a pair by the product of its completions'
+    weights, without gradient. "importance": pi / mu of the completion. "wpo" (arXiv 2406.11827): the geometric mean of
+    pi / mu over its tokens; the paper, which does not know mu, divides by what pi itself would have drawn."""
+    pair_weight_cap: float = key(2.0, at_least(1))
+    """Upper bound of a completion's weight."""
+
     def check(self) -> None:
         super().check()
         self.keeps("samples_per_prompt", at_least(2))
+        right = 'must be left out with pair_weights "none"'
+        default = type(self).__dataclass_fields__["pair_weight_cap"].default
+        used = self.pair_weights != "none" or self.pair_weight_cap == default
+        require(used, "pair_weight_cap", self.pair_weight_cap, right)
 
     @property
     def rows_per_unit(self) -> int:
@@ -44,6 +58,24 @@ def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experienc
     return replace(experience.select(rows_B), rows_per_unit=2, weights_U=differ(scores_PK))
 
 
+def trust_of_pairs(
+    output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """How much each pair counts because of its staleness, (U,) without gradient, and metrics of pairs; None for 1."""
+    if config.pair_weights == "none":
+        return None, {}
+    sampled_BT = pairs.sampled_BT
+    logs_B = ((output.logprobs_BT.detach() - pairs.behaviour_logprobs_BT) * sampled_BT).sum(dim=1)
+    if config.pair_weights == "wpo":
+        logs_B = logs_B / sampled_BT.sum(dim=1).clamp(min=1)
+    ratios_B = logs_B.exp()
+    above_B = (ratios_B > config.pair_weight_cap).to(ratios_B.dtype)
+    weights_B = ratios_B.clamp(max=config.pair_weight_cap)
+    weights_U = weights_B[0::2] * weights_B[1::2]
+    metrics = {"policy/importance_weight": weights_U, "policy/importance_capped": (above_B[0::2] + above_B[1::2]) / 2}
+    return weights_U, metrics
+
+
 def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
     """The preference loss of each pair, and metrics to monitor DPO."""
     from async_rlhf.algorithms.preference import preference_loss, ranked_right
@@ -55,7 +87,10 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
     losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
-    metrics = {
+    trust, metrics = trust_of_pairs(output, pairs, config)
+    if trust is not None:
+        losses_U = losses_U * trust
+    metrics |= {
         "loss/policy_avg": losses_U,
         "rewards/chosen": config.beta * chosen_U,
         "rewards/rejected": config.beta * rejected_U,

@@ -95,7 +95,7 @@ def connect(config: OnlineConfig) -> None:
         ConfigError: there is no cluster, or its nodes do not have what the actors need.
     """
     if not ray.is_initialized():
-        _connect(config.ray)
+        connect_to(config.ray.address, config.ray.runtime_env)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     logger.info("Ray: %s", describe_nodes())
     wanted = [("generation.workers", config.generation.workers, generator_place(config.ray))]
@@ -106,17 +106,26 @@ def connect(config: OnlineConfig) -> None:
         require(number <= room, key, number, right)
 
 
-def _connect(config: RayConfig) -> None:
-    address = config.address or os.environ.get("RAY_ADDRESS")
-    key = "ray.address" if config.address else "RAY_ADDRESS"
+def connect_to(given: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
+    """Connect this process to a cluster.
+
+    Args:
+        given: its address; None takes RAY_ADDRESS, else the cluster of this host, else a new one.
+        runtime_env: what Ray copies to the nodes.
+
+    Raises:
+        ConfigError: there is no such cluster.
+    """
+    address = given or os.environ.get("RAY_ADDRESS")
+    key = "ray.address" if given else "RAY_ADDRESS"
     host, _, port = (address or "").rpartition(":")
     try:
         if host and "/" not in host:  # Ray itself would retry for minutes and then end the process
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         with _sigterm_left_alone():
             ray.init(
-                address=config.address,
-                runtime_env=config.runtime_env or None,
+                address=given,
+                runtime_env=dict(runtime_env) if runtime_env else None,
                 include_dashboard=False,
                 logging_level=logging.WARNING,
             )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.config.sweep import ManyRunsConfig, SweepConfig
 from async_rlhf.data import cache
+from async_rlhf.evaluation.statistics import Interval
 from async_rlhf.models.loading import check_source
 from async_rlhf.reports.charts import INSTALL, can_draw
 from async_rlhf.sweeps.one_trial import Start, run_start, run_trial, stage_of
 from async_rlhf.sweeps.pictures import draw
-from async_rlhf.sweeps.results import Results, Summary, summaries, table
-from async_rlhf.sweeps.running import Job, run_jobs
-from async_rlhf.sweeps.trials import Trial, label_of, trials_of
+from async_rlhf.sweeps.results import Results, summaries, table
+from async_rlhf.sweeps.running import Job, Outcome, run_alone, run_jobs
+from async_rlhf.sweeps.trials import Trial, labels_of, trials_of
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import hold
 
@@ -34,7 +36,7 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
     """Run what is not done yet, then write the table, the picture and results.jsonl, and print the table.
 
     Returns:
-        Run's name -> its results.
+        Run's name -> its results; with a share, of the runs in it.
 
     Raises:
         ConfigError: a setting that cannot be run, before any model is loaded.
@@ -45,23 +47,18 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     ours = share_of(trials, config.share)
-    lock = f".sweep-{config.share.replace('/', '-of-')}.lock" if config.share else ".sweep.lock"
-    failed = {}
+    lock = ".sweep.lock" if config.share is None else f".sweep-{config.share.replace('/', '-of-')}.lock"
+    found: dict[str, Results] = {}
+    failed: dict[str, str] = {}
     with hold(folder / lock, "output_dir", folder):
-        starts = start_jobs(config, trials)
-        found: dict[str, Results] = {}
-        for name, results, error in run_trials(ours, config, list(starts.values())):
-            if error:
+        starts = start_jobs(config, trials) if config.share is None else []
+        for name, results, error in run_trials(ours, config, starts):
+            if results is None:
                 failed[name] = error
-            elif results is not None:
+            else:
                 found[name] = results
-        baseline = {axis: label_of(value) for axis, value in config.baseline.items()}
-        by_trial = {one.name: found[_start_name(one)] for one in trials if _start_name(one) in found}
-        settings = list({tuple(one.setting.items()): None for one in trials})
-        done = [found[one.name] for one in trials if one.name in found]
-        done.sort(key=lambda one: settings.index(tuple(one["setting"].items())))
-        if done:
-            _show(config, summaries(done, by_trial, baseline), baseline, done)
+        if config.share is None:
+            _show(config, trials, found)
     if failed:
         told = "\n  ".join(f"{name}: {error}" for name, error in failed.items())
         raise FailedRunsError(f"{len(failed)} runs failed; start the sweep again to repeat them:\n  {told}")
@@ -83,11 +80,22 @@ def run_trials(
             yield trial.name, results, ""
         else:
             jobs.append(Job(trial.name, run_trial, trial, Path(trial.folder)))
-    for number, outcome in enumerate(run_jobs(jobs, config.parallel, config.threads, config.devices), start=1):
+    for number, outcome in enumerate(_outcomes(jobs, config), start=1):
         gold = (outcome.results or {}).get("gold")
         told = f"failed: {outcome.error}" if gold is None else f"gold reward {gold['estimate']:.3f}"
         logger.info("%d of %d: %s: %s", number, len(jobs), outcome.job.name, told)
         yield outcome.job.name, outcome.results, outcome.error
+
+
+def _outcomes(jobs: Sequence[Job], config: ManyRunsConfig) -> Iterator[Outcome]:
+    if config.executor == "local" or not jobs:
+        yield from run_jobs(jobs, config.parallel, config.threads, config.devices)
+        return
+    from async_rlhf.cluster.ray_tasks import run_tasks
+
+    work = partial(run_alone, threads=config.threads)
+    for job, outcome, error in run_tasks(work, jobs, config.threads, config.gpus):
+        yield Outcome(job, None, error) if outcome is None else outcome
 
 
 def share_of(trials: Sequence[Trial], share: str | None) -> list[Trial]:
@@ -112,14 +120,14 @@ def check_trials(trials: Sequence[Trial]) -> None:
                 raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
 
 
-def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> dict[str, Job]:
-    """The judging of each model that the trials start from, by model."""
+def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:
+    """The judging of each model that the trials start from."""
     found = {}
     for trial in trials:
         folder = Path(config.output_dir) / _start_name(trial)
         start = Start(trial.run.model, trial.held_out, str(folder), config.overwrite)
-        found[trial.run.model] = Job(_start_name(trial), run_start, start, folder)
-    return found
+        found[folder] = Job(_start_name(trial), run_start, start, folder)
+    return list(found.values())
 
 
 def _start_name(trial: Trial) -> str:
@@ -128,20 +136,24 @@ def _start_name(trial: Trial) -> str:
     return f"start-{Path(model).name}-{cache.digest_of(str(Path(model).expanduser().resolve()))[:8]}"
 
 
-def _show(
-    config: SweepConfig, found: Sequence[Summary], baseline: Mapping[str, str], done: Sequence[Results]
-) -> None:
+def _show(config: SweepConfig, trials: Sequence[Trial], found: Mapping[str, Results]) -> None:
     """Write table, picture and all results, and print the table."""
-    folder, text = Path(config.output_dir), table(found, baseline)
+    done = [trial for trial in trials if trial.name in found]
+    settings = list(dict.fromkeys(tuple(trial.setting.items()) for trial in trials))
+    done.sort(key=lambda trial: settings.index(tuple(trial.setting.items())))
+    if not done:
+        return
+    starts = {trial.name: found[_start_name(trial)] for trial in done if _start_name(trial) in found}
+    told = summaries([found[trial.name] for trial in done], starts, labels_of(config.baseline))
+    folder, text = Path(config.output_dir), table(told, labels_of(config.baseline))
     with whole_file(folder / TABLE) as file:
         file.write(text)
     with whole_file(folder / RESULTS) as file:
-        for one in done:
-            file.write(json.dumps(one) + "\n")
-    told = {"table": TABLE, "every run": RESULTS}
+        file.write(json_lines(found[trial.name] for trial in done))
+    files = {"table": TABLE, "every run": RESULTS}
     if not can_draw():
         logger.info("no picture: %s brings what draws it", INSTALL)
-    elif draw(found, config.plot_axis, folder / PICTURE):
-        told["picture"] = PICTURE
+    elif draw(told, [Interval(**one["gold"]) for one in starts.values()], config.plot_axis, folder / PICTURE):
+        files["picture"] = PICTURE
     print(text)
-    logger.info("%s", "\n".join(f"{what}: {folder / name}" for what, name in told.items()))
+    logger.info("%s", "\n".join(f"{what}: {folder / name}" for what, name in files.items()))

@@ -104,9 +104,9 @@ class GenerationConfig(Checked):
     """ "transformers" decodes with that library's models and is repeatable bit for bit; "vllm" decodes with vLLM, whose
     log-probabilities differ by the rounding of its kernels (``pip install 'async-rlhf[vllm]'``)."""
     placement: Literal["auto", "inline", "process", "server"] = "auto"
-    """ "inline" samples in the learner's process, in turn with training; with staleness above 0 the run computes the same
-    as with a process of its own, but nothing overlaps, which suits many small runs at a time; "process" samples in
-    separate processes; "server" in vLLM servers reached by URL; "auto" is inline for staleness 0, else process."""
+    """ "inline" samples in the learner's process, in turn with training: with staleness above 0 the run computes the
+    same as "process", but nothing overlaps, which suits many small runs at a time; "process" samples in separate
+    processes; "server" in vLLM servers reached by URL; "auto" is inline for staleness 0, else process."""
     workers: int = key(1, at_least(1), at_most(1024, "each is a process"))
     """Generator processes; each samples the next prompts of a batch when it is free."""
     prompts_per_request: int | None = key(None, at_least(1))

@@ -30,10 +30,13 @@ class ManyRunsConfig(Checked):
     threads: int = key(1, at_least(1), at_most(4096, "no machine has more"), main="machine")
     """CPU threads of each run. Sums depend on it, so it decides the results' last digits."""
     devices: list[str] = key([], EACH_ONCE, role="place", main="machine")
-    """GPUs to divide among the runs at a time, as in CUDA_VISIBLE_DEVICES: ["0", "1"] gives each run one of them, ["0,1"]
-    both. Empty: every run sees all."""
+    """GPUs to divide among the runs at a time, as in CUDA_VISIBLE_DEVICES: ["0", "1"] gives each run one of them,
+    ["0,1"] both. Empty: every run sees all."""
     executor: Literal["local", "ray"] = key("local", role="place", main="machine")
-    """ "local" starts processes on this machine; "ray" starts tasks on a Ray cluster that shares the folders."""
+    """ "local" starts processes on this machine; "ray" starts tasks on the nodes of a Ray cluster, which must share the
+    folders: that of $RAY_ADDRESS, else the one that this host is a node of, else a new one on this host."""
+    gpus: float = key(0.0, at_least(0), role="place", main="machine")
+    """GPUs that each run reserves with executor "ray", possibly a fraction of one."""
     keep: Literal["results", "final", "all"] = key("final", role="place", main="output")
     """What stays of a run that has been judged: its logs and results alone, also its final policy, or its checkpoints
     too."""
@@ -44,6 +47,11 @@ class ManyRunsConfig(Checked):
         for name in ("models", "run", "checkpoints", "generations", "reference", "output_dir", "overwrite"):
             right = "must be left out: what is judged, and where the results go, is known"
             require(name not in self.held_out, f"held_out.{name}", self.held_out.get(name), right)
+        on_ray = self.executor == "ray"
+        right = 'must be left out with executor "ray", which places as many runs as fit'
+        require(not on_ray or not self.devices, "devices", self.devices, right)
+        require(not on_ray or self.parallel == 1, "parallel", self.parallel, right)
+        require(on_ray or self.gpus == 0, "gpus", self.gpus, 'must be 0 with executor "local"; devices says which')
         if isinstance(self.base, dict):
             given = isinstance(self.base.get("train"), dict) and "output_dir" in self.base["train"]
             right = "must be left out: each run has a folder of its own in output_dir"
@@ -58,24 +66,23 @@ class SweepConfig(ManyRunsConfig):
     """
 
     grid: dict[str, Any] = key({}, main="runs")
-    """Axes: every combination is a setting. A key and its values, {"train.staleness": [0, 1, 4]}; or a name of your own
-    and, for each value's label, the keys that it sets, {"N": {"4": {"train.num_mini_batches": 4, "train.batches": 10}}}.
-    """
+    """Axes: every combination is a setting. A key and its values, {"train.staleness": [0, 1, 4]}; or a name of your
+    own and, for each label, the keys that it sets, {"N": {"4": {"train.num_mini_batches": 4, "train.batches": 10}}}."""
     settings: list[dict[str, Any]] = key([], main="runs")
     """Settings one by one, each with the keys that it sets; with a grid, each is combined with all of the grid."""
     seeds: list[int] = key([0], EACH_ONCE, Rule(lambda seeds: len(seeds) > 0, "must name one at least"), main="runs")
     """Every setting is run once with each seed. Runs of equal seeds see the same prompts and random numbers, whatever
     else differs."""
     baseline: dict[str, Any] = key({}, main="runs")
-    """Labels on some axes, {"train.staleness": 0}: each setting is compared, seed by seed and prompt by prompt, with the
-    one that differs from it in these alone."""
+    """Labels on some axes, {"train.staleness": 0}: each setting is compared, seed by seed and prompt by prompt, with
+    the one that differs from it in these alone."""
     checkpoints: bool = key(False, main="runs")
     """Judge the checkpoints of each run too, every base.train.save_steps batches: reward against KL over training."""
     plot_axis: str | None = key(None, role="log", main="output")
-    """The axis that goes on the horizontal of the picture, its labels numbers; null for the one with the most values."""
+    """The axis that goes on the horizontal of the picture, its labels numbers; null for that with the most values."""
     share: str | None = key(None, _SHARE, role="place", main="machine")
-    """Only the runs with these numbers, "i/n" for i, i + n, i + 2n ...: several machines can share a sweep, and one that
-    runs without it at the end makes the table."""
+    """Only the runs with these numbers, "i/n" for i, i + n, i + 2n ...: several machines can share a sweep, and a last
+    one without a share makes the table."""
 
     def check(self) -> None:
         super().check()

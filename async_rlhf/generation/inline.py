@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class InlineGenerator:
     """No copy of the weights, no second process: the engine samples from the model being trained, between updates.
 
-    With staleness 0 a batch is sampled when it is collected. With more, when it is submitted: the next update changes the
-    weights that are to sample it. So the samples are those of generators that sample beside training, bit for bit.
+    With staleness 0 a batch is sampled when it is collected. With more, when it is submitted: the next update changes
+    the weights that are to sample it. So the samples are those of generators beside training, bit for bit.
 
     Args:
         engine: samples from the learner's policy.

@@ -162,7 +162,7 @@ class Axis:
         title: with the unit.
         zero: whether 0 is on it.
         log: logarithmic.
-        ticks: where they stand, on a scale that is logarithmic but for its part around 0; empty for a scale as it comes.
+        ticks: where they stand, on a scale that is logarithmic except near 0; empty for a linear scale.
         format: d3's, such as "%" for shares.
         domain: its ends; None for what the data need.
     """
@@ -180,7 +180,10 @@ class Axis:
         scale: Spec = {"type": "log"} if self.log else {"zero": self.zero, "nice": True}
         if self.domain is not None:
             scale["domain"] = list(self.domain)
-        axis = {} if self.format is None else {"format": self.format}
+        axis: Spec = {} if self.format is None else {"format": self.format}
+        if self.ticks:
+            ends = [self.ticks[0] - 0.15, self.ticks[-1] * 1.15 + 0.15]
+            scale, axis["values"] = {"type": "symlog", "domain": ends, "nice": False}, list(self.ticks)
         return {"field": self.field, "type": "quantitative", "title": self.title, "scale": scale, "axis": axis}
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import REQUIRED, Checked, key
-from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
 from async_rlhf.sweeps.trials import Trial

@@ -10,6 +10,7 @@ from async_rlhf.evaluation.statistics import Interval
 from async_rlhf.reports.charts import Axis, Key, Series, Spec, figure, points, render_png
 from async_rlhf.sweeps.results import Summary
 
+START = "starting model"
 _LONGEST = 40
 """Series of one picture; more could not be told apart."""
 
@@ -32,11 +33,12 @@ def axis_of(found: Sequence[Summary], wanted: str | None) -> str | None:
     return max(numbers, key=lambda axis: len(labels[axis]), default=None)
 
 
-def draw(found: Sequence[Summary], wanted: str | None, out: Path) -> bool:
+def draw(found: Sequence[Summary], starts: Sequence[Interval], wanted: str | None, out: Path) -> bool:
     """Write the picture as a PNG. Returns whether there was something to draw.
 
     Args:
         found: all settings.
+        starts: gold reward of the models that they started from.
         wanted: the axis to put on the horizontal; None for the one of numbers with the most values.
         out: the image.
 
@@ -47,14 +49,30 @@ def draw(found: Sequence[Summary], wanted: str | None, out: Path) -> bool:
     groups = list(dict.fromkeys(_group(one, axis) for one in found))
     if axis is None or len(found) > _LONGEST * max(1, len(groups)):
         return False
-    key = Key(Series(group or "all", algorithm=group, says=group or "all runs") for group in groups)
+    key = Key([*_series(found, axis), *([Series(START, reference=True)] if starts else [])])
     ticks = tuple(sorted({number_of(one.setting[axis]) or 0.0 for one in found}))
     panels = [_against_axis(found, axis, ticks, key, "gold", "gold reward (mean, 95% interval)")]
     if any(one.against is not None for one in found):
         panels.append(_against_axis(found, axis, ticks, key, "against", "minus the baseline (paired, 95% interval)"))
-    panels.append(_against_kl(found, axis, key))
+    panels.append(_against_kl(found, starts, axis, key))
     render_png(figure(panels, key), out)
     return True
+
+
+def _series(found: Sequence[Summary], axis: str) -> list[Series]:
+    """Labels that are words, such as the algorithm, give colour and shape; numbers give dashes and filling."""
+    words: dict[str, str] = {}
+    numbers: dict[str, list[float]] = {}
+    for one in found:
+        labels = {name: label for name, label in one.setting.items() if name != axis}
+        name = _group(one, axis) or "all"
+        words[name] = ", ".join(label for label in labels.values() if number_of(label) is None)
+        numbers[name] = [value for label in labels.values() if (value := number_of(label)) is not None]
+    order = sorted(numbers.values())
+    return [
+        Series(name, algorithm=word, staleness=order.index(numbers[name]), says=name, group=word or None)
+        for name, word in words.items()
+    ]
 
 
 def _group(one: Summary, axis: str | None) -> str:
@@ -77,12 +95,16 @@ def _against_axis(
     return points(_apart(rows, key), key, Axis("x", axis.rpartition(".")[2], ticks=ticks), Axis("y", title), front=True)
 
 
-def _against_kl(found: Sequence[Summary], axis: str, key: Key) -> Spec:
-    """A point for each setting; those of a series are connected in the order of the axis, and named by it."""
+def _against_kl(found: Sequence[Summary], starts: Sequence[Interval], axis: str, key: Key) -> Spec:
+    """A point for each setting; those of a series are connected in the order of the axis, and named by it. The models
+    that they started from have no KL.
+    """
     rows = [
         {"series": _group(one, axis) or "all", "label": one.setting[axis], **_ends(one.kl, "x"), **_ends(one.gold, "y")}
         for one in sorted(found, key=lambda one: number_of(one.setting[axis]) or 0.0)
     ]
+    nothing = _ends(Interval(0, 0, 0), "x")
+    rows += [{"series": START, "label": "", **nothing, **_ends(one, "y")} for one in dict.fromkeys(starts)]
     x = Axis("x", "KL to the starting model (nats per completion)", zero=True)
     title = f"Numbers at the points: {axis.rpartition('.')[2]}"
     return points(rows, key, x, Axis("y", "gold reward (mean, 95% interval)"), title, front=True, label="label")

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
@@ -60,17 +60,29 @@ def run_jobs(jobs: Sequence[Job], parallel: int, threads: int, devices: Sequence
     waiting, running = list(reversed(jobs)), dict[int, tuple[BaseProcess, Job, int]]()
     places = list(reversed(range(min(parallel, len(devices) or parallel))))
     with ExitStack() as stack:
-        stack.callback(lambda: [process.kill() for process, _, _ in running.values()])
+        stack.callback(_kill, running)
         while waiting or running:
             while waiting and places:
                 job, place = waiting.pop(), places.pop()
                 process = _started(job, devices[place] if devices else None)
                 running[process.sentinel] = (process, job, place)
             for sentinel in connection.wait(list(running)):
-                process, job, place = running.pop(sentinel)  # type: ignore[index]
+                process, job, place = running.pop(sentinel)  # type: ignore[arg-type]
                 places.append(place)
                 process.join()
                 yield _outcome(job, process.exitcode)
+
+
+def run_alone(job: Job, threads: int) -> Outcome:
+    """Run one job and wait for it; in a task of a cluster, for example."""
+    (outcome,) = run_jobs([job], 1, threads)
+    return outcome
+
+
+def _kill(running: Mapping[int, tuple[BaseProcess, Job, int]]) -> None:
+    """End the processes that still run when nobody waits for them any more."""
+    for process, _, _ in running.values():
+        process.kill()
 
 
 def _started(job: Job, device: str | None) -> BaseProcess:

@@ -51,8 +51,8 @@ class Trial(Checked):
 
 
 def trials_of(config: SweepConfig) -> list[Trial]:
-    """All runs of a sweep: of the first seed all settings, then of the next, so that a sweep that is stopped early can be
-    compared, too.
+    """All runs of a sweep: of the first seed all settings, then of the next, so that settings can be compared if it is
+    stopped early.
 
     Raises:
         ConfigError: a setting that cannot be run; the message names it.
@@ -77,7 +77,7 @@ def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str,
             axes.append([({name: label_of(value)}, {name: value}) for value in values])
         else:
             axes.append([({name: str(label)}, keys) for label, keys in values.items()])
-    listed = [({name: label_of(value) for name, value in one.items()}, one) for one in config.settings]
+    listed = [(labels_of(one), one) for one in config.settings]
     for parts in itertools.product(listed or [({}, {})], *axes):
         labels, keys = dict[str, str](), dict[str, Any]()
         for some_labels, some_keys in parts:
@@ -175,6 +175,11 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 def label_of(value: Any) -> str:
     """A value as tables and names show it."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def labels_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Axis -> label."""
+    return {axis: label_of(value) for axis, value in values.items()}
 
 
 def name_of(labels: Mapping[str, str], seed: int) -> str:

@@ -99,7 +99,9 @@ def test_synchronous_in_a_process_equals_inline_bitwise(make_policy, tokenizer, 
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_in_turn_with_training_stale_samples_are_the_same_bitwise(make_policy, tokenizer, prompts, make_args, staleness):
+def test_in_turn_with_training_stale_samples_are_the_same_bitwise(
+    make_policy, tokenizer, prompts, make_args, staleness
+):
     generation = {"placement": "inline", "mismatch_steps": 1}
     inline = make_args("inline", generation, staleness=staleness)
     ours = run_trainer(make_policy, tokenizer, prompts, inline)

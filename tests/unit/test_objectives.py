@@ -364,6 +364,53 @@ def test_online_dpo_loss_and_metrics_are_their_formulas(K, beta, loss_type):
             assert not ours.metrics[name].requires_grad
 
 
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("kind", ["wpo", "importance"])
+def test_pairs_of_stale_samples_weigh_what_the_formula_says(kind, loss_type):
+    """Each pair's loss times w(chosen) w(rejected), w = min(pi / mu, cap) of a completion or of its average token."""
+    config = replace(dpo_config(3, 0.1, loss_type), pair_weights=kind, pair_weight_cap=1.05)
+    for seed in range(6):
+        experience, logprobs_BT = ragged_experience(seed, 7, 3)
+        # Close to mu, so that not every weight is at the cap or 0.
+        logprobs_BT = (experience.behaviour_logprobs_BT + 0.05 * logprobs_BT.sin()).detach().requires_grad_()
+        pairs = DPO.credit(experience, config)
+        ours = dpo_loss(logprobs_BT, experience, config)
+        expected, weights, capped = 0.0, [], 0.0
+        plain = replace(config, pair_weights="none", pair_weight_cap=2.0)
+        rows = [int(pairs.tokens_BT[i, 0]) for i in range(len(pairs.tokens_BT))]
+        for u in range(len(pairs.weights_U)):
+            weight = float(pairs.weights_U[u])
+            for row in rows[2 * u : 2 * u + 2]:
+                length, log_ratio = 0, 0.0
+                for t in range(experience.sampled_BT.shape[1]):
+                    if experience.sampled_BT[row, t]:
+                        log_ratio += logprobs_BT[row, t].item() - float(experience.behaviour_logprobs_BT[row, t])
+                        length += 1
+                ratio = math.exp(log_ratio / max(1, length) if kind == "wpo" else log_ratio)
+                weight *= min(ratio, 1.05)
+                capped += float(pairs.weights_U[u]) * (ratio > 1.05) / 2
+            weights.append(weight)
+            one = replace(pairs, weights_U=torch.eye(len(rows) // 2)[u] * pairs.weights_U)
+            alone = DPO.loss(of_pairs(logprobs_BT, pairs), one, plain)
+            expected += alone.loss_sum.item() * (weight if pairs.weights_U[u] else 0.0)
+        assert ours.loss_sum.item() == pytest.approx(expected, rel=1e-6)
+        assert ours.metrics["policy/importance_weight"].item() == pytest.approx(math.fsum(weights), rel=1e-6)
+        assert ours.metrics["policy/importance_capped"].item() == pytest.approx(capped, abs=1e-9)
+        (gradient_BT,) = torch.autograd.grad(ours.loss_sum, logprobs_BT)
+        fixed = replace(pairs, weights_U=torch.tensor(weights, dtype=pairs.weights_U.dtype))
+        theirs = DPO.loss(of_pairs(logprobs_BT, pairs), fixed, plain).loss_sum
+        (expected_BT,) = torch.autograd.grad(theirs, logprobs_BT)
+        assert torch.allclose(gradient_BT, expected_BT, rtol=1e-5, atol=1e-9)  # none through the weights
+
+
+def test_on_policy_pairs_all_weigh_one():
+    experience, _ = ragged_experience(3, 7, 2)
+    logprobs_BT = experience.behaviour_logprobs_BT.clone()
+    plain = dpo_loss(logprobs_BT, experience, dpo_config(2)).loss_sum.item()
+    for kind in ("wpo", "importance"):
+        assert dpo_loss(logprobs_BT, experience, replace(dpo_config(2), pair_weights=kind)).loss_sum.item() == plain
+
+
 @pytest.mark.parametrize(("nats", "expected"), [(0.0, 0.5), (1e-6, 0.5), (-1e-6, 0.5), (1e-3, 1.0), (-1e-3, 0.0)])
 def test_a_margin_within_rounding_counts_one_half(nats, expected):
     """The policy differs from the reference by rounding alone, or by as much as a first step moves it, in float32."""

@@ -1,0 +1,63 @@
+"""Ray: independent pieces of work as tasks, wherever the cluster has room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from async_rlhf.cluster.ray import connect_to, describe_nodes
+from async_rlhf.config.base import require
+
+import ray  # isort: skip  # after cluster.ray, whose error says how to install it
+
+from ray.exceptions import RayError  # isort: skip
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def run_tasks(
+    work: Callable[[Any], T], items: Sequence[Any], num_cpus: float, num_gpus: float
+) -> Iterator[tuple[Any, T | None, str]]:
+    """Call ``work`` with each item in a task of its own. A task whose node is lost is done again elsewhere.
+
+    The cluster is that of $RAY_ADDRESS, else the one that this host is a node of, else a new one on this host.
+
+    Args:
+        work: a function that every node can import.
+        items: its arguments; they and what it returns are pickled.
+        num_cpus: CPUs that each task reserves.
+        num_gpus: GPUs that each reserves, possibly a fraction of one.
+
+    Yields:
+        As each ends: the item, what came of it, and else the error in words.
+
+    Raises:
+        ConfigError: there is no cluster, or none of its nodes has what a task needs.
+    """
+    if not ray.is_initialized():
+        connect_to(None)
+    logger.info("Ray: %s", describe_nodes())
+    wanted = {"CPU": num_cpus, "GPU": num_gpus}
+    fits = any(all(node["Resources"].get(name, 0.0) >= n for name, n in wanted.items()) for node in ray.nodes())
+    right = f"must fit on one node, with {num_cpus:g} CPUs for each run; the cluster has {describe_nodes()}"
+    require(fits, "gpus", num_gpus, right)
+
+    def call(item: Any) -> T:
+        return work(item)
+
+    task = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=-1)(call)
+    waiting = {task.remote(item): item for item in items}
+    try:
+        while waiting:
+            (done,), _ = ray.wait(list(waiting))
+            item = waiting.pop(done)
+            try:
+                yield item, ray.get(done), ""
+            except RayError as error:
+                yield item, None, f"{type(error).__name__}: {error}"
+    finally:
+        for reference in waiting:
+            ray.cancel(reference, force=True)
