@@ -108,7 +108,7 @@ def _check_reachable(config: CertifyConfig) -> None:
 def _fix(config: CertifyConfig) -> None:
     """Write what must not change once a pair is known, or require that it has not changed."""
     inputs: dict[str, Source] = {"base": config.base} if isinstance(config.base, str) else {}
-    plan = Stage(Path(config.output_dir), "certify", config, inputs, marker_name="plan", locked=False)
+    plan = Stage(Path(config.output_dir), "plan of the certificate", config, inputs, marker_name="plan", locked=False)
     if plan.done() is None:
         plan.publish_files({}, {})
 

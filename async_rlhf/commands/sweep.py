@@ -20,6 +20,7 @@ from async_rlhf.sweeps.pictures import draw
 from async_rlhf.sweeps.results import Results, summaries, table
 from async_rlhf.sweeps.running import Job, Outcome, run_alone, run_jobs
 from async_rlhf.sweeps.trials import Trial, labels_of, trials_of
+from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import hold
 
@@ -28,7 +29,7 @@ TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
 logger = logging.getLogger(__name__)
 
 
-class FailedRunsError(RuntimeError):
+class FailedRunsError(UserCodeError):
     """Some runs of a sweep have failed."""
 
 

@@ -252,7 +252,7 @@ def test_a_certificate_of_real_runs_goes_on_and_stays(inputs, tmp_path, capsys):
     assert json.loads((out / "certificate.json").read_text("utf-8")) == second
     changed = config(inputs, out)
     changed = replace(changed, base=changed.base | {"train": changed.base["train"] | {"batches": 4}})
-    with pytest.raises(ConfigError, match=r"certify: [^\n]*\n  base.train.batches: was 3, is 4"):
+    with pytest.raises(ConfigError, match=r"plan of the certificate: [^\n]*\n  base.train.batches: was 3, is 4"):
         run_certify(changed)
 
 
