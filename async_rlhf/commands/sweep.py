@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.commands import stage
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.config.sweep import ManyRunsConfig, SweepConfig
@@ -75,17 +76,27 @@ def run_trials(
         Name, results and error, as each ends; either results or the error is there.
     """
     jobs = list(first)
-    for trial in trials:
-        results = stage_of(trial).done() if not trial.overwrite else None
-        if results is not None:
-            yield trial.name, results, ""
-        else:
-            jobs.append(Job(trial.name, run_trial, trial, Path(trial.folder)))
+    known = _done_before([trial for trial in trials if not trial.overwrite])
+    yield from ((name, results, "") for name, results in known.items())
+    jobs += [Job(one.name, run_trial, one, Path(one.folder)) for one in trials if one.name not in known]
+    if known:
+        logger.info("%d of %d runs are done already", len(known), len(trials))
     for number, outcome in enumerate(_outcomes(jobs, config), start=1):
         gold = (outcome.results or {}).get("gold")
         told = f"failed: {outcome.error}" if gold is None else f"gold reward {gold['estimate']:.3f}"
         logger.info("%d of %d: %s: %s", number, len(jobs), outcome.job.name, told)
         yield outcome.job.name, outcome.results, outcome.error
+
+
+def _done_before(trials: Sequence[Trial]) -> dict[str, Results]:
+    """The results of those that are done, by name."""
+    stages, before = logging.getLogger(stage.__name__), logging.getLogger(stage.__name__).level
+    stages.setLevel(logging.WARNING)  # not a line for each
+    try:
+        found = {trial.name: stage_of(trial).done() for trial in trials}
+    finally:
+        stages.setLevel(before)
+    return {name: results for name, results in found.items() if results is not None}
 
 
 def _outcomes(jobs: Sequence[Job], config: ManyRunsConfig) -> Iterator[Outcome]:

@@ -49,7 +49,7 @@ def draw(found: Sequence[Summary], starts: Sequence[Interval], wanted: str | Non
     groups = list(dict.fromkeys(_group(one, axis) for one in found))
     if axis is None or len(found) > _LONGEST * max(1, len(groups)):
         return False
-    key = Key([*_series(found, axis), *([Series(START, reference=True)] if starts else [])])
+    key = Key([*series_of(found, axis), *([Series(START, reference=True)] if starts else [])])
     ticks = tuple(sorted({number_of(one.setting[axis]) or 0.0 for one in found}))
     panels = [_against_axis(found, axis, ticks, key, "gold", "gold reward (mean, 95% interval)")]
     if any(one.against is not None for one in found):
@@ -59,7 +59,7 @@ def draw(found: Sequence[Summary], starts: Sequence[Interval], wanted: str | Non
     return True
 
 
-def _series(found: Sequence[Summary], axis: str) -> list[Series]:
+def series_of(found: Sequence[Summary], axis: str) -> list[Series]:
     """Labels that are words, such as the algorithm, give colour and shape; numbers give dashes and filling."""
     words: dict[str, str] = {}
     numbers: dict[str, list[float]] = {}

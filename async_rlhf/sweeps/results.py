@@ -65,7 +65,7 @@ def _summary(
     wins = against = None
     if all(one["name"] in starts for one in runs.values()):
         won_SP = [outcomes(one["scores"], starts[one["name"]]["scores"]) for one in runs.values()]
-        wins = crossed_mean_interval(won_SP)
+        wins = Interval(*(min(max(end, 0.0), 1.0) for end in crossed_mean_interval(won_SP)))
     both = sorted(runs.keys() & base.keys()) if base is not None else []
     if base is not None and both:
         against = crossed_mean_interval([np.subtract(runs[s]["scores"], base[s]["scores"]).tolist() for s in both])

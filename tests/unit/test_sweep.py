@@ -17,8 +17,10 @@ from async_rlhf.commands.sweep import FailedRunsError, run_sweep, share_of
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.sweep import SweepConfig
-from async_rlhf.evaluation.statistics import crossed_mean_interval, mean_interval
-from async_rlhf.sweeps.results import summaries, table
+from async_rlhf.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
+from async_rlhf.reports.charts import Key
+from async_rlhf.sweeps.pictures import axis_of, draw, series_of
+from async_rlhf.sweeps.results import Summary, summaries, table
 from async_rlhf.sweeps.running import Job, run_jobs
 from async_rlhf.sweeps.trials import trials_of
 
@@ -254,3 +256,27 @@ def test_a_file_of_a_sweep_is_read(tmp_path):
     config, _ = parse(SweepConfig, "sweep", ["--config", str(path), "--parallel", "2"])
     assert list(config.grid) == ["train.learning_rate", "N"]
     assert config.parallel == 2
+
+
+def summary(algorithm: str, rate: str, staleness: str) -> Summary:
+    interval = Interval(0.5, 0.4, 0.6)
+    setting = {"algorithm": algorithm, "train.learning_rate": rate, "train.staleness": staleness}
+    return Summary(setting, (0, 1), interval, interval, None, interval if staleness != "0" else None, {})
+
+
+def test_the_picture_has_what_was_swept_on_the_horizontal_and_one_look_for_each_series(tmp_path):
+    pytest.importorskip("vl_convert")
+    found = [summary(a, r, s) for a in ("ppo", "rloo") for r in ("0.1", "0.2") for s in ("64", "0", "4")]
+    assert axis_of(found, None) == "train.staleness"
+    assert axis_of(found, "train.learning_rate") == "train.learning_rate"
+    looks = Key(series_of(found, "train.staleness")).looks
+    assert list(looks) == [f"{a}, learning_rate {r}" for a in ("ppo", "rloo") for r in ("0.1", "0.2")]
+    first, second, third, _ = looks.values()
+    assert first.colour == second.colour != third.colour  # the algorithm
+    assert first.shape == second.shape != third.shape
+    assert first.dash == third.dash != second.dash  # the learning rate
+    assert draw(found, [Interval(0.3, 0.2, 0.4)], None, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    words = [summary("ppo", "high", "none"), summary("rloo", "high", "none")]
+    assert not draw(words, [], None, tmp_path / "none.png")  # no axis of numbers
+    assert not (tmp_path / "none.png").exists()
