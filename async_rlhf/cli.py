@@ -35,6 +35,7 @@ COMMANDS = {
     "relabel": Command("label preference pairs anew by a gold reward", "config:RelabelConfig"),
     "train": Command("train a policy online, synchronously or asynchronously", "run.config:RunConfig"),
     "sweep": Command("train and judge many runs, and show them together", "config.sweep:SweepConfig"),
+    "certify": Command("decide what staleness costs, by pairs of runs", "config.certify:CertifyConfig"),
     "plan": Command("predict speed and the best split of devices from measured or given times", "config:PlanConfig"),
     "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
     "explain": Command("repeat one update of a run, and say what moved it", "run.config:ExplainConfig"),
@@ -129,7 +130,7 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
     ``--train.resume=true``, ``sft --resume`` as ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
     if name in ("replay", "explain") and words and not words[0].startswith("-"):
         return ["--run", *words]
-    if name == "sweep" and words and not words[0].startswith("-"):
+    if name in ("sweep", "certify") and words and not words[0].startswith("-"):
         return ["--config", *words]
     if name == "workers" and words and not words[0].startswith("-"):
         count = ["--workers"] if words[1:] and not words[1].startswith("-") else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from async_rlhf.sweeps.pictures import draw
 from async_rlhf.sweeps.results import Results, summaries, table
 from async_rlhf.sweeps.running import Job, Outcome, run_alone, run_jobs
 from async_rlhf.sweeps.trials import Trial, labels_of, trials_of
+from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import hold
 
@@ -29,7 +30,7 @@ TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
 logger = logging.getLogger(__name__)
 
 
-class FailedRunsError(RuntimeError):
+class FailedRunsError(UserCodeError):
     """Some runs of a sweep have failed."""
 
 
@@ -68,7 +69,7 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
 
 def run_trials(
     trials: Sequence[Trial], config: ManyRunsConfig, first: Sequence[Job] = ()
-) -> Iterator[tuple[str, Results | None, str]]:
+) -> Generator[tuple[str, Results | None, str]]:
     """Run trials, and other jobs before them; those that are done are read back at once.
 
     Yields:

@@ -252,14 +252,22 @@ def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Values of an older version of this code, with dotted names. A key that it did not know counts as its default."""
     found = dict(saved)
     for name in dotted(dataclasses.asdict(config)).keys() - saved.keys():
-        first, *rest = name.split(".")
-        item = config.__dataclass_fields__[first]
-        value = item.default if item.default_factory is MISSING else item.default_factory()
-        for part in rest:
-            value = getattr(value, part, MISSING)
+        value = _default(config, name)
         if value is not MISSING:
             found[name] = value
     return found
+
+
+def _default(config: Any, name: str) -> Any:
+    """What the key with a dotted name is if nobody sets it; MISSING if it must be set."""
+    first, _, rest = name.partition(".")
+    item = config.__dataclass_fields__[first]
+    value = item.default if item.default_factory is MISSING else item.default_factory()
+    if value is MISSING and rest and isinstance(getattr(config, first), Checked):
+        return _default(getattr(config, first), rest)  # a group that must be given: its own keys may have defaults
+    for part in rest.split(".") if rest else ():
+        value = getattr(value, part, MISSING)
+    return value
 
 
 def may_change(config: Any, name: str) -> bool:

@@ -312,7 +312,7 @@ def _ray(inputs: Inputs) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray.ray, "init", _stop)
         with pytest.raises(StopError):
-            ray._connect(config.ray)
+            ray.connect(config)
         patch.setattr(ray.Actor, "start", _stop)
         with pytest.raises(StopError):
             ray_rewards.RewardPool(config)

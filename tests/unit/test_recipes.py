@@ -28,10 +28,13 @@ from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.config.parsing import parse
+from async_rlhf.config.sweep import SweepConfig
 from async_rlhf.run.config import RunConfig
+from async_rlhf.sweeps.trials import trials_of
 
 ROOT = Path(__file__).parents[2]
 FILES = {str(path.relative_to(ROOT / "recipes")): path for path in sorted(ROOT.glob("recipes/**/*.yml"))}
+SWEEPS = [name for name, path in FILES.items() if "grid" in yaml.safe_load(path.read_text("utf-8"))]
 TRAIN = [name for name, path in FILES.items() if "algorithm" in yaml.safe_load(path.read_text("utf-8"))]
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
@@ -41,10 +44,12 @@ LETTERS = [chr(97 + i) * (1 + i % 4) for i in range(10)]
 
 
 def command_of(name: str) -> str:
-    """train, or what the file or its folder is called."""
-    return (
-        "train" if name in TRAIN else next(word for word in (Path(name).stem, Path(name).parts[0]) if word in COMMANDS)
-    )
+    """train, sweep, or what the file or its folder is called."""
+    if name in TRAIN:
+        return "train"
+    if name in SWEEPS:
+        return "sweep"
+    return next(word for word in (Path(name).stem, Path(name).parts[0]) if word in COMMANDS)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +63,14 @@ def test_every_recipe_is_read(name, capsys):
     with pytest.raises(SystemExit) as end:
         main([command_of(name), "--config", str(FILES[name]), "--dry-run"])
     assert end.value.code == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_setting_of_every_sweep_can_be_run(name):
+    config = parse(SweepConfig, "sweep", ["--config", str(FILES[name])])[0]
+    trials = trials_of(config)
+    assert len(trials) >= 12
+    assert {one.run.train.num_batches * one.run.train.num_mini_batches for one in trials} == {128}
 
 
 def test_recipes_refer_to_files_that_are_there():

@@ -1,0 +1,227 @@
+"""Error rates and pairs of the sequential test of `async-rlhf certify`, by simulation; prints Markdown tables.
+
+    python benchmarks/certificate.py [--repeats 100000] [--prior]
+
+Pairs are drawn from a distribution of which the answer is known, and looked at one after the other, as the command
+does (the same test: tests/unit/test_sequential.py compares). All distributions have standard deviation 1 in these
+tables; the test does not depend on the unit. --prior compares priors on the effect size: half normals of several
+widths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rlhf.evaluation import sequential
+from async_rlhf.evaluation.sequential import critical_t
+from async_rlhf.evaluation.statistics import variance_saved
+
+ERROR, MIN_PAIRS, MAX_PAIRS = 0.05, 5, 30
+"""The defaults of the command."""
+Floats = NDArray[np.float64]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """Of mean 0 and standard deviation 1, as all of these."""
+    return rng.standard_normal(shape)
+
+
+def skewed_up(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """Exponential: a pair is now and then much better."""
+    return rng.exponential(size=shape) - 1
+
+
+def skewed_down(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """Its mirror image."""
+    return -skewed_up(rng, shape)
+
+
+def heavy_tailed(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """Student's t with three degrees of freedom."""
+    return rng.standard_t(3, size=shape) / math.sqrt(3)
+
+
+def collapsing(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """Normal, but one pair in twenty is ten standard deviations lower: a run that breaks down."""
+    lower = rng.random(shape) < 0.05
+    return (rng.standard_normal(shape) - 10 * lower + 0.5) / math.sqrt(1 + 100 * 0.05 * 0.95)
+
+
+def uniform(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """Light tails."""
+    return rng.uniform(-math.sqrt(3), math.sqrt(3), size=shape)
+
+
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Floats]] = {
+    "normal": normal,
+    "uniform": uniform,
+    "heavy-tailed (t, 3 degrees)": heavy_tailed,
+    "skewed up (exponential)": skewed_up,
+    "skewed down (exponential)": skewed_down,
+    "one in 20 breaks down": collapsing,
+}
+
+
+class Simulated(NamedTuple):
+    """Shares of the decisions, and pairs until the end."""
+
+    non_inferior: float
+    inferior: float
+    undecided: float
+    mean_pairs: float
+    pairs_90: float
+    """Nine of ten certificates end with so many or fewer."""
+
+
+def t_statistics(x_RN: Floats) -> Floats:
+    """Of the first 2, 3, .. N columns; [R, N - 1]."""
+    n_N = np.arange(1, x_RN.shape[1] + 1)
+    mean_RN = np.cumsum(x_RN, axis=1) / n_N
+    squares_RN = np.cumsum(x_RN**2, axis=1) - n_N * mean_RN**2
+    return (mean_RN * np.sqrt(n_N * np.maximum(n_N - 1, 1) / np.maximum(squares_RN, 1e-300)))[:, 1:]
+
+
+def certificates(x_RN: Floats, error: float = ERROR, min_pairs: int = MIN_PAIRS) -> tuple[NDArray[np.int64], Floats]:
+    """Pairs until the end, and 1, -1 or 0 (non-inferior, inferior, undecided), for each row of differences + margin."""
+    pairs = x_RN.shape[1]
+    bounds_N = np.array([critical_t(n, error) if n >= min_pairs else math.inf for n in range(2, pairs + 1)])
+    t_RN = t_statistics(x_RN)
+    hit_RN = np.abs(t_RN) >= bounds_N
+    first_R = hit_RN.argmax(axis=1)
+    decided_R = hit_RN.any(axis=1)
+    sign_R = np.sign(np.take_along_axis(t_RN, first_R[:, None], axis=1)[:, 0])
+    return np.where(decided_R, first_R + 2, pairs), np.where(decided_R, sign_R, 0.0)
+
+
+def simulated(x_RN: Floats, error: float = ERROR, min_pairs: int = MIN_PAIRS) -> Simulated:
+    """Many certificates."""
+    pairs_R, decision_R = certificates(x_RN, error, min_pairs)
+    shares = [float((decision_R == value).mean()) for value in (1, -1, 0)]
+    return Simulated(*shares, float(pairs_R.mean()), float(np.quantile(pairs_R, 0.9)))
+
+
+def fixed_sample(effect: float, power: float, rng: np.random.Generator, repeats: int) -> int:
+    """Pairs that one t-test at the end needs, at the same error, to find a mean of ``effect`` deviations so often."""
+    for n in range(2, 200):
+        null = t_statistics(rng.standard_normal((repeats, n)))[:, -1]
+        found = t_statistics(rng.standard_normal((repeats, n)) + effect)[:, -1]
+        if (found >= np.quantile(null, 1 - ERROR)).mean() >= power:
+            return n
+    return 200
+
+
+def error_table(repeats: int, rng: np.random.Generator) -> list[str]:
+    """Wrong decisions at the edge between the hypotheses, where they are most frequent."""
+    least = (MIN_PAIRS, 10, 20)
+    lines = [
+        "| differences of pairs, mean = -margin | non-inferior, `min_pairs` "
+        + " | ".join(map(str, least))
+        + " | inferior |",
+        "|---" * (len(least) + 2) + "|",
+    ]
+    for name, draw in DISTRIBUTIONS.items():
+        x_RN = draw(rng, (repeats, MAX_PAIRS))
+        found = [simulated(x_RN, min_pairs=one) for one in least]
+        shares = " | ".join(f"{one.non_inferior:.1%}" for one in found)
+        lines.append(f"| {name} | {shares} | {found[0].inferior:.1%} |")
+    longer = simulated(rng.standard_normal((repeats // 10, 1000)))
+    lines.append(f"| normal, up to 1,000 pairs | {longer.non_inferior:.1%} | | | {longer.inferior:.1%} |")
+    return lines
+
+
+def pairs_table(repeats: int, rng: np.random.Generator) -> list[str]:
+    """How long it takes, if S = k is in truth as good as S = 0."""
+    lines = [
+        "| margin / deviation of a difference | non-inferior | inferior | undecided | pairs, mean | 90% end by "
+        "| one t-test of the same power |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for effect in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
+        found = simulated(rng.standard_normal((repeats, MAX_PAIRS)) + effect)
+        fixed = fixed_sample(effect, min(found.non_inferior, 0.99), rng, repeats)
+        lines.append(
+            f"| {effect} | {found.non_inferior:.1%} | {found.inferior:.2%} | {found.undecided:.1%} "
+            f"| {found.mean_pairs:.1f} | {found.pairs_90:.0f} | {fixed} |"
+        )
+    return lines
+
+
+def peeking_table(repeats: int, rng: np.random.Generator) -> list[str]:
+    """What the sequential test is for: a t-test for a fixed number that is read after each pair."""
+    t_RN = t_statistics(rng.standard_normal((repeats, MAX_PAIRS)))
+    bounds_N = np.quantile(t_statistics(rng.standard_normal((repeats, MAX_PAIRS))), 1 - ERROR, axis=0)
+    ever = float((t_RN >= bounds_N).any(axis=1).mean())
+    return [
+        f"A t-test at level {ERROR} that is read after each of 2 to {MAX_PAIRS} pairs: {ever:.1%} wrongly non-inferior."
+    ]
+
+
+def coverage_table(repeats: int, rng: np.random.Generator) -> list[str]:
+    """How often the interval of what pairing saves holds the truth."""
+    lines = [
+        "| pairs | runs of S = 0 and S = k | correlation | Var + Var over Var of difference | the interval holds it |",
+        "|---|---|---|---|---|",
+    ]
+    shapes = {
+        "normal": (normal, 1.0),
+        "normal, S = k twice as wide": (normal, 2.0),
+        "heavy-tailed": (heavy_tailed, 1.0),
+    }
+    for pairs in (5, 10, 30):
+        for name, (draw, wider) in shapes.items():
+            for correlation in (0.0, 0.8):
+                truth = (1 + wider**2) / (1 + wider**2 - 2 * correlation * wider)
+                held = 0
+                for _ in range(repeats):
+                    a_R, b_R = draw(rng, (2, pairs))
+                    b_R = wider * (correlation * a_R + math.sqrt(1 - correlation**2) * b_R)
+                    found = variance_saved(a_R.tolist(), b_R.tolist())
+                    held += found is not None and found.low <= truth <= found.high
+                lines.append(f"| {pairs} | {name} | {correlation} | {truth:.1f} | {held / repeats:.1%} |")
+    return lines
+
+
+def prior_table(repeats: int, rng: np.random.Generator) -> list[str]:
+    """Mean number of pairs by the width of the prior."""
+    effects = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+    lines = ["| prior's width | " + " | ".join(map(str, effects)) + " |", "|---" * (len(effects) + 1) + "|"]
+    kept = sequential.EFFECT
+    drawn = rng.standard_normal((repeats, 60))
+    for width in (0.5, 0.75, 1.0, 1.5, 2.0, 4.0):
+        sequential.EFFECT = width
+        critical_t.cache_clear()
+        lines.append(f"| {width} | " + " | ".join(f"{simulated(drawn + one).mean_pairs:.1f}" for one in effects) + " |")
+    sequential.EFFECT = kept
+    critical_t.cache_clear()
+    return lines
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=100_000, help="certificates for each number")
+    parser.add_argument("--prior", action="store_true", help="compare priors instead")
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    repeats = options.repeats
+    tables = (
+        [prior_table(repeats // 5, rng)]
+        if options.prior
+        else [
+            error_table(repeats, rng),
+            pairs_table(repeats, rng),
+            peeking_table(repeats, rng),
+            coverage_table(max(repeats // 50, 1), rng),
+        ]
+    )
+    print("\n\n".join("\n".join(table) for table in tables))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""async-rlhf certify: pairs in the order of their seeds, a decision that stays, and what a user may get wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import PROMPTS, byte_tokenizer, new_policy
+
+from async_rlhf.commands.certify import run_certify, trials_of
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.config import ConfigError
+from async_rlhf.config.certify import CertifyConfig
+from async_rlhf.config.parsing import parse
+from async_rlhf.sweeps.certificate import Question, in_order, line_of, looks, pair_of, progress, summary_of, table, told
+
+QUESTION = Question(staleness=4, margin=0.02, error=0.05, min_pairs=5)
+# Mean gold reward of twelve pairs of runs of one recipe at S = 0 and S = 4 whose seeds had much in common.
+RECORDED = [
+    (0.5121, 0.5087),
+    (0.5204, 0.5169),
+    (0.4987, 0.5020),
+    (0.5060, 0.4991),
+    (0.5313, 0.5290),
+    (0.5142, 0.5125),
+    (0.5009, 0.5036),
+    (0.5251, 0.5180),
+    (0.5098, 0.5111),
+    (0.5177, 0.5102),
+    (0.5036, 0.5019),
+    (0.5220, 0.5237),
+]
+
+
+def results(gold, prompts=8):
+    """What a run leaves, with some spread over prompts."""
+    spread = np.linspace(-0.1, 0.1, prompts)
+    return {"scores": (gold + spread).tolist(), "kl": {"estimate": 2.0, "low": 1.0, "high": 3.0}}
+
+
+def arrivals(golds, seeds=None):
+    return [
+        (which, seed, results(gold))
+        for seed, pair in zip(seeds or range(len(golds)), golds, strict=True)
+        for which, gold in zip((0, 4), pair, strict=True)
+    ]
+
+
+def decided(runs, question=QUESTION, seeds=range(12)):
+    return list(looks(in_order(runs, seeds, 4), question))
+
+
+def test_pairs_come_in_the_order_of_seeds_whatever_ends_first():
+    runs = arrivals(RECORDED)
+    expected = decided(runs)
+    assert 5 <= len(expected) < 12
+    assert expected[-1][1].decision == "non-inferior"
+    for seed in range(5):
+        np.random.default_rng(seed).shuffle(runs)
+        assert decided(runs) == expected
+    assert decided(list(reversed(runs))) == expected
+
+
+def test_it_ends_with_the_run_that_decides():
+    taken = []
+
+    def one_by_one():
+        for run in arrivals(RECORDED):
+            taken.append(run[1])
+            yield run
+
+    found = decided(one_by_one())
+    assert max(taken) == found[-1][0].seed == len(found) - 1
+
+
+def test_a_pair_waits_for_both_of_its_runs():
+    runs = [run for run in arrivals(RECORDED) if (run[0], run[1]) != (4, 2)]
+    assert [pair.seed for pair, _ in decided(runs)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("shift", "pairs", "decision"), [(0.0, 12, "non-inferior"), (-0.1, 12, "inferior"), (-0.017, 12, "undecided")]
+)
+def test_decisions(shift, pairs, decision):
+    found = decided(arrivals([(a, b + shift) for a, b in RECORDED][:pairs]))
+    summary = summary_of(found, QUESTION)
+    assert summary["decision"] == decision
+    low, high = summary["interval"]["low"], summary["interval"]["high"]
+    assert {"non-inferior": low > -0.02, "inferior": high < -0.02, "undecided": low < -0.02 < high}[decision]
+    assert told(summary).startswith("S = 4 is " + decision if decision != "undecided" else "Undecided")
+
+
+def test_min_pairs_delays_the_decision():
+    soon, late = decided(arrivals(RECORDED)), decided(arrivals(RECORDED), replace(QUESTION, min_pairs=12))
+    assert len(soon) < len(late) == 12
+    assert late[-1][1].decision == "non-inferior"
+
+
+def test_the_summary_has_what_the_pairs_have():
+    found = decided(arrivals(RECORDED), replace(QUESTION, min_pairs=12))
+    summary = summary_of(found, QUESTION)
+    a, b = np.array(RECORDED).T
+    d = b - a
+    assert summary["mean_difference"] == pytest.approx(d.mean())
+    assert summary["deviation"] == pytest.approx(d.std(ddof=1))
+    assert summary["variance_saved"]["estimate"] == pytest.approx((a.var() + b.var()) / d.var())
+    assert summary["worst_pair"] == {"seed": 9, "difference": pytest.approx(-0.0075)}
+    assert summary["kl_stale"] == 2.0
+    assert summary["interval"]["coverage"] == pytest.approx(0.9)
+    text = told(summary) + table(found, 4)
+    assert "12 pairs, seeds 0 to 11" in text
+    assert "| 9 | 0.5177 | 0.5102 | -0.0075 |" in text
+
+
+def test_every_look_can_be_written_and_told():
+    """Also the first ones, whose interval has no ends."""
+    for golds in (RECORDED, [(0.5, 0.5)] * 12, [(0.5, 1e6)] * 12):
+        found = decided(arrivals(golds))
+        for count in range(1, len(found) + 1):
+            line = json.loads(json_lines([line_of(*found[count - 1])]))
+            assert (line["low"] is None) == (count < 4)
+            assert math.isfinite(line["log10_evidence_non_inferior"])
+            text = told(summary_of(found[:count], QUESTION)) + progress(*found[count - 1], QUESTION)
+            assert "nan" not in text
+            assert "inf]" not in text
+
+
+def test_a_pair_has_the_same_prompts():
+    with pytest.raises(ValueError, match="zip"):
+        pair_of(0, results(0.5), results(0.5, prompts=7))
+
+
+LETTERS = """
+def count_letters(prompts, completions, **columns):
+    return [sum(c.isascii() and c.isalpha() for c in text) + 0.01 * len(text) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certify")
+    new_policy().save_pretrained(folder / "policy")
+    byte_tokenizer().save_pretrained(folder / "policy")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS), "utf-8")
+    (folder / "letters.py").write_text(LETTERS, "utf-8")
+    return folder
+
+
+def config(inputs, output, **changes):
+    reward = [f"{inputs / 'letters.py'}:count_letters"]
+    values = {
+        "base": {
+            "model": str(inputs / "policy"),
+            "algorithm": "rloo",
+            "data": {"train": str(inputs / "prompts.jsonl")},
+            "reward_funcs": reward,
+            "train": {
+                "batches": 3,
+                "completions_per_batch": 8,
+                "learning_rate": 1e-3,
+                "max_prompt_length": 32,
+                "non_eos_penalty": False,
+                "generation": {"response_length": 8},
+            },
+        },
+        "held_out": {"data": str(inputs / "prompts.jsonl"), "reward_funcs": reward, "response_length": 8, "seed": 7},
+        "staleness": 2,
+        "margin": 1e-4,
+        "error": 0.33,
+        "min_pairs": 2,
+        "max_pairs": 2,
+        "seed": 3,
+        "parallel": 2,
+        "output_dir": str(output),
+    }
+    return CertifyConfig(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"margin": 0.0}, "margin: got 0.0; must be above 0"),
+        ({"error": 0.5}, "error: got 0.5; must be below 0.5"),
+        ({"staleness": 0}, "staleness: got 0; must be at least 1"),
+        ({"min_pairs": 3}, "max_pairs: got 2; must be at least min_pairs, which is 3"),
+        ({"error": 0.05}, "max_pairs: got 2; must be at least 4"),
+        ({"seed": 2**32 - 8}, "seed: got 4294967288; must be smaller"),
+        ({"base": {"model": "x", "train": {"output_dir": "y"}}}, "base.train.output_dir: got 'y'; must be left out"),
+        ({"held_out": {"data": "no.jsonl", "reward_funcs": ["a:b"]}}, "held_out.data: got 'no.jsonl'"),
+        ({"held_out": {"data": "x", "judge": {"url": "http://localhost", "model": "m"}}}, "held_out.judge.url: got"),
+        ({"held_out": {"data": "x", "temprature": 1}}, "held_out: .*temprature"),
+    ],
+)
+def test_bad_input_is_named_before_a_model_is_loaded(inputs, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        run_certify(config(inputs, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_margin_must_be_given(tmp_path):
+    (tmp_path / "c.yml").write_text("base: {}\nheld_out: {data: x}\nstaleness: 1\noutput_dir: out\n", "utf-8")
+    with pytest.raises(ConfigError, match="margin"):
+        parse(CertifyConfig, "certify", ["--config", str(tmp_path / "c.yml")])
+
+
+def test_both_runs_of_a_pair_differ_in_staleness_alone(inputs, tmp_path):
+    trials = trials_of(config(inputs, tmp_path))
+    assert [(one.run.train.staleness, one.seed, one.held_out.seed) for one in trials] == [
+        (0, 3, 10),
+        (2, 3, 10),
+        (0, 4, 11),
+        (2, 4, 11),
+    ]
+    first, second = (replace(one.run.train, output_dir="x") for one in trials[:2])
+    assert replace(first, staleness=2) == second
+    assert first.seed == 3
+    assert trials[0].held_out == trials[1].held_out
+
+
+def test_a_certificate_of_real_runs_goes_on_and_stays(inputs, tmp_path, capsys):
+    """Undecided after two pairs; with a third the first two are read back; another margin is refused."""
+    out = tmp_path / "out"
+    first = run_certify(config(inputs, out))
+    assert first["decision"] == "undecided"
+    assert first["seeds"] == [3, 4]
+    assert "Undecided" in capsys.readouterr().out
+    markers = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/trial.json")}
+    assert len(markers) == 4
+    lines = (out / "pairs.jsonl").read_text("utf-8")
+
+    second = run_certify(config(inputs, out, max_pairs=3))
+    assert second["seeds"] == [3, 4, 5]
+    assert {path: path.stat().st_mtime_ns for path in markers} == markers
+    assert (out / "pairs.jsonl").read_text("utf-8").startswith(lines)
+    assert json.loads((out / "certificate.json").read_text("utf-8")) == second
+    rows = [json.loads(line) for line in (out / "pairs.jsonl").read_text("utf-8").splitlines()]
+    for row in rows:
+        golds = [
+            json.loads((out / f"runs/staleness={k},seed={row['seed']}/trial.json").read_text("utf-8"))["results"]
+            for k in (0, 2)
+        ]
+        assert row["gold_synchronous"] == pytest.approx(golds[0]["gold"]["estimate"])
+        assert row["difference"] == pytest.approx(golds[1]["gold"]["estimate"] - golds[0]["gold"]["estimate"])
+    assert len({row["gold_stale"] for row in rows}) == 3
+    assert any(row["difference"] != 0 for row in rows)  # staleness does something
+
+    with pytest.raises(ConfigError, match=r"margin: was 0.0001, is 5"):
+        run_certify(config(inputs, out, max_pairs=3, margin=5.0))
+    assert json.loads((out / "certificate.json").read_text("utf-8")) == second
+    changed = config(inputs, out)
+    changed = replace(changed, base=changed.base | {"train": changed.base["train"] | {"batches": 4}})
+    with pytest.raises(ConfigError, match=r"plan of the certificate: [^\n]*\n  base.train.batches: was 3, is 4"):
+        run_certify(changed)
+
+
+def test_a_run_that_fails_decides_nothing(inputs, tmp_path):
+    broken = f"{inputs / 'letters.py'}:missing_function"
+    changed = config(inputs, tmp_path / "out")
+    changed = replace(changed, base=changed.base | {"reward_funcs": [broken]})
+    with pytest.raises(RuntimeError, match=r"seed=3 failed; start the certificate again"):
+        run_certify(changed)
+    assert not (tmp_path / "out" / "certificate.json").exists()

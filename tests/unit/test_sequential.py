@@ -1,0 +1,219 @@
+"""The sequential t-test: its formula against integrals in float64, its error rates by simulation."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rlhf.evaluation.distributions import f_quantile, log_student_cdf
+from async_rlhf.evaluation.sequential import critical_t, log_evidence, look
+from async_rlhf.evaluation.statistics import variance_saved
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import certificate
+
+ERROR, MAX_PAIRS = 0.05, 30
+
+
+def t_of(x):
+    return x.mean() * math.sqrt(len(x)) / x.std(ddof=1)
+
+
+def evidence_by_integration(x):
+    """Likelihood of x itself, over all sd = s with weight ds / s: delta half normal, against delta 0."""
+    n, x = len(x), x / np.sqrt(np.mean(x**2))
+    s_S1 = np.exp(np.linspace(-3, 3, 1501))[:, None]
+    delta_D = np.linspace(0, 6 if n < 100 else 1, 2001)  # beyond it nothing counts
+    weights_D = np.exp(-(delta_D**2) / 2) * math.sqrt(2 / math.pi) * (delta_D[1] - delta_D[0])
+    weights_D[0] /= 2  # the trapezoid's end
+    log_SD = -n * np.log(s_S1) - ((x**2).sum() / s_S1**2 - 2 * x.sum() * delta_D / s_S1 + n * delta_D**2) / 2
+    largest = log_SD.max()
+    above = math.log((np.exp(log_SD - largest) * weights_D).sum()) + largest
+    none = log_SD[:, 0]
+    return above - math.log(np.exp(none - none.max()).sum()) - none.max()
+
+
+@pytest.mark.parametrize(
+    ("n", "mean"), [(2, 0.5), (2, -1), (3, 2), (5, -2), (10, 1), (30, 0.2), (100, -0.3), (1000, 0.15), (1000, -0.05)]
+)
+def test_evidence_is_the_bayes_factor_with_a_right_haar_prior(n, mean):
+    x = np.random.default_rng(n).standard_normal(n) + mean
+    assert log_evidence(t_of(x), n) == pytest.approx(evidence_by_integration(x), abs=3e-3)
+
+
+def student_cdf_by_counting(t, freedom):
+    """Abramowitz and Stegun 26.7.3 and 26.7.4: a finite sum for whole degrees of freedom."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    total, term = 0.0, 1.0 if freedom % 2 == 0 else cosine
+    for k in range(freedom % 2, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    if freedom % 2 == 0:
+        return (1 + math.sin(angle) * total) / 2
+    return 0.5 + (angle + math.sin(angle) * total) / math.pi
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 101, 1000])
+@pytest.mark.parametrize("t", [-3.0, -0.7, 0.0, 1e-4, 0.5, 2.0, 6.0])
+def test_student_distribution(freedom, t):
+    assert math.exp(log_student_cdf(t, freedom)) == pytest.approx(student_cdf_by_counting(t, freedom), abs=1e-13)
+
+
+def test_small_tails_keep_their_digits():
+    # For two degrees of freedom P(T <= t) = (1 + t / sqrt(2 + t^2)) / 2, which is 1 / (2 t^2) far out.
+    assert log_student_cdf(-1e8, 2) == pytest.approx(-math.log(2e16), abs=1e-9)
+    assert log_student_cdf(-1e300, 3) == -math.inf
+    assert log_student_cdf(40.0, 1000) <= 0
+
+
+def test_quantiles_of_f():
+    # With 2 and 2 degrees of freedom P(F <= f) = f / (1 + f); the others are of printed tables.
+    assert f_quantile(0.9, 2) == pytest.approx(9)
+    assert f_quantile(0.975, 5) == pytest.approx(7.146, abs=5e-4)
+    assert f_quantile(0.975, 10) == pytest.approx(3.717, abs=5e-4)
+    assert f_quantile(0.025, 10) == pytest.approx(1 / f_quantile(0.975, 10))
+
+
+@pytest.mark.parametrize("n", [2, 5, 30, 1000, 10**6])
+def test_evidence_grows_with_t_and_is_finite(n):
+    grid = [-math.inf, -1e200, -1e9, -40.0, -3.0, -1e-9, 0.0, 1e-9, 3.0, 40.0, 1e9, 1e200, math.inf]
+    found = [log_evidence(t, n) for t in grid]
+    assert all(map(math.isfinite, found))
+    assert all(b >= a - 1e-9 * max(1, abs(a)) for a, b in pairwise(found))
+
+
+def test_one_observation_knows_only_its_sign():
+    # P(x > 0) for delta half normal of width 1 is 3/4, against 1/2.
+    assert log_evidence(2.0, 1) == pytest.approx(math.log(1.5))
+    assert log_evidence(-2.0, 1) == pytest.approx(math.log(0.5))
+    assert look([0.4], 0.1, ERROR).decision == "undecided"
+
+
+@pytest.mark.parametrize("n", [4, 5, 30, 1000])
+def test_the_critical_t_is_where_evidence_is_enough(n):
+    assert log_evidence(critical_t(n, ERROR), n) == pytest.approx(-math.log(ERROR), abs=1e-9)
+    assert critical_t(3, ERROR) == math.inf
+
+
+def test_the_evidence_is_a_martingale_at_the_edge():
+    """Its mean at mean 0 stays 1, at every n: checked where its variance is small enough to see it."""
+    x_RN = np.random.default_rng(3).standard_normal((40_000, 4))
+    for n in (2, 3, 4):
+        found = np.exp([log_evidence(t_of(x[:n]), n) for x in x_RN])
+        assert abs(found.mean() - 1) < 4 * found.std() / math.sqrt(len(found))
+
+
+def test_the_decision_is_the_interval_without_the_margin():
+    rng = np.random.default_rng(5)
+    seen = set()
+    for mean in (-0.3, 0.0, 0.3):
+        for n in range(2, 40):
+            found = look((rng.standard_normal(n) * 0.2 + mean).tolist(), 0.1, ERROR)
+            outside = "non-inferior" if found.low > -0.1 else "inferior" if found.high < -0.1 else "undecided"
+            assert found.decision == outside
+            seen.add(outside)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_the_unit_does_not_matter(unit):
+    d = np.random.default_rng(7).standard_normal(12)
+    first, scaled = look(d.tolist(), 0.5, ERROR), look((d * unit).tolist(), 0.5 * unit, ERROR)
+    assert scaled.log_non_inferior == pytest.approx(first.log_non_inferior, abs=1e-9)
+    assert scaled.low == pytest.approx(first.low * unit)
+
+
+def test_differences_that_do_not_vary():
+    assert look([0.0] * 4, 0.02, ERROR).decision == "non-inferior"
+    assert look([0.0] * 3, 0.02, ERROR).decision == "undecided"  # three pairs never reach 20
+    assert look([-0.5] * 4, 0.02, ERROR).decision == "inferior"
+    for edge in ([-0.1] * 30, [-0.3 + 0.2] * 30, [-0.1 * (1 + 1e-16)] * 30):  # the edge itself, but for rounding
+        assert look(edge, 0.1, ERROR).decision == "undecided"
+
+
+def test_nothing_is_decided_before_min_pairs():
+    found = look([0.0] * 9, 0.02, ERROR, min_pairs=10)
+    assert found.decision == "undecided"
+    assert found.log_non_inferior > -math.log(ERROR)
+    assert look([0.0] * 10, 0.02, ERROR, min_pairs=10).decision == "non-inferior"
+
+
+def ends(differences, margin):
+    """As the command goes on: a look after each pair."""
+    for n in range(1, len(differences) + 1):
+        found = look(differences[:n], margin, ERROR)
+        if found.decision != "undecided":
+            break
+    return n, {"non-inferior": 1, "inferior": -1, "undecided": 0}[found.decision]
+
+
+def test_the_benchmark_simulates_this_test():
+    x_RN = np.random.default_rng(11).standard_normal((150, MAX_PAIRS)) + np.linspace(-1, 1, 150)[:, None]
+    pairs_R, decision_R = certificate.certificates(x_RN, ERROR, 2)
+    assert [ends((x - 0.3).tolist(), 0.3) for x in x_RN] == list(zip(pairs_R, decision_R, strict=True))
+
+
+REPEATS = 20_000
+
+
+def share_wrong(draw, mean=0.0, pairs=MAX_PAIRS, repeats=REPEATS):
+    x_RN = draw(np.random.default_rng(13), (repeats, pairs)) + mean
+    return certificate.simulated(x_RN, ERROR, 2)
+
+
+def test_error_rates_hold_at_the_edge_however_long_one_looks():
+    slack = 3 * math.sqrt(ERROR * (1 - ERROR) / REPEATS)
+    for draw in (certificate.normal, certificate.uniform, certificate.heavy_tailed, certificate.skewed_up):
+        assert share_wrong(draw).non_inferior < ERROR + slack
+    long = share_wrong(certificate.normal, pairs=1000, repeats=2000)
+    assert 0.02 < long.non_inferior < ERROR + 0.015  # and it is not far below, or the test would be wasteful
+    assert share_wrong(certificate.normal, mean=-0.2).non_inferior < 0.01
+    assert share_wrong(certificate.normal, mean=0.2).inferior < 0.01
+
+
+def test_skewed_down_is_what_the_proof_does_not_cover():
+    """docs/commands/certify.md says so; if this ever fails, the page must change."""
+    assert share_wrong(certificate.skewed_down).non_inferior > 0.1
+
+
+def test_it_decides_soon_where_the_margin_is_wide():
+    found = share_wrong(certificate.normal, mean=1.0)
+    assert found.non_inferior > 0.98
+    assert found.mean_pairs < 12
+    assert found.inferior < 0.001
+
+
+def test_a_t_test_that_is_read_after_each_pair_errs_far_more_often():
+    """The fault that this test is there for."""
+    rng = np.random.default_rng(17)
+    t_RN = certificate.t_statistics(rng.standard_normal((REPEATS, MAX_PAIRS)))
+    bounds_N = np.quantile(certificate.t_statistics(rng.standard_normal((REPEATS, MAX_PAIRS))), 1 - ERROR, axis=0)
+    assert (t_RN[:, -1] >= bounds_N[-1]).mean() < ERROR + 0.006  # read once, at the end
+    assert (t_RN >= bounds_N).any(axis=1).mean() > 4 * ERROR
+
+
+def test_what_pairing_saves():
+    rng = np.random.default_rng(20)
+    a = rng.standard_normal(2000)
+    b = 0.9 * a + math.sqrt(1 - 0.81) * rng.standard_normal(2000)
+    found = variance_saved(a.tolist(), b.tolist())
+    assert found.estimate == pytest.approx((a.var() + b.var()) / (a - b).var())
+    assert found.low < 10 < found.high
+    assert found.high / found.low < 1.3
+    assert variance_saved([1.0, 2.0], [1.0, 3.0]) is None
+    assert variance_saved([1.0, 2.0, 4.0], [0.0, 1.0, 3.0]) is None
+
+
+def test_the_interval_of_what_pairing_saves_holds_the_truth():
+    rng, held = np.random.default_rng(23), 0
+    for _ in range(600):
+        a, noise = rng.standard_normal((2, 6))
+        found = variance_saved(a.tolist(), (0.8 * a + 0.6 * noise).tolist())
+        held += found.low <= 5 <= found.high
+    assert 0.92 < held / 600 < 0.98
