@@ -85,7 +85,7 @@ def _run(name: str, words: list[str]) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     lead = launched_rank() == 0  # speaks for all ranks
     logging.basicConfig(level=logging.INFO if lead else logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpx2", "datasets", "matplotlib", "fsspec"):
+    for noisy in ("httpx", "httpx2", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for number in ending_signals():
         signal.signal(number, _terminate)

@@ -148,6 +148,7 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     from async_rlhf.evaluation.tables import WIDTH, format_table
     from async_rlhf.generation.placement import available_cores
     from async_rlhf.reports.asynchrony import asynchrony, read_rows
+    from async_rlhf.reports.charts import INSTALL, Series
     from async_rlhf.reports.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
@@ -156,9 +157,11 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
     picture = out / "training.png"
     try:
-        plot_training({name: out / name / "metrics.jsonl" for name in RUNS}, picture, evaluation)
+        plot_training(
+            {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}, picture, evaluation
+        )
     except ImportError:
-        logger.warning("no picture: pip install 'async-rlhf[report]' brings matplotlib")
+        logger.warning("no picture and no page: %s brings what draws them", INSTALL)
     accuracy = summary["results"]["reward"]["eval_accuracy"]
     print(f"reward model: {accuracy:.1%} of held-out pairs right")
     in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
