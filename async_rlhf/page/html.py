@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -22,7 +22,7 @@ from async_rlhf.page import panels
 from async_rlhf.page.panels import Panel
 from async_rlhf.page.reading import Evaluation, ReadRun
 from async_rlhf.page.samples import samples
-from async_rlhf.page.tables import configuration, environment, evaluation_table, overview, table
+from async_rlhf.page.tables import configuration, environment, evaluation_table, overview
 from async_rlhf.page.warnings import warnings
 from async_rlhf.reports.charts import VEGA_LITE, Key, Look, theme
 
@@ -107,7 +107,7 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
 
 
 def _filled(sections: Sequence[tuple[str, str, str]], title: str, data: Any, refresh: float | None) -> str:
-    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", " UTC").replace("T", " ")
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
     told = f"Brought up to date at {now}."
     if refresh is not None:
         told += f" It follows the run, and loads itself again every {refresh:g} seconds."
@@ -163,13 +163,12 @@ def _digest(script: str) -> str:
 def _legend(key: Key) -> str:
     """The looks of the runs, as the charts draw them."""
     items = "".join(f"<li>{_swatch(key.looks[name])}{escape(one.text)}</li>" for name, one in key.series.items())
-    algorithms = len({one.algorithm for one in key.series.values()})
-    lags = len({one.staleness for one in key.series.values()})
-    says = ["a colour is a run"]
+    trained = [one for one in key.series.values() if not one.reference]
+    algorithms, lags = len({one.algorithm for one in trained}), len({one.staleness for one in trained})
+    says = ["A colour is a run"]
     says += ["the shape of a point is its algorithm"] * (algorithms > 1)
-    says += ["dashes and the filling of a point are S: hollow and solid is the least stale"] * (lags > 1)
-    what = "; ".join(says).capitalize()
-    return f'<ul class="legend">{items}</ul><p class="small">{what}. S is the staleness.</p>'
+    says += ["dashes and the filling of a point are S, the staleness: solid and hollow is the least"] * (lags > 1)
+    return f'<ul class="legend">{items}</ul><p class="small">{"; ".join(says)}.</p>'
 
 
 def _swatch(look: Look) -> str:

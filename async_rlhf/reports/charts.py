@@ -139,7 +139,7 @@ class Key:
         }
         return {
             "field": "series",
-            "type": "nominal",
+            "type": "ordinal" if channel == "fillOpacity" else "nominal",
             "scale": {"domain": list(self.looks), "range": values.get(channel, [look.colour for look in looks])},
             "legend": None,
             **({} if title is None else {"title": title}),
