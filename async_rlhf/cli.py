@@ -40,6 +40,7 @@ COMMANDS = {
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),
     "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
     "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
+    "report": Command("make one HTML page of runs: curves, timeline, warnings, samples", "config.report:ReportConfig"),
     "config": Command("migrate FILE: rewrite the original's YAML in our format", "commands.config:MigrateConfig"),
 }
 
@@ -122,9 +123,10 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """``replay RUN`` as ``replay --run RUN``, ``workers RUN N`` as ``workers --run RUN --workers N``, ``config migrate
-    FILE`` as ``config --file FILE``, ``train --resume`` as ``train --train.resume=true``, ``sft --resume`` as ``sft
-    --resume=true``, and in every command with rewards ``--reward F`` as ``--reward_funcs F``."""
+    """``replay RUN`` as ``replay --run RUN``, ``report A B`` as ``report --runs A --runs B``, ``workers RUN N`` as
+    ``workers --run RUN --workers N``, ``config migrate FILE`` as ``config --file FILE``, ``train --resume`` as ``train
+    --train.resume=true``, ``sft --resume`` as ``sft --resume=true``, and in every command with rewards ``--reward F``
+    as ``--reward_funcs F``."""
     if name == "replay" and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name == "workers" and words and not words[0].startswith("-"):
@@ -136,18 +138,24 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
         raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
-    if name in ("sft", "reward"):  # a flag, unless true or false follows
-        following = [*words[1:], ""]
-        flags = ("--resume", "--resume-anyway")
-        return [
-            f"--{word[2:].replace('-', '_')}=true" if word in flags and after not in ("true", "false") else word
-            for word, after in zip(words, following, strict=False)
-        ]
+    if name == "report":
+        named = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+        return [*(f"--runs={word}" for word in words[:named]), *_flags(words[named:], "--open", "--live")]
+    if name in ("sft", "reward"):
+        return _flags(words, "--resume", "--resume-anyway")
     if name != "train":
         return words
     plain = {"--resume": "--train.resume=true", "--resume-anyway": "--train.resume_anyway=true"}
     words = [plain.get(word, word) for word in words]
     return [f"--train.resume_from{word[13:]}" if word.startswith("--resume-from") else word for word in words]
+
+
+def _flags(words: Sequence[str], *flags: str) -> list[str]:
+    """``--flag`` as ``--flag=true``, unless true or false follows."""
+    return [
+        f"--{word[2:].replace('-', '_')}=true" if word in flags and after not in ("true", "false") else word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+    ]
 
 
 def _find(place: str) -> Any:

@@ -70,7 +70,9 @@ class Browser:
 
     def open(self, page: Path, width: int, height: int, dark: bool = False) -> None:
         """Show a file in a window of that size, and wait until its charts are drawn."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700
+        )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.call("Page.navigate", url=page.absolute().as_uri())
@@ -113,7 +115,9 @@ def _address(folder: Path, process: subprocess.Popen[bytes]) -> str:
     """Where it listens, as it writes into its folder."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        lines = (folder / "DevToolsActivePort").read_text().splitlines() if (folder / "DevToolsActivePort").exists() else []
+        lines = (
+            (folder / "DevToolsActivePort").read_text().splitlines() if (folder / "DevToolsActivePort").exists() else []
+        )
         if len(lines) == 2:
             return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
         time.sleep(0.05)

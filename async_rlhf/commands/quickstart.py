@@ -17,7 +17,7 @@ from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.run.config import DataConfig, RunConfig
-from async_rlhf.run.folder import FINAL, METRICS
+from async_rlhf.run.folder import FINAL, METRICS, REPORT
 from async_rlhf.system.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from async_rlhf.commands.report import report_of_runs
     from async_rlhf.evaluation.tables import WIDTH, format_table
     from async_rlhf.generation.placement import available_cores
     from async_rlhf.reports.asynchrony import asynchrony, read_rows
@@ -155,11 +156,12 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     with whole_file(out / "summary.json") as file:
         json.dump(summary, file, indent=2)
     print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
-    picture = out / "training.png"
+    picture, page = out / "training.png", out / REPORT
     try:
         plot_training(
             {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}, picture, evaluation
         )
+        report_of_runs([out / name for name in RUNS], page)
     except ImportError:
         logger.warning("no picture and no page: %s brings what draws them", INSTALL)
     accuracy = summary["results"]["reward"]["eval_accuracy"]
@@ -170,6 +172,7 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     for text, path in {
         "summary": out / "summary.json",
         "picture": picture,
+        "curves, timeline and samples of both runs": page,
         "samples": out / "evaluation" / "samples.jsonl",
         "traces for ui.perfetto.dev": out / "*" / "trace.json",
         "models": out / "{sft,reward,synchronous/final,asynchronous/final}",

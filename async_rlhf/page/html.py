@@ -26,6 +26,8 @@ from async_rlhf.page.tables import configuration, environment, evaluation_table,
 from async_rlhf.page.warnings import warnings
 from async_rlhf.reports.charts import VEGA_LITE, Key, Look, theme
 
+GENERATOR = '<meta name="generator" content="async-rlhf report">'
+"""By this a page is known to be ours."""
 LIMIT = 5_000_000
 """Most bytes of a page."""
 _TEXT, _POINTS = 1_200_000, 2_000
@@ -51,7 +53,8 @@ class _Page:
             name = escape(panel.name)
             written.append(
                 f'<figure><h3 id="h-{name}">{escape(panel.title)}</h3>'
-                f'<div class="chart" id="{name}" role="img" aria-labelledby="h-{name}" aria-describedby="c-{name}"></div>'
+                f'<div class="chart" id="{name}" role="img" aria-labelledby="h-{name}" '
+                f'aria-describedby="c-{name}"></div>'
                 f'<figcaption id="c-{name}">{escape(panel.says)}'
                 f"{f' <span class=ends>{escape(panel.ends)}</span>' if panel.ends else ''}</figcaption></figure>"
             )
@@ -120,6 +123,7 @@ def _filled(sections: Sequence[tuple[str, str, str]], title: str, data: Any, ref
         for name, heading, html in sections
     )
     values = {
+        "generator": GENERATOR,
         "policy": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:",
         "title": escape(title),
         "style": _file("page.css"),

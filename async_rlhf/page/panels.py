@@ -120,9 +120,7 @@ STALENESS = [
         low="val/ratio_p01",
         high="val/ratio_p99",
     ),
-    Curve(
-        "policy/importance_capped", "Importance weights at the cap", "Share of tokens.", zero=True, format="%"
-    ),
+    Curve("policy/importance_capped", "Importance weights at the cap", "Share of tokens.", zero=True, format="%"),
     Curve("policy/clipfrac_avg", "Clipped ratios", "Share of tokens or completions.", zero=True, format="%"),
     Curve("policy/behaviour_kl_k3", "KL from sampling to trained policy", "Nats per token.", zero=True),
     Curve(
@@ -136,7 +134,8 @@ STALENESS = [
 
 def x_axis(runs: Sequence[ReadRun]) -> Axis:
     """Batches, or episodes if a batch is not the same in all runs."""
-    sizes = {round(run.rows[-1]["episode"] / run.rows[-1]["batch"], 3) for run in runs if run.rows and run.rows[-1].get("episode")}
+    newest = [run.rows[-1] for run in runs if run.rows]
+    sizes = {round(row["episode"] / row["batch"], 3) for row in newest if row.get("episode")}
     if len(sizes) > 1:
         return Axis("episode", "episodes (prompts)", zero=True)
     return Axis("batch", "batches", zero=True)
@@ -169,8 +168,8 @@ def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, 
     rows = []
     for row in source:
         if isinstance(row.get(curve.field), (int, float)) and x.field in row:
-            point = {"series": run.name, x.field: row[x.field], "value": row[curve.field]}
-            if curve.low in row and curve.high in row:
+            point: dict[str, Any] = {"series": run.name, x.field: row[x.field], "value": row[curve.field]}
+            if curve.low and curve.high and curve.low in row and curve.high in row:
                 point |= {"low": row[curve.low], "high": row[curve.high]}
             rows.append(point)
     start = curve.at_start(run) if rows and rows[0][x.field] > 0 else None
@@ -242,11 +241,8 @@ def work(run: ReadRun, number: int, share: float = 1.0) -> Panel | None:
     begin = min(row["start"] for row in shown)
     tracks = sorted({row["track"] for row in shown}, key=_track_place)
     wide = min(end - begin, _seconds_of(spans, BATCHES_SHOWN))
-    for row in shown:
-        row["wide"] = bool(row["text"]) and row["end"] - row["start"] > wide / 30
-        row["middle"] = round((row["start"] + row["end"]) / 2, 4)
     x = Axis("start", "seconds since the start")
-    spec = timeline(shown, tracks, x)
+    spec = timeline(shown, tracks, x, wide)
     last = max(begin, end - wide)
     spec["params"] = [
         {

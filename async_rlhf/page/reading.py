@@ -151,7 +151,10 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
         right = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
         raise ConfigError(f"runs: got {str(folder)!r}; {right}")
     problems: list[str] = []
-    lines = [row for row in _json_lines(folder / METRICS, problems) if "batch" in row]
+    found = list(_json_lines(folder / METRICS, problems))
+    lines = [row for row in found if "batch" in row]
+    if found and not lines:
+        raise ConfigError(f"runs: got {str(folder)!r}; its {METRICS} is of another command than train")
     rows = [row for row in lines if not any(key.startswith("eval_") for key in row)]
     return ReadRun(
         folder,
@@ -312,7 +315,7 @@ def _parameters(folder: Path, problems: list[str]) -> int | None:
         try:
             for path in files:
                 with safe_open(path, framework="numpy") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118: it is no dictionary
+                    for name in list(tensors.keys()):
                         size = 1
                         for length in tensors.get_slice(name).get_shape():
                             size *= length

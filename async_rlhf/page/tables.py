@@ -57,7 +57,9 @@ def _facts(run: ReadRun) -> dict[str, str]:
         "sampling": _sampling(config),
         "score": _ends(run, "objective/scores"),
         "held-out score": _ends(run, "eval_objective/scores"),
-        "KL at the end": f"{run.rows[-1]['objective/kl']:.3g} nats" if run.rows and "objective/kl" in run.rows[-1] else "",
+        "KL at the end": f"{run.rows[-1]['objective/kl']:.3g} nats"
+        if run.rows and "objective/kl" in run.rows[-1]
+        else "",
         "seconds a batch": _seconds(run),
         "started": _times(run),
         "folder": masked(str(run.folder)),
@@ -141,7 +143,9 @@ def environment(runs: Sequence[ReadRun]) -> str:
     for run in runs:
         for number, start in enumerate(run.starts, start=1):
             own, packages = start.get("async_rlhf") or {}, start.get("packages") or {}
-            commit = f" {str(own.get('commit'))[:10]}{' (changed)' if own.get('dirty') else ''}" if own.get("commit") else ""
+            commit = (
+                f" {str(own.get('commit'))[:10]}{' (changed)' if own.get('dirty') else ''}" if own.get("commit") else ""
+            )
             versions = ", ".join(f"{name} {version}" for name, version in packages.items())
             rows.append(
                 [
@@ -182,7 +186,8 @@ def configuration(runs: Sequence[ReadRun]) -> str:
     parts = [f"<h3>What differs</h3>{table(heads, rows(differs))}"] if differs else []
     left_out = f'<p class="small">Without {", ".join(FREE_FORM)} and text arguments of rewards.</p>'
     parts.append(
-        f'<details id="configuration"><summary>All {len(keys)} keys</summary>{table(heads, rows(keys))}{left_out}</details>'
+        f'<details id="configuration"><summary>All {len(keys)} keys</summary>{table(heads, rows(keys))}{left_out}'
+        "</details>"
     )
     return "".join(parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -74,7 +74,7 @@ class _Part(NamedTuple):
 class _Ends:
     """The start and the end of one metric."""
 
-    def __init__(self, rows: Sequence[dict[str, float]], key: str, part: float) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, float]], key: str, part: float) -> None:
         self.values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
         count = max(2, round(part * len(self.values)))
         self.enough = len(self.values) >= FEWEST
@@ -129,7 +129,7 @@ def _cut_off(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
             1,
             "Answers are cut off",
             f"{share:.0%} of the last completions did not end by themselves{f' within {room} tokens' if room else ''}"
-            f"{cost}. Give them more room (generation.response_length), or look whether the policy has learned to go on.",
+            f"{cost}. Give them more room (generation.response_length), or see whether the policy learns to go on.",
         )
 
 
@@ -145,7 +145,7 @@ def _ties(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
             run.name,
             1,
             "Many prompts teach nothing",
-            f"All completions of {share:.0%} of the last prompts score the same, so nothing says which is better. Use a "
+            f"All completions of {share:.0%} of the last prompts score the same: nothing says which is better. Use a "
             "finer reward, harder or easier prompts, more samples_per_prompt or a higher temperature.",
         )
 
@@ -231,7 +231,7 @@ def _hacking(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
             run.name,
             1,
             "Answers grow with the score",
-            f"{up}, and the length from {length.start.mean:.3g} to {length.end.mean:.3g} tokens. The reward may pay for "
+            f"{up}, the length from {length.start.mean:.3g} to {length.end.mean:.3g} tokens. The reward may pay for "
             "length: compare at equal length (async-rlhf evaluate), or set length_penalty.",
         )
 
@@ -265,8 +265,8 @@ def _steps(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
             run.name,
             1,
             "A gradient stands out",
-            f"That of batch {batch:.0f} has the norm {norms[-1]:.3g}, the median is {norms[len(norms) // 2]:.3g}. It is "
-            "clipped to max_grad_norm; if this happens often, lower the learning rate.",
+            f"That of batch {batch:.0f} has the norm {norms[-1]:.3g}, the median is {norms[len(norms) // 2]:.3g}. It "
+            "is clipped to max_grad_norm; if this happens often, lower the learning rate.",
         )
     skipped = sum(row.get("skipped_steps", 0) for row in run.rows)
     if skipped > 0.05 * sum(row.get("optimizer_steps", 0) for row in run.rows):
@@ -323,8 +323,8 @@ def _gold_falls(evaluation: Evaluation, runs: Sequence[ReadRun]) -> Iterator[War
                 run.name,
                 1,
                 "The gold reward is past its peak",
-                f"It was {best[1]['estimate']:.3f} at batch {best[0]} and is {last[1]['estimate']:.3f} at batch {last[0]}: "
-                f"the policy exploits the reward that it is trained on. Use checkpoint-{best[0]}, or stop_at.",
+                f"It was {best[1]['estimate']:.3f} at batch {best[0]} and is {last[1]['estimate']:.3f} at batch "
+                f"{last[0]}: the policy exploits the reward that trains it. Use checkpoint-{best[0]}, or stop_at.",
             )
 
 

@@ -13,7 +13,7 @@ from async_rlhf.reports.charts import Axis, Key, Series, Spec, curves, figure, p
 
 EPISODES = Axis("episode", "episodes (prompts)", zero=True)
 SCORE = Axis("objective/scores", "score (mean of the batch)")
-KL = Axis("objective/kl", "KL to the reference policy (nats per completion)", zero=True)
+KL = Axis("objective/kl", "KL to the reference (nats per completion)", zero=True)
 CHECKPOINTS = "checkpoints"
 """The series of all checkpoints of a run that was evaluated."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -41,6 +41,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: Path | None = None) -> None:
     """Write a PNG: score and KL over episodes, one line per run, and gold reward against KL.
 
+    The reference is the model that training began with: before the first batch KL is 0.
+
     Args:
         metrics_files: run -> its metrics.jsonl, with `episode`, `objective/scores` and `objective/kl`.
         out: the image.
@@ -50,20 +52,25 @@ def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: P
         ConfigError: a file is missing or malformed.
         ImportError: vl-convert is not installed.
     """
-    rows = [
-        {"series": series.name, **row} for series, path in metrics_files.items() for row in read_metrics(path)
-    ]
+    rows: list[dict[str, Any]] = []
+    for series, path in metrics_files.items():
+        start = {EPISODES.field: 0, KL.field: 0.0}
+        rows += [{"series": series.name, **row} for row in (start, *read_metrics(path))]
     results = None if evaluation is None else json.loads(evaluation.read_text(encoding="utf-8"))["results"]
     key = Key([*metrics_files, *(evaluated(results, metrics_files) if results is not None else ())])
     panels = [over(rows, key, EPISODES, y) for y in (SCORE, KL)]
     if results is not None:
         panels.append(against_kl(results, key))
-    render_png(figure(panels, key), out)
+    render_png(figure(panels, key), out, scale=1.6)
 
 
 def over(rows: list[dict[str, Any]], key: Key, x: Axis, y: Axis, title: str = "") -> Spec:
     """Curves of the rows that have both numbers."""
-    shown = [{"series": r["series"], x.field: r[x.field], y.field: r[y.field]} for r in rows if {x.field, y.field} <= r.keys()]
+    shown = [
+        {"series": r["series"], x.field: r[x.field], y.field: r[y.field]}
+        for r in rows
+        if {x.field, y.field} <= r.keys()
+    ]
     return curves(shown, key, x, y, title)
 
 
@@ -88,7 +95,7 @@ def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
     panels = [against_kl(results, key)]
     if (by_batch := over_checkpoints(results, key)) is not None:
         panels.append(by_batch)
-    render_png(figure(panels, key), out)
+    render_png(figure(panels, key), out, scale=1.6)
 
 
 def judged(results: Mapping[str, Any]) -> Axis:

@@ -26,10 +26,12 @@ FINAL = "final"
 """The folder of the policy after the last batch."""
 METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 EVAL_SAMPLES = "eval_samples.jsonl"
+REPORT = "report.html"
+"""The page about the run (``async-rlhf report``), which the command writes at the end."""
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
-_LOG = re.compile(r"(metrics|samples|eval_samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json")
+_LOG = re.compile(r"(metrics|samples|eval_samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html")
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
 
@@ -56,9 +58,9 @@ def refuse_second(folder: Path) -> None:
 
 
 def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
-    """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
+    """The log files that a run writes, and its page; one that ``evaluates`` has held-out prompts."""
     more = [SCHEDULE] if config.staleness_mode == "bounded" else []
-    return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
+    return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more, REPORT]
 
 
 def batch_of(name: str) -> int | None:

@@ -20,7 +20,7 @@ LAYERS = [
     {"data", "generation", "scoring", "tasks"},
     {"cluster", "learner"},
     {"run"},
-    {"cli", "commands", "compat", "evaluation", "planning"},
+    {"cli", "commands", "compat", "evaluation", "page", "planning"},
 ]
 ONLY_THESE_MAY_IMPORT = {
     "vllm": {"generation/vllm"},
