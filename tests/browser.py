@@ -36,6 +36,8 @@ class Browser:
         self._socket, self._numbers = socket, itertools.count(1)
         self.errors: list[str] = []
         """What the console has as errors, and what it was refused."""
+        self.requests: list[str] = []
+        """What it asked for, after Network.enable."""
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)
@@ -48,6 +50,8 @@ class Browser:
                 self.errors.append(json.dumps(told["params"]["args"]))
             elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
                 self.errors.append(told["params"]["entry"]["text"])
+            elif told.get("method") == "Network.requestWillBeSent":
+                self.requests.append(told["params"]["request"]["url"])
             elif told.get("id") == number:
                 if "error" in told:
                     raise RuntimeError(f"{method}: {told['error']}")
@@ -76,7 +80,7 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.call("Page.navigate", url=page.absolute().as_uri())
-        self.wait_for("document.readyState === 'complete' && document.documentElement.dataset.drawn === 'yes'")
+        self.wait_for("document.readyState === 'complete' && document.documentElement?.dataset.drawn === 'yes'")
 
     def screenshot(self, path: Path) -> None:
         """A PNG of what the window shows."""

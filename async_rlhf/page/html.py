@@ -74,7 +74,8 @@ def page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = (), refres
     """
     share = 1.0
     while True:
-        text = _page(runs, evaluations, refresh, share)
+        # A lone surrogate, of a name or a sample that is no Unicode, becomes its escape.
+        text = _page(runs, evaluations, refresh, share).encode(errors="backslashreplace").decode()
         if len(text.encode()) < LIMIT or share < 0.01:
             return text
         share /= 2
@@ -140,10 +141,9 @@ def _filled(sections: Sequence[tuple[str, str, str]], title: str, data: Any, ref
 
 
 def embedded(data: Any) -> str:
-    """JSON for a script element: no "<" is left that could end it or begin another, nor a lone surrogate."""
+    """JSON for a script element: no "<" is left that could end it or begin another."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return text.encode(errors="backslashreplace").decode()
+    return text.replace("<", "\\u003c")
 
 
 @cache

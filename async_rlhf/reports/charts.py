@@ -271,8 +271,7 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
     """Bars of work, a line of bars for each track.
 
     Args:
-        rows: with "track", "work" (of :data:`WORK`), "what" in detail, "start", "end", and "text" for bars that are wide
-            enough.
+        rows: with "track", "work" (of :data:`WORK`), "what" in detail, "start", "end", and "text" for wide bars.
         tracks: from top to bottom.
         x: axis of time; its field is "start".
         seconds: how much of the time is seen at once.

@@ -58,9 +58,9 @@ def refuse_second(folder: Path) -> None:
 
 
 def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
-    """The log files that a run writes, and its page; one that ``evaluates`` has held-out prompts."""
+    """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
     more = [SCHEDULE] if config.staleness_mode == "bounded" else []
-    return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more, REPORT]
+    return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 
 def batch_of(name: str) -> int | None:
@@ -188,7 +188,7 @@ class RunFolder:
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config.save_total_limit, wanted)
         with whole_file(self.path / _WRITTEN) as file:
-            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
+            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace, REPORT}), file)
 
     def _superseded(self) -> list[Path]:
         """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""
