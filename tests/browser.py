@@ -82,6 +82,10 @@ class Browser:
         self.call("Page.navigate", url=page.absolute().as_uri())
         self.wait_for("document.readyState === 'complete' && document.documentElement?.dataset.drawn === 'yes'")
 
+    def go_to(self, name: str) -> None:
+        """Move to an element, as a link to it does."""
+        self.run(f"document.getElementById({name!r}).scrollIntoView()")
+
     def screenshot(self, path: Path) -> None:
         """A PNG of what the window shows."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -119,26 +119,36 @@
   // A page that follows a run loads itself again, and puts the reader back where they were.
   function remember() {
     const from = Object.fromEntries(Object.entries(views).map(([name, view]) => [name, has(view, "from")]));
+    const heights = Object.fromEntries(Object.keys(data.specs).map((name) => [name, document.getElementById(name).offsetHeight]));
     const open = [...document.querySelectorAll("details[id][open]")].map((one) => one.id);
-    keep(sessionStorage, place, JSON.stringify({ y: scrollY, open, from, shown,
+    keep(sessionStorage, place, JSON.stringify({ y: scrollY, open, from, heights, shown,
       search: search?.value, kind: kind?.value, run: run?.value, focus: document.activeElement?.id }));
   }
   if (before && data.refresh) {
+    // As high as they will be, so that the place is there before they are drawn.
+    for (const [name, height] of Object.entries(before.heights)) {
+      const chart = document.getElementById(name);
+      if (chart) chart.style.minHeight = height + "px";
+    }
     for (const id of before.open) document.getElementById(id)?.setAttribute("open", "");
     if (search) { search.value = before.search; kind.value = before.kind; run.value = before.run; shown = before.shown; }
   }
   if ("scrollRestoration" in history) history.scrollRestoration = data.refresh ? "manual" : "auto";
-  list();
-  paint().then(() => {
+  function back() {
     if (!before || !data.refresh) return;
     scrollTo(0, before.y);
     document.getElementById(before.focus)?.focus({ preventScroll: true });
-  });
-  if (data.refresh) {
+  }
+  list();
+  back();
+  paint().then(() => {
+    if (!data.refresh) return;
+    if (before && Math.abs(scrollY - before.y) > 1) back();
+    // Not earlier: what is not drawn yet has no place to remember.
     setInterval(() => {
       if (document.hidden || document.activeElement === search) return;  // nobody looks, or somebody types
       remember();
       location.reload();
     }, 1000 * data.refresh);
-  }
+  });
 })();

@@ -286,7 +286,9 @@ def _speed(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
         more = "more or faster generators" if run.staleness else "staleness 1, so that both sides work at the same time"
         yield Warned(run.name, 2, "The learner waits", f"{found.text} Try {more}; async-rlhf plan compares splits.")
     elif found.generators >= limits.waited:
-        text = f"{found.text} They could be fewer or smaller; async-rlhf plan compares splits."
+        text = (
+            f"{found.text} Give the learner more of the machine and generators less; async-rlhf plan compares splits."
+        )
         yield Warned(run.name, 2, "Generators wait", text)
 
 

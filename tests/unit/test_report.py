@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -96,7 +97,7 @@ class Elements(HTMLParser):
         self.tags.append(tag)
 
     def handle_data(self, data):
-        if self.tags[-1] not in ("script", "style"):
+        if self.tags[-1:] not in (["script"], ["style"]):
             self.text += data
 
 
@@ -489,7 +490,7 @@ def held(folder: Path):
         "    print('held', flush=True)\n"
         "    sys.stdin.readline()\n"
         "    path = folder / 'metrics.jsonl'\n"
-        "    last = path.read_text().splitlines()[-1]\n"
+        "    last = [line for line in path.read_text().splitlines() if 'time/batch' in line][-1]\n"
         "    path.open('a').write(last.replace('\"batch\": 4.0', '\"batch\": 5.0') + '\\n')\n"
         "    print('logged', flush=True)\n"
         "    sys.stdin.readline()\n"
@@ -519,13 +520,13 @@ def test_live_follows_a_run_until_it_ends(copied, monkeypatch):
             process.stdin.close()
             process.wait(60)
 
-    monkeypatch.setattr(report.time, "sleep", sleep)
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=sleep))
     with held(run) as process:
         run_report(ReportConfig([str(run)], live=True, every=2.5))
     assert seen == [(2.5, "running now, after batch 4"), (2.5, "running now, after batch 5")]
     text = (run / REPORT).read_text()
     assert data_of(text)["refresh"] is None
-    assert "ended before it was done, after batch 5 of 6" in text
+    assert "ended before it was done, after batch 5" in text
 
 
 def test_ctrl_c_leaves_a_page_that_does_not_follow(copied, monkeypatch):
@@ -534,7 +535,7 @@ def test_ctrl_c_leaves_a_page_that_does_not_follow(copied, monkeypatch):
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report.time, "sleep", interrupt)
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=interrupt))
     with held(run):
         run_report(ReportConfig([str(run)], live=True))
         text = (run / REPORT).read_text()
