@@ -169,13 +169,15 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
     print(asynchrony(in_turn, at_once, cores=available_cores(), gpus=torch.cuda.device_count()))
     print(f"{sum(summary['seconds'].values()):.0f} s in all, by stage: {summary['seconds']}")
-    for text, path in {
+    made = {
         "summary": out / "summary.json",
         "picture": picture,
         "curves, timeline and samples of both runs": page,
         "samples": out / "evaluation" / "samples.jsonl",
         "traces for ui.perfetto.dev": out / "*" / "trace.json",
         "models": out / "{sft,reward,synchronous/final,asynchronous/final}",
-    }.items():
-        print(f"{text}: {path}")
+    }
+    for text, path in made.items():
+        if path.exists() or path not in (picture, page):
+            print(f"{text}: {path}")
     return summary
