@@ -360,7 +360,13 @@ def test_a_page_stays_small_and_says_what_it_left_out(tmp_path):
         one["text"].endswith("… (6,000 more characters)") for group in data["samples"] for one in group["answers"]
     )
     assert len(data["specs"]["objective-scores"]["data"]["values"]) <= 2000
-    assert len(page([replace(run, name=str(i)) for i in range(30)]).encode()) < LIMIT
+    path = data["specs"]["score-kl"]["data"]["values"]
+    assert (path[0]["kl"], len(path)) == (0.0, 21)  # the first as it is, then means
+    # More work than fits: each run's timeline has less of it.
+    worked = {"trace.json": [span("learner", "train", i, i + 1, i) for i in range(4000)]}
+    many = page([replace(run, name=str(i), traces=worked, rows=run.rows[:10]) for i in range(20)])
+    assert len(many.encode()) < LIMIT
+    assert "of 4000 pieces of work" in many
 
 
 # ---------------------------------------------------------------- warnings
