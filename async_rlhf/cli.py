@@ -43,6 +43,7 @@ COMMANDS = {
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),
     "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
     "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
+    "report": Command("make one HTML page of runs: curves, timeline, warnings, samples", "config.report:ReportConfig"),
     "config": Command("migrate FILE: rewrite the original's YAML in our format", "commands.config:MigrateConfig"),
 }
 
@@ -88,7 +89,7 @@ def _run(name: str, words: list[str]) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     lead = launched_rank() == 0  # speaks for all ranks
     logging.basicConfig(level=logging.INFO if lead else logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpx2", "datasets", "matplotlib", "fsspec"):
+    for noisy in ("httpx", "httpx2", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for number in ending_signals():
         signal.signal(number, _terminate)
@@ -126,8 +127,9 @@ def _run(name: str, words: list[str]) -> int:
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
     """Short forms as options: ``replay RUN``, ``explain RUN`` and ``workers RUN N`` as ``--run RUN --workers N``,
-    ``sweep FILE`` as ``--config FILE``, ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as
-    ``--train.resume=true``, ``sft --resume`` as ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
+    ``report A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``config migrate FILE`` as
+    ``--file FILE``, ``train --resume`` as ``--train.resume=true``, ``sft --resume`` as ``--resume=true``, and
+    ``--reward F`` as ``--reward_funcs F``."""
     if name in ("replay", "explain") and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name in ("sweep", "certify") and words and not words[0].startswith("-"):
@@ -141,18 +143,24 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
         raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
-    if name in ("sft", "reward"):  # a flag, unless true or false follows
-        following = [*words[1:], ""]
-        flags = ("--resume", "--resume-anyway")
-        return [
-            f"--{word[2:].replace('-', '_')}=true" if word in flags and after not in ("true", "false") else word
-            for word, after in zip(words, following, strict=False)
-        ]
+    if name == "report":
+        named = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+        return [*(f"--runs={word}" for word in words[:named]), *_flags(words[named:], "--open", "--live")]
+    if name in ("sft", "reward"):
+        return _flags(words, "--resume", "--resume-anyway")
     if name != "train":
         return words
     plain = {"--resume": "--train.resume=true", "--resume-anyway": "--train.resume_anyway=true"}
     words = [plain.get(word, word) for word in words]
     return [f"--train.resume_from{word[13:]}" if word.startswith("--resume-from") else word for word in words]
+
+
+def _flags(words: Sequence[str], *flags: str) -> list[str]:
+    """``--flag`` as ``--flag=true``, unless true or false follows."""
+    return [
+        f"--{word[2:].replace('-', '_')}=true" if word in flags and after not in ("true", "false") else word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+    ]
 
 
 def _find(place: str) -> Any:

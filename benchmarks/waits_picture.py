@@ -19,10 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from overlap import PROMPT_TOKENS, VOCABULARY, tokenizer
 from waiting import waiting_policy
 from waits_evaluation import by_the_learner
@@ -31,22 +27,23 @@ from waits_rewards import PROMPTS, RESPONSE_TOKENS
 from waits_rewards import slow_reward as judge
 
 from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer
+from async_rlhf.reports.charts import Axis, Spec, figure, render_png, timeline
 from async_rlhf.scoring.scorer import Scorer
 
 BATCHES, FROM, TO = 14, 5, 12
 vars(judge)["by_prompt"] = True
 TRACKS = {"generator 0": "generator", "rewards": "rewards", "publisher": "publisher", "learner": "learner"}
-COLOURS = {
-    "generate": "tab:blue",
-    "evaluate": "tab:orange",
-    "rewards": "tab:green",
-    "score": "tab:green",
-    "hand out": "tab:red",
-    "publish": "tab:red",
-    "annotate": "tab:purple",
-    "train": "tab:purple",
+WORK = {
+    "generate": "sampling",
+    "evaluate": "evaluation",
+    "rewards": "rewards",
+    "score": "rewards",
+    "hand out": "publishing",
+    "publish": "publishing",
+    "annotate": "training",
+    "train": "training",
 }
-"""One for each kind of work, wherever it is done."""
+"""What each span is, wherever it is done: a colour of the timeline."""
 
 
 def trace(in_turn: bool) -> str:
@@ -93,21 +90,19 @@ def spans(text: str) -> list[tuple[str, str, int, float, float]]:
     ]
 
 
-def draw(axes: Any, text: str, title: str) -> float:
-    """Some batches of one run; returns their seconds."""
+def bars(text: str) -> tuple[list[dict[str, Any]], float]:
+    """Some batches of one run, and their seconds."""
     found = spans(text)
     trained = {batch: (start, end) for _, name, batch, start, end in found if name == "train"}
     begin, end = trained[FROM][1], trained[TO][1]
-    rows = {track: place for place, track in enumerate(reversed(TRACKS))}
+    rows = []
     for track, name, batch, start, stop in found:
-        if track in rows and name in COLOURS and stop > begin and start < end:
+        if track in TRACKS and name in WORK and stop > begin and start < end:
             start, stop = max(start, begin) - begin, min(stop, end) - begin
-            axes.barh(rows[track], stop - start, left=start, height=0.7, color=COLOURS[name], edgecolor="white")
-            if batch and stop - start > 0.3 and name != "annotate":
-                axes.text((start + stop) / 2, rows[track], str(batch), ha="center", va="center", color="white", size=8)
-    axes.set_yticks(list(rows.values()), [TRACKS[track] for track in rows])
-    axes.set_title(f"{title}: {(end - begin) / (TO - FROM):.2f} s a batch", loc="left", size=10)
-    return end - begin
+            number = str(batch) if batch and name != "annotate" else ""
+            row = {"track": TRACKS[track], "work": WORK[name], "what": name, "start": start, "end": stop}
+            rows.append({**row, "text": number})
+    return rows, end - begin
 
 
 def main() -> None:
@@ -116,21 +111,20 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder for the two trace.json")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    figure, axes = plt.subplots(2, 1, figsize=(11, 4.6), sharex=True, layout="constrained")
-    longest = 0.0
-    for place, (title, in_turn) in enumerate({"Everything in its turn": True, "Nobody waits": False}.items()):
+    runs = {}
+    for title, in_turn in {"Everything in its turn": True, "Nobody waits": False}.items():
         text = trace(in_turn)
-        longest = max(longest, draw(axes[place], text, title))
+        runs[title] = bars(text)
         if options.traces is not None:
             options.traces.mkdir(parents=True, exist_ok=True)
             (options.traces / f"{title.lower().replace(' ', '_')}.json").write_text(text)
-    axes[1].set_xlabel(f"seconds from the end of batch {FROM}; a bar's number is its batch")
-    axes[1].set_xlim(0, longest)
-    kinds = {"sampling": "generate", "evaluation": "evaluate", "rewards": "score"}
-    kinds |= {"publishing": "publish", "training": "train"}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in kinds.values()]
-    figure.legend(handles, list(kinds), loc="outside lower center", ncols=len(kinds), frameon=False)
-    figure.savefig(options.out, dpi=110)
+    longest = max(seconds for _, seconds in runs.values())
+    x = Axis("start", f"seconds from the end of batch {FROM}; a bar's number is its batch", domain=(0, longest))
+    panels: list[Spec] = [
+        timeline(rows, list(TRACKS.values()), x, longest, f"{title}: {seconds / (TO - FROM):.2f} s a batch")
+        for title, (rows, seconds) in runs.items()
+    ]
+    render_png(figure([{**panel, "width": 900} for panel in panels], columns=1), options.out, scale=1.3)
 
 
 if __name__ == "__main__":

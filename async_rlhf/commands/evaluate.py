@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -54,6 +53,7 @@ from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.reports.charts import INSTALL, can_draw
 from async_rlhf.reports.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -89,7 +89,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
     Writes evaluation.json (the results, under "results"; also the marker that the evaluation is done), samples.jsonl
     (every prompt with every completion and its score), evaluation.txt (a table, and ``num_samples`` prompts side by
-    side), with matplotlib evaluation.png, and the completions themselves in generations/, in ``config.output_dir``.
+    side), with vl-convert evaluation.png, and the completions themselves in generations/, in ``config.output_dir``.
 
     Returns:
         {"reference": name, "prompts": n, "dropped": n, "reference_response": {"gold_mean"} or None,
@@ -401,8 +401,8 @@ def _logprobs(
 
 
 def _plot(results: dict[str, Any], out: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.info("evaluate: no plot without matplotlib: pip install 'async-rlhf[report]'")
+    if not can_draw():
+        logger.info("evaluate: no plot without vl-convert: %s", INSTALL)
         return
     from async_rlhf.reports.plots import plot_evaluation
 

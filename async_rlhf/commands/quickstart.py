@@ -17,7 +17,7 @@ from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.run.config import DataConfig, RunConfig
-from async_rlhf.run.folder import FINAL, METRICS
+from async_rlhf.run.folder import FINAL, METRICS, REPORT
 from async_rlhf.system.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -145,31 +145,39 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from async_rlhf.commands.report import report_of_runs
     from async_rlhf.evaluation.tables import WIDTH, format_table
     from async_rlhf.generation.placement import available_cores
     from async_rlhf.reports.asynchrony import asynchrony, read_rows
+    from async_rlhf.reports.charts import INSTALL, Series
     from async_rlhf.reports.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
     with whole_file(out / "summary.json") as file:
         json.dump(summary, file, indent=2)
     print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
-    picture = out / "training.png"
+    picture, page = out / "training.png", out / REPORT
     try:
-        plot_training({name: out / name / "metrics.jsonl" for name in RUNS}, picture, evaluation)
+        plot_training(
+            {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}, picture, evaluation
+        )
+        report_of_runs([out / name for name in RUNS], page)
     except ImportError:
-        logger.warning("no picture: pip install 'async-rlhf[report]' brings matplotlib")
+        logger.warning("no picture and no page: %s brings what draws them", INSTALL)
     accuracy = summary["results"]["reward"]["eval_accuracy"]
     print(f"reward model: {accuracy:.1%} of held-out pairs right")
     in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
     print(asynchrony(in_turn, at_once, cores=available_cores(), gpus=torch.cuda.device_count()))
     print(f"{sum(summary['seconds'].values()):.0f} s in all, by stage: {summary['seconds']}")
-    for text, path in {
+    made = {
         "summary": out / "summary.json",
         "picture": picture,
+        "curves, timeline and samples of both runs": page,
         "samples": out / "evaluation" / "samples.jsonl",
         "traces for ui.perfetto.dev": out / "*" / "trace.json",
         "models": out / "{sft,reward,synchronous/final,asynchronous/final}",
-    }.items():
-        print(f"{text}: {path}")
+    }
+    for text, path in made.items():
+        if path.exists() or path not in (picture, page):
+            print(f"{text}: {path}")
     return summary

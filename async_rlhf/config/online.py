@@ -279,6 +279,8 @@ class OnlineConfig(Checked):
     """Show a progress bar."""
     trace: bool = key(True, role="log")
     """Write the spans of generate, score, train, publish and wait to trace.json."""
+    report: bool = key(True, role="log")
+    """At the end of the command, write a page about the run, report.html (``async-rlhf report``)."""
     seed: int = key(0, *SEED)
     """Decides prompts, samples and mini-batches."""
     deterministic: bool = False

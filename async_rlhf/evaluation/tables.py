@@ -19,8 +19,18 @@ def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
         results: what :func:`~async_rlhf.commands.evaluate.run_evaluate` returns.
         width: columns of the terminal; wider headers and cells are broken into lines.
     """
+    titles = [f"{results['prompts']} held-out prompts, 95% intervals", "", ""]
+    tables = [
+        _table(title, columns, results if human else {**results, "reference_response": None}, width)
+        for title, (columns, human) in zip(titles, columns_of(results), strict=True)
+    ]
+    return "\n".join([*filter(None, tables), *results.get("notes", ())])
+
+
+def columns_of(results: Mapping[str, Any]) -> list[tuple[dict[str, str], bool]]:
+    """For each table its columns, head -> key of a model's results, and whether the human responses have a row."""
     reference = results["reference"]
-    columns = {
+    overall = {
         "gold reward": "gold_mean",
         f"KL to {reference} (nats)": "kl_to_reference",
         "perplexity of human text": "perplexity",
@@ -28,9 +38,8 @@ def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
         "tokens": "mean_length",
         "ended": "ended_share",
     }
-    tables = [_table(f"{results['prompts']} held-out prompts, 95% intervals", columns, results, width)]
-    for title, opponent in (("human responses", "reference_response"), (reference, reference)):
-        columns = {
+    against = [
+        {
             f"wins against {title}": f"win_rate_vs_{opponent}",
             "gold difference": f"gold_difference_vs_{opponent}",
             "at equal length": f"length_controlled_win_rate_vs_{opponent}",
@@ -38,8 +47,9 @@ def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
             "contradictory": f"inconsistent_vs_{opponent}",
             "unreadable": f"unreadable_vs_{opponent}",
         }
-        tables.append(_table("", columns, {**results, "reference_response": None}, width))
-    return "\n".join([*filter(None, tables), *results.get("notes", ())])
+        for title, opponent in (("human responses", "reference_response"), (reference, reference))
+    ]
+    return [(overall, True), *((columns, False) for columns in against)]
 
 
 def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any], width: int) -> str:
@@ -53,10 +63,10 @@ def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any], w
     for header in shown:
         table.add_column(header, justify="right")
     for name, one in models.items():
-        table.add_row(name, *(_cell(key, one.get(key)) for key in shown.values()))
+        table.add_row(name, *(cell(key, one.get(key)) for key in shown.values()))
     human = results["reference_response"]
     if human is not None:
-        table.add_row("(human)", *(_cell(key, human.get(key)) for key in shown.values()))
+        table.add_row("(human)", *(cell(key, human.get(key)) for key in shown.values()))
     return _render(table, width)
 
 
@@ -82,7 +92,8 @@ def _score(value: float | None) -> str:
     return f"{value:7.3f}" if value is not None else " " * 7  # a pairwise judge gives none
 
 
-def _cell(key: str, value: Any) -> str:
+def cell(key: str, value: Any) -> str:
+    """A number as tables show it, an interval in brackets; "" for none."""
     if value is None:
         return ""
     if isinstance(value, Mapping):

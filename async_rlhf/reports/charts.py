@@ -52,9 +52,8 @@ WORK = {
     "publishing": "#D55E00",
     "training": "#CC79A7",
     "saving": "#808080",
-    "waiting": "#CCCCCC00",
 }
-"""Colours of kinds of work on a timeline. They mean work only where no run has a colour."""
+"""Colours of kinds of work on a timeline, which has no runs. Where there is no bar, nothing is done."""
 MARKED = 8
 """About how many points of a curve carry its shape."""
 
@@ -142,7 +141,7 @@ class Key:
         }
         return {
             "field": "series",
-            "type": "nominal",
+            "type": "ordinal" if channel == "fillOpacity" else "nominal",
             "scale": {"domain": list(self.looks), "range": values.get(channel, [look.colour for look in looks])},
             "legend": None,
             **({} if title is None else {"title": title}),
@@ -151,6 +150,10 @@ class Key:
     def points(self) -> Spec:
         """The encodings of points."""
         return {name: self.scale(name) for name in ("stroke", "fill", "shape", "fillOpacity")}
+
+
+_SMALL = "datum.value !== 0 && abs(datum.value) < 1e-4 ? format(datum.value, '.2~e') : datum.label"
+"""Labels of axes: 5e-7, not 0.0000005."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,10 @@ class Axis:
 
     def encoding(self) -> Spec:
         """As Vega-Lite writes it."""
-        scale: Spec = {"type": "log"} if self.log else {"zero": self.zero, "nice": True}
+        scale: Spec = {"type": "log"} if self.log else {"zero": self.zero, "nice": self.domain is None}
         if self.domain is not None:
             scale["domain"] = list(self.domain)
-        axis: Spec = {} if self.format is None else {"format": self.format}
+        axis: Spec = {"labelExpr": _SMALL} if self.format is None else {"format": self.format}
         if self.ticks:
             ends = [self.ticks[0] - 0.15, self.ticks[-1] * 1.15 + 0.15]
             scale, axis["values"] = {"type": "symlog", "domain": ends, "nice": False}, list(self.ticks)
@@ -239,15 +242,15 @@ def points(
     if front:
         line = {"x": px, "y": py, "order": {"field": "_order"}, "color": colour, "strokeDash": key.scale("strokeDash")}
         layers.append({"mark": {"type": "line", "strokeWidth": 1.4}, "encoding": line})
-    for low, high, across, encoding in (
-        ("x_low", "x_high", {"y": py}, {"x": {**px, "field": "x_low"}, "x2": {"field": "x_high"}}),
-        ("y_low", "y_high", {"x": px}, {"y": {**py, "field": "y_low"}, "y2": {"field": "y_high"}}),
-    ):
-        if any(low in row and high in row for row in rows):
-            bar = {"mark": {"type": "rule", "strokeWidth": 1.4}, "encoding": {**across, **encoding, "color": colour}}
-            layers.append(bar)
+    bars: dict[str, Spec] = {
+        "x_low": {"y": py, "x": {**px, "field": "x_low"}, "x2": {"field": "x_high"}},
+        "y_low": {"x": px, "y": {**py, "field": "y_low"}, "y2": {"field": "y_high"}},
+    }
+    for low, bar in bars.items():
+        if any(low in row for row in rows):
+            layers.append({"mark": {"type": "rule", "strokeWidth": 1.4}, "encoding": {**bar, "color": colour}})
     tooltip = [{"field": "series", "title": "series"}, *({"field": a.field, "title": a.title} for a in (x, y))]
-    encoding = {"x": px, "y": py, **key.points(), "tooltip": tooltip}
+    encoding: Spec = {"x": px, "y": py, **key.points(), "tooltip": tooltip}
     layers.append({"mark": {"type": "point", "size": 80, "strokeWidth": 1.8}, "encoding": encoding})
     if label is not None:
         text = {"x": px, "y": py, "text": {"field": label}}
@@ -272,16 +275,17 @@ def with_band(spec: Spec, low: float, high: float, text: str) -> Spec:
     return {**spec, "layer": [area, word, *spec["layer"]]}
 
 
-def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, title: str = "", numbers: bool = True) -> Spec:
+def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float, title: str = "") -> Spec:
     """Bars of work, a line of bars for each track.
 
     Args:
-        rows: with "track", "work" (of :data:`WORK`), "start", "end", and maybe "text", which is written on wide bars.
+        rows: with "track", "work" (of :data:`WORK`), "what" in detail, "start", "end", and "text" for wide bars.
         tracks: from top to bottom.
         x: axis of time; its field is "start".
+        seconds: how much of the time is seen at once.
         title: above the chart.
-        numbers: write the texts.
     """
+    middle, wide = "(datum.start + datum.end) / 2", f"datum.end - datum.start > {seconds / 30:.6g}"
     known = [name for name in WORK if any(row["work"] == name for row in rows)]
     colour = {
         "field": "work",
@@ -301,10 +305,10 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, title: str = "
     ]
     bar = {"type": "bar", "height": {"band": 0.72}, "clip": True, "stroke": "white", "strokeWidth": 0.4}
     layers: list[Spec] = [{"mark": bar, "encoding": {**position, "color": colour, "tooltip": tooltip}}]
-    if numbers:
-        text = {"x": {**x.encoding(), "field": "middle"}, "y": position["y"], "text": {"field": "text"}}
-        mark = {"type": "text", "size": 9, "color": "black", "clip": True}
-        layers.append({"transform": [{"filter": "datum.wide"}], "mark": mark, "encoding": text})
+    text = {"x": {**x.encoding(), "field": "middle"}, "y": position["y"], "text": {"field": "text"}}
+    mark = {"type": "text", "size": 9, "color": "black", "clip": True}
+    only = [{"filter": wide}, {"calculate": middle, "as": "middle"}]
+    layers.append({"transform": only, "mark": mark, "encoding": text})
     return {**_chart(title, list(map(dict, rows)), layers), "height": 34 * len(tracks)}
 
 

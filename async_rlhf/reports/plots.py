@@ -1,19 +1,22 @@
-"""Plots of runs and evaluations. matplotlib is imported when a plot is made."""
+"""Pictures of runs and evaluations, as PNGs, of the charts that the page has too."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rlhf.config import ConfigError
+from async_rlhf.reports.charts import Axis, Key, Series, Spec, curves, figure, points, render_png, with_band
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_MARKERS = "osD^vP*X"
+EPISODES = Axis("episode", "episodes (prompts)", zero=True)
+SCORE = Axis("objective/scores", "score (mean of the batch)")
+KL = Axis("objective/kl", "KL to the reference (nats per completion)", zero=True)
+CHECKPOINTS = "checkpoints"
+"""The series of all checkpoints of a run that was evaluated."""
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -35,33 +38,47 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def plot_training(metrics_files: Mapping[str, Path], out: Path, evaluation: Path | None = None) -> None:
-    """Write a PNG: reward-model score and KL over episodes, one line per run, and gold reward against KL.
+def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: Path | None = None) -> None:
+    """Write a PNG: score and KL over episodes, one line per run, and gold reward against KL.
+
+    The reference is the model that training began with: before the first batch KL is 0.
 
     Args:
-        metrics_files: name of the run -> its metrics.jsonl, with `episode`, `objective/scores` and `objective/kl`.
+        metrics_files: run -> its metrics.jsonl, with `episode`, `objective/scores` and `objective/kl`.
         out: the image.
         evaluation: an evaluation.json; with it there is a third panel, a point with error bars for each model.
 
     Raises:
         ConfigError: a file is missing or malformed.
+        ImportError: vl-convert is not installed.
     """
-    runs = {name: read_metrics(path) for name, path in metrics_files.items()}
+    rows: list[dict[str, Any]] = []
+    for series, path in metrics_files.items():
+        start = {EPISODES.field: 0, KL.field: 0.0}
+        rows += [{"series": series.name, **row} for row in (start, *read_metrics(path))]
     results = None if evaluation is None else json.loads(evaluation.read_text(encoding="utf-8"))["results"]
-    figure, axes = _new_figure(2 if results is None else 3)
-    for axis, key, label in (
-        (axes[0], "objective/scores", "reward-model score (mean of the batch)"),
-        (axes[1], "objective/kl", "KL to the reference policy (nats per completion)"),
-    ):
-        for i, (name, rows) in enumerate(runs.items()):
-            points = [(row["episode"], row[key]) for row in rows if "episode" in row and key in row]
-            episodes, values = [point[0] for point in points], [point[1] for point in points]
-            axis.plot(episodes, values, label=name, color=f"C{i % 10}", linewidth=1.8)
-        axis.set(xlabel="episodes (prompts)", ylabel=label)
-        axis.legend(frameon=False)
+    key = Key([*metrics_files, *(evaluated(results, metrics_files) if results is not None else ())])
+    panels = [over(rows, key, EPISODES, y) for y in (SCORE, KL)]
     if results is not None:
-        draw_summary(axes[2], results)
-    _save(figure, out)
+        panels.append(against_kl(results, key))
+    render_png(figure(panels, key), out, scale=1.6)
+
+
+def over(rows: list[dict[str, Any]], key: Key, x: Axis, y: Axis, title: str = "") -> Spec:
+    """Curves of the rows that have both numbers."""
+    shown = [
+        {"series": r["series"], x.field: r[x.field], y.field: r[y.field]}
+        for r in rows
+        if {x.field, y.field} <= r.keys()
+    ]
+    return curves(shown, key, x, y, title)
+
+
+def evaluated(results: Mapping[str, Any], runs: Mapping[Series, Any]) -> list[Series]:
+    """The series that an evaluation has beside those of the runs: the reference model is grey."""
+    known = {series.name for series in runs}
+    names = list(dict.fromkeys(_series_of(name) for name in results["models"]))
+    return [Series(name, reference=name == results["reference"]) for name in names if name not in known]
 
 
 def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
@@ -70,72 +87,75 @@ def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
     Args:
         results: of :func:`~async_rlhf.commands.evaluate.run_evaluate`.
         out: the image.
+
+    Raises:
+        ImportError: vl-convert is not installed.
     """
-    models = results["models"]
-    reference = "win_rate_vs_" + ("reference_response" if results["reference_response"] else results["reference"])
-    key = "gold_mean" if all("gold_mean" in one for one in models.values()) else reference
-    label = "gold reward (mean, 95% interval)" if key == "gold_mean" else key.replace("_", " ")
-    batches = {name: int(name.removeprefix("checkpoint-")) for name in models if name.startswith("checkpoint-")}
-    figure, axes = _new_figure(1 + (len(batches) > 1))
-    draw_summary(axes[0], {**results, "models": {n: m for n, m in models.items() if key in m}}, key, label)
-    if len(batches) > 1:
-        points = [(batch, models[name][key]) for name, batch in batches.items() if key in models[name]]
-        axes[1].fill_between(
-            [batch for batch, _ in points],
-            [one["low"] for _, one in points],
-            [one["high"] for _, one in points],
-            alpha=0.2,
-        )
-        axes[1].plot([batch for batch, _ in points], [one["estimate"] for _, one in points], marker="o")
-        axes[1].set(xlabel="batches trained", ylabel=label)
-    _save(figure, out)
+    key = Key(evaluated(results, {}))
+    panels = [against_kl(results, key)]
+    if (by_batch := over_checkpoints(results, key)) is not None:
+        panels.append(by_batch)
+    render_png(figure(panels, key), out, scale=1.6)
 
 
-def draw_summary(
-    axis: Axes,
-    results: Mapping[str, Any],
-    key: str = "gold_mean",
-    label: str = "gold reward (mean, 95% interval)",
-) -> None:
-    """Plot gold reward, or another ``key``, against KL on the given axes, and the human responses as a band."""
+def judged(results: Mapping[str, Any]) -> Axis:
+    """What the judge says of every model: gold reward or, without one, the win-rate."""
+    if all("gold_mean" in one for one in results["models"].values()):
+        return Axis("gold_mean", "gold reward (mean, 95% interval)")
+    opponent = "reference_response" if results["reference_response"] else results["reference"]
+    key = f"win_rate_vs_{opponent}"
+    return Axis(key, f"{key.replace('_', ' ')} (95% interval)", format="%")
+
+
+def against_kl(results: Mapping[str, Any], key: Key, title: str = "") -> Spec:
+    """A point with its intervals for each model that was judged, the human responses as a band."""
     nothing = {"estimate": 0.0, "low": 0.0, "high": 0.0}
-    for i, (name, one) in enumerate(results["models"].items()):
-        kl, gold = one.get("kl_to_reference", nothing), one[key]
-        axis.errorbar(
-            kl["estimate"],
-            gold["estimate"],
-            xerr=[[kl["estimate"] - kl["low"]], [kl["high"] - kl["estimate"]]],
-            yerr=[[gold["estimate"] - gold["low"]], [gold["high"] - gold["estimate"]]],
-            fmt=_MARKERS[i % len(_MARKERS)],
-            color=f"C{i % 10}",
-            capsize=3,
-            label=name,
+    y = judged(results)
+    rows = []
+    for name, one in _in_order(results):
+        if y.field not in one:
+            continue
+        kl, gold = one.get("kl_to_reference", nothing), one[y.field]
+        rows.append(
+            {
+                "series": _series_of(name),
+                "model": name,
+                "kl": kl["estimate"],
+                "x_low": kl["low"],
+                "x_high": kl["high"],
+                y.field: gold["estimate"],
+                "y_low": gold["low"],
+                "y_high": gold["high"],
+            }
         )
-    human = results.get("reference_response")
-    if human and key in human:
-        gold = human[key]
-        axis.axhspan(gold["low"], gold["high"], color="0.85", label="human")
-    axis.set(xlabel=f"KL to {results['reference']} (nats per completion)", ylabel=label)
-    axis.legend(frameon=False)
+    x = Axis("kl", f"KL to {results['reference']} (nats per completion)", zero=True)
+    several = len(rows) > len({row["series"] for row in rows})
+    spec = points(rows, key, x, y, title, front=several)
+    human = (results.get("reference_response") or {}).get(y.field)
+    return spec if human is None else with_band(spec, human["low"], human["high"], "human")
 
 
-def _new_figure(panels: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Not pyplot: it keeps global state, and may look for a display.
-    figure = Figure(figsize=(5.2 * panels, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+def over_checkpoints(results: Mapping[str, Any], key: Key, title: str = "") -> Spec | None:
+    """What the judge says over the checkpoints of a run; None if fewer than two were evaluated."""
+    y = judged(results)
+    rows = []
+    for name, one in _in_order(results):
+        if (found := CHECKPOINT.fullmatch(name)) and y.field in one:
+            interval = one[y.field]
+            point = {y.field: interval["estimate"], "low": interval["low"], "high": interval["high"]}
+            rows.append({"series": CHECKPOINTS, "batch": int(found[1]), **point})
+    return curves(rows, key, Axis("batch", "batches trained", zero=True), y, title) if len(rows) > 1 else None
 
 
-def _save(figure: Figure, out: Path) -> None:
-    """Write under a temporary name first, so that the image appears whole or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=150)
-    temporary.replace(out)
+def _series_of(model: str) -> str:
+    return CHECKPOINTS if CHECKPOINT.fullmatch(model) else model
+
+
+def _in_order(results: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The models, checkpoints by their batch."""
+
+    def place(item: tuple[str, Any]) -> int:
+        found = CHECKPOINT.fullmatch(item[0])
+        return int(found[1]) if found else 0
+
+    return sorted(results["models"].items(), key=place)

@@ -27,10 +27,12 @@ FINAL = "final"
 """The folder of the policy after the last batch."""
 METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 EVAL_SAMPLES = "eval_samples.jsonl"
+REPORT = "report.html"
+"""The page about the run (``async-rlhf report``), which the command writes at the end."""
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
-_LOG = re.compile(r"(metrics|samples|eval_samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json")
+_LOG = re.compile(r"(metrics|samples|eval_samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html")
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
 
@@ -187,7 +189,7 @@ class RunFolder:
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config.save_total_limit, wanted)
         with whole_file(self.path / _WRITTEN) as file:
-            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
+            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace, REPORT}), file)
 
     def _superseded(self) -> list[Path]:
         """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""

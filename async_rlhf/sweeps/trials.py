@@ -110,7 +110,7 @@ def of_setting(
     for seed in seeds:
         name = name_of(labels, seed)
         folder = Path(config.output_dir) / "runs" / name
-        train = replace(run.train, seed=seed, output_dir=str(folder / "train"), resume=True)
+        train = replace(run.train, seed=seed, output_dir=str(folder / "train"), resume=True, report=False)
         found.append(
             Trial(
                 name,

@@ -40,6 +40,7 @@ SEEDS = {
     "serve": "model: m\noptions: {a: 1}\n",
     "replay": "run: out\n",
     "explain": "run: out\nbatch: 3\n",
+    "report": "runs: [a, b]\nout: a.html\n",
 }
 ORIGINAL = (
     "sft_model_path: a\nreward_model_path: b\ntotal_episodes: 64\nlearning_rate: 1e-5\noutput_dir: out\n"

@@ -35,6 +35,7 @@ from async_rlhf.commands.plan import run_plan
 from async_rlhf.commands.quickstart import stage_configs
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.replay import run_replay
+from async_rlhf.commands.report import run_report
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import Stage
@@ -62,6 +63,7 @@ from async_rlhf.config import (
 from async_rlhf.config.base import Checked
 from async_rlhf.config.plan import ModelSizeConfig, SecondsConfig, WorkloadConfig
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
+from async_rlhf.config.report import ReportConfig
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -214,6 +216,7 @@ def _stages(inputs: Inputs) -> None:
     for stage, config in stages.items():
         stage(config)
         stage(config)  # done already, and not to be overwritten
+    run_report(ReportConfig([inputs["dpo"]], live=True))
     stage_configs(QuickstartConfig(inputs["quick"]))
     with suppress(JudgeError):  # nobody answers
         nobody = JudgeConfig("http://127.0.0.1:9/v1", "m", max_retries=0)

@@ -20,7 +20,7 @@ LAYERS = [
     {"data", "generation", "scoring", "tasks"},
     {"cluster", "learner"},
     {"run"},
-    {"attribution", "cli", "commands", "compat", "evaluation", "planning", "sweeps"},
+    {"attribution", "cli", "commands", "compat", "evaluation", "page", "planning", "sweeps"},
 ]
 ONLY_THESE_MAY_IMPORT = {
     "vllm": {"generation/vllm"},
@@ -84,7 +84,7 @@ def test_importing_the_package_loads_nothing_heavy():
     program = (
         "import sys, async_rlhf, async_rlhf.cli, async_rlhf.run.config, async_rlhf.rewards.reasoning_gym\n"
         "from async_rlhf.algorithms.table import built_in\nlist(built_in())\n"
-        "heavy = {'torch', 'transformers', 'vllm', 'ray', 'deepspeed', 'wandb', 'matplotlib', 'datasets'}\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'ray', 'deepspeed', 'wandb', 'vl_convert', 'datasets'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

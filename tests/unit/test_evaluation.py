@@ -27,7 +27,8 @@ from async_rlhf.evaluation.statistics import (
     win_rate,
 )
 from async_rlhf.models.saving import write_model
-from async_rlhf.reports.plots import draw_summary, plot_training, read_metrics
+from async_rlhf.reports.charts import GREY, Key, Series
+from async_rlhf.reports.plots import against_kl, evaluated, over_checkpoints, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
 
 # ---------------------------------------------------------------- statistics
@@ -355,16 +356,38 @@ def test_plot(tmp_path):
         "models": {"sft": {"gold_mean": point, "kl_to_reference": {"estimate": 3.0, "low": 2.0, "high": 4.0}}},
     }
     (tmp_path / "evaluation.json").write_text(json.dumps({"results": results}))
-    plot_training({"run": tmp_path / "metrics.jsonl"}, tmp_path / "plot.png", tmp_path / "evaluation.json")
+    plot_training({Series("run"): tmp_path / "metrics.jsonl"}, tmp_path / "plot.png", tmp_path / "evaluation.json")
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
-    from matplotlib.figure import Figure
+    key = Key([Series("run"), *evaluated(results, {Series("run"): None})])
+    assert key.looks["sft"].colour == GREY  # what was not trained here
+    spec = against_kl(results, key)
+    (row,) = spec["data"]["values"]
+    drawn = {"kl": 3.0, "x_low": 2.0, "x_high": 4.0, "gold_mean": 0.5, "y_low": 0.4, "y_high": 0.7, "series": "sft"}
+    assert {name: row[name] for name in drawn} == drawn
+    band = spec["layer"][0]["data"]["values"][0]
+    assert (band["low"], band["high"], band["text"]) == (0.4, 0.7, "human")
+    x = spec["layer"][-1]["encoding"]["x"]
+    assert (x["field"], x["scale"]["zero"]) == ("kl", True)
 
-    axis = Figure().add_subplot()
-    draw_summary(axis, results)
-    (container,) = axis.containers
-    assert container.lines[0].get_xydata().tolist() == [[3.0, 0.5]]
-    assert [bar.get_segments()[0].round(6).tolist() for bar in container.lines[2]] == [
-        [[2.0, 0.5], [4.0, 0.5]],
-        [[3.0, 0.4], [3.0, 0.7]],
+
+def test_checkpoints_are_one_series_in_the_order_of_their_batches():
+    def interval(value: float) -> dict[str, float]:
+        return {"estimate": value, "low": value - 0.1, "high": value + 0.1}
+
+    models = {
+        name: {"gold_mean": interval(gold), "kl_to_reference": interval(kl)}
+        for name, gold, kl in (("sft", 0.1, 0.0), ("checkpoint-100", 0.4, 3.0), ("checkpoint-20", 0.3, 1.0))
+    }
+    results = {"reference": "sft", "reference_response": None, "models": models}
+    key = Key(evaluated(results, {}))
+    assert list(key.looks) == ["sft", "checkpoints"]
+    rows = against_kl(results, key)["data"]["values"]
+    assert [row["model"] for row in rows] == ["sft", "checkpoint-20", "checkpoint-100"]
+    by_batch = over_checkpoints(results, key)["data"]["values"]
+    assert [(row["batch"], row["gold_mean"], row["low"]) for row in by_batch] == [
+        (20, 0.3, pytest.approx(0.2)),
+        (100, 0.4, pytest.approx(0.3)),
     ]
+    del models["checkpoint-20"]
+    assert over_checkpoints(results, key) is None

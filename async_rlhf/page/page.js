@@ -1,0 +1,154 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const place = "async-rlhf " + document.title;
+  const kept = (storage, key) => { try { return storage.getItem(key); } catch { return null; } };
+  const keep = (storage, key, value) => { try { storage.setItem(key, value); } catch { /* not allowed here */ } };
+  const before = JSON.parse(kept(sessionStorage, place) || "null");
+
+  // Light or dark: as the system says, until the button is pressed.
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const button = document.getElementById("theme");
+  const dark = () => root.dataset.theme === "dark";
+  function paint() {
+    const chosen = kept(localStorage, "async-rlhf theme");
+    root.dataset.theme = chosen || (system.matches ? "dark" : "light");
+    button.textContent = dark() ? "Light" : "Dark";
+    return draw();
+  }
+  button.addEventListener("click", () => {
+    keep(localStorage, "async-rlhf theme", dark() ? "light" : "dark");
+    root.dataset.theme = dark() ? "light" : "dark";
+    button.textContent = dark() ? "Light" : "Dark";
+    draw();
+  });
+  system.addEventListener("change", paint);
+
+  // Charts, one after another. ast: expressions are interpreted, so that the page needs no eval.
+  const views = {};
+  let round = 0;
+  async function draw() {
+    const mine = ++round;
+    for (const [name, spec] of Object.entries(data.specs)) {
+      const signals = views[name] ? { from: views[name].signal && has(views[name], "from") } : {};
+      const options = { config: dark() ? data.dark : data.light, renderer: "canvas", ast: true,
+        actions: { export: true, source: false, compiled: false, editor: false }, downloadFileName: name };
+      const element = document.getElementById(name);
+      try {
+        const { view } = await vegaEmbed(element, { ...spec, width: "container" }, options);
+        if (mine !== round) { view.finalize(); return; }
+        if (views[name]) views[name].finalize();
+        views[name] = view;
+        const from = signals.from ?? before?.from?.[name];
+        if (from !== undefined && from !== null && has(view, "from") !== undefined) view.signal("from", from).run();
+        element.dataset.drawn = "yes";
+      } catch (error) {
+        element.textContent = "This chart cannot be drawn: " + error.message;
+        console.error(name, error);
+      }
+    }
+    root.dataset.drawn = "yes";
+  }
+  function has(view, name) { try { return view.signal(name); } catch { return undefined; } }
+
+  // Samples. Texts of models become text nodes, never HTML.
+  const search = document.getElementById("search");
+  const kind = document.getElementById("kind"), run = document.getElementById("run");
+  const groups = document.getElementById("groups"), more = document.getElementById("more");
+  const STEP = 20;
+  let shown = STEP;
+  function element(tag, name, ...children) {
+    const made = document.createElement(tag);
+    if (name) made.className = name;
+    made.append(...children);
+    return made;
+  }
+  function marked(text, word) {
+    const pre = element("pre");
+    let at = 0;
+    const low = text.toLowerCase();
+    // Where lower case has another length, places would not agree.
+    while (word && low.length === text.length) {
+      const next = low.indexOf(word, at);
+      if (next < 0) break;
+      pre.append(text.slice(at, next), element("mark", "", text.slice(next, next + word.length)));
+      at = next + word.length;
+    }
+    pre.append(text.slice(at));
+    return pre;
+  }
+  function answer(one, word) {
+    const facts = [one.run];
+    if (one.batch !== null) facts.push("batch " + one.batch);
+    if (one.score !== null && one.score !== undefined) facts.push("score " + Number(one.score).toFixed(3));
+    if (one.finish === "length") facts.push("cut off");
+    return element("div", "answer", element("div", "small", facts.join(", ")), marked(one.text, word));
+  }
+  function list() {
+    if (!search) return;
+    const word = search.value.trim().toLowerCase();
+    const found = [];
+    for (const group of data.samples) {
+      if (kind.value && group.kind !== kind.value) continue;
+      let answers = group.answers.filter((one) => !run.value || one.run === run.value);
+      if (word && !group.prompt.toLowerCase().includes(word))
+        answers = answers.filter((one) => one.text.toLowerCase().includes(word));
+      if (answers.length) found.push([group, answers]);
+    }
+    groups.replaceChildren(...found.slice(0, shown).map(([group, answers]) =>
+      element("article", "group", element("div", "small", group.kind), marked(group.prompt, word),
+        element("div", "answers", ...answers.map((one) => answer(one, word))))));
+    const total = found.reduce((sum, [, answers]) => sum + answers.length, 0);
+    document.getElementById("found").textContent = `${total} completions of ${found.length} prompts`;
+    more.hidden = found.length <= shown;
+  }
+  function choices(select, names) {
+    select.append(new Option("all", ""), ...names.map((name) => new Option(name, name)));
+  }
+  if (search) {
+    choices(kind, [...new Set(data.samples.map((group) => group.kind))]);
+    choices(run, [...new Set(data.samples.flatMap((group) => group.answers.map((one) => one.run)))]);
+    search.form.addEventListener("submit", (event) => event.preventDefault());
+    for (const input of [search, kind, run]) input.addEventListener("input", () => { shown = STEP; list(); });
+    more.addEventListener("click", () => { shown += STEP; list(); });
+    const asked = new URLSearchParams(location.search).get("search");
+    if (asked) search.value = asked;
+  }
+
+  // A page that follows a run loads itself again, and puts the reader back where they were.
+  function remember() {
+    const from = Object.fromEntries(Object.entries(views).map(([name, view]) => [name, has(view, "from")]));
+    const heights = Object.fromEntries(Object.keys(data.specs).map((name) => [name, document.getElementById(name).offsetHeight]));
+    const open = [...document.querySelectorAll("details[id][open]")].map((one) => one.id);
+    keep(sessionStorage, place, JSON.stringify({ y: scrollY, open, from, heights, shown,
+      search: search?.value, kind: kind?.value, run: run?.value, focus: document.activeElement?.id }));
+  }
+  if (before && data.refresh) {
+    // As high as they will be, so that the place is there before they are drawn.
+    for (const [name, height] of Object.entries(before.heights)) {
+      const chart = document.getElementById(name);
+      if (chart) chart.style.minHeight = height + "px";
+    }
+    for (const id of before.open) document.getElementById(id)?.setAttribute("open", "");
+    if (search) { search.value = before.search; kind.value = before.kind; run.value = before.run; shown = before.shown; }
+  }
+  if ("scrollRestoration" in history) history.scrollRestoration = data.refresh ? "manual" : "auto";
+  function back() {
+    if (!before || !data.refresh) return;
+    scrollTo(0, before.y);
+    document.getElementById(before.focus)?.focus({ preventScroll: true });
+  }
+  list();
+  back();
+  paint().then(() => {
+    if (!data.refresh) return;
+    if (before && Math.abs(scrollY - before.y) > 1) back();
+    // Not earlier: what is not drawn yet has no place to remember.
+    setInterval(() => {
+      if (document.hidden || document.activeElement === search) return;  // nobody looks, or somebody types
+      remember();
+      location.reload();
+    }, 1000 * data.refresh);
+  });
+})();
