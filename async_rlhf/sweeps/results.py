@@ -15,7 +15,12 @@ Results = Mapping[str, Any]
 """Of one run; see :func:`~async_rlhf.sweeps.one_trial.run_trial`."""
 
 COLUMNS = {"seeds": "seeds", "gold": "gold reward", "wins": "wins vs. start", "kl": "KL to start"}
-METRICS = {"val/ess_token": "ESS, tokens", "val/ess_sequence": "ESS, completions", "val/ended_share": "ended"}
+METRICS = {
+    "objective/scores": "score in training",
+    "val/ess_token": "ESS, tokens",
+    "val/ess_sequence": "ESS, completions",
+    "val/ended_share": "ended",
+}
 """Metrics of the last tenth of training that the table shows."""
 
 

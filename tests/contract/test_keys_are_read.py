@@ -24,7 +24,8 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.cli import COMMANDS, _find
-from async_rlhf.commands import serve, workers
+from async_rlhf.commands import serve, sweep, workers
+from async_rlhf.commands.certify import run_certify
 from async_rlhf.commands.config import MigrateConfig, run_config
 from async_rlhf.commands.data import run_data
 from async_rlhf.commands.evaluate import run_evaluate
@@ -39,6 +40,7 @@ from async_rlhf.commands.report import run_report
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import Stage
+from async_rlhf.commands.sweep import run_sweep
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import (
     AdapterConfig,
@@ -61,9 +63,11 @@ from async_rlhf.config import (
     VLLMConfig,
 )
 from async_rlhf.config.base import Checked
+from async_rlhf.config.certify import CertifyConfig
 from async_rlhf.config.plan import ModelSizeConfig, SecondsConfig, WorkloadConfig
 from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
 from async_rlhf.config.report import ReportConfig
+from async_rlhf.config.sweep import ManyRunsConfig, SweepConfig
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -83,6 +87,7 @@ from async_rlhf.run.choices import make_generator
 from async_rlhf.run.config import DataConfig, ExplainConfig, ReplayConfig, RunConfig
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
+from async_rlhf.sweeps.running import Outcome
 from async_rlhf.system.lock import InUseError
 
 HAS_RAY = find_spec("ray") is not None
@@ -225,6 +230,23 @@ def _stages(inputs: Inputs) -> None:
     run_config(MigrateConfig(inputs["original.yml"], algorithm="online_dpo", output=inputs["ours.yml"]))
 
 
+def _many(inputs: Inputs) -> None:
+    """A sweep and a certificate, their runs in this process, where their reading is followed."""
+    train = {"completions_per_batch": 8, "batches": 2, "generation": {"response_length": 4, "placement": "inline"}}
+    base = {"model": inputs["policy"], "data": {"train": inputs["prompts.jsonl"]}, "reward_funcs": inputs.reward}
+    held_out = {"data": inputs["prompts.jsonl"], "reward_funcs": inputs.reward, "response_length": 4, "max_prompts": 4}
+    both: dict[str, Any] = {"base": {**base, "train": train}, "held_out": held_out}
+
+    def here(jobs, parallel, threads, devices):
+        return (Outcome(job, job.function(job.argument)) for job in jobs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "run_jobs", here)
+        grid = {"train.staleness": [0, 1]}
+        run_sweep(SweepConfig(**both, output_dir=inputs["sweep"], grid=grid, baseline={"train.staleness": 0}))
+        run_certify(CertifyConfig(**both, output_dir=inputs["certificate"], staleness=1, margin=9.0, max_pairs=5))
+
+
 ORIGINAL = """sft_model_path: a
 reward_model_path: b
 dataset_name: d.jsonl
@@ -309,13 +331,17 @@ def _elsewhere(inputs: Inputs) -> None:
 
 def _ray(inputs: Inputs) -> None:
     """The same of Ray, where it is installed."""
-    from async_rlhf.cluster import ray, ray_generation, ray_rewards
+    from async_rlhf.cluster import ray, ray_generation, ray_rewards, ray_tasks
 
     config = new_args(inputs.folder, staleness=1, launch="ray", ray=RayConfig(reward_workers=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray.ray, "init", _stop)
         with pytest.raises(StopError):
             ray.connect(config)
+        patch.setattr(ray_tasks, "run_tasks", _stop)
+        files = {"base": "recipes/docstrings/online_dpo.yml", "held_out": {}, "output_dir": inputs["sweep"]}
+        with pytest.raises(StopError):
+            list(sweep._outcomes([None], SweepConfig(**files, executor="ray")))
         patch.setattr(ray.Actor, "start", _stop)
         with pytest.raises(StopError):
             ray_rewards.RewardPool(config)
@@ -331,7 +357,7 @@ def _ray(inputs: Inputs) -> None:
 def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     inputs = Inputs(tmp_path_factory.mktemp("keys"))
     with following() as found:
-        for part in (_trains, _stages, _plans, _elsewhere, *([_ray] if HAS_RAY else [])):
+        for part in (_trains, _stages, _many, _plans, _elsewhere, *([_ray] if HAS_RAY else [])):
             part(inputs)
     return found
 
@@ -359,7 +385,8 @@ def kinds() -> list[type[Checked]]:
 def test_every_key_is_read(kind, read):
     if kind is RayConfig and not HAS_RAY:
         pytest.skip("needs the extra ray")
-    assert unread(kind, read) == []
+    of_ray = ["gpus"] if kind is ManyRunsConfig and not HAS_RAY else []
+    assert unread(kind, read) == of_ray
 
 
 @dataclass(frozen=True)

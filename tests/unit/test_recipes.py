@@ -70,7 +70,9 @@ def test_every_setting_of_every_sweep_can_be_run(name):
     config = parse(SweepConfig, "sweep", ["--config", str(FILES[name])])[0]
     trials = trials_of(config)
     assert len(trials) >= 12
-    assert {one.run.train.num_batches * one.run.train.num_mini_batches for one in trials} == {128}
+    # All settings take equally many optimiser steps of 64 completions, but for what T and K change.
+    steps = {one.run.train.num_batches * one.run.train.num_mini_batches for one in trials}
+    assert len(steps) == 1
 
 
 def test_recipes_refer_to_files_that_are_there():
@@ -175,6 +177,9 @@ def data_of(name: str, folder: Path) -> tuple[Path, Path]:
         return folder / "no_robots", folder / "no_robots"
     if place == "gsm8k":
         return folder / "gsm8k/train.jsonl", folder / "gsm8k/test.jsonl"
+    if name == "science/sorting.yml":
+        run_script("science/make_sorting.py", "--sizes", 10, 10, 10, "--output", folder / "sorting")
+        return folder / "sorting/rl.jsonl", folder / "sorting/heldout.jsonl"
     if place == "reasoning_gym":
         pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym: pip install '.[reasoning-gym]'")
         files = folder / "gym_train.jsonl", folder / "gym_eval.jsonl"
@@ -217,6 +222,8 @@ def small_run(name: str, folder: Path, output: Path) -> RunConfig:
     }
     if "reward_model" in asked:
         changes["reward_model"] = folder / "judge"
+    for size in {"completions_per_batch", "batches"} & asked["train"].keys():
+        changes[f"train.{size}"] = None
     if "ray" in asked["train"]:
         changes["train.ray"] = json.dumps(
             {"num_cpus": 1.0, "labels": {}, "reward_workers": 0, "reward_num_cpus": 1.0, "reward_labels": {}}
