@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 
-def log_student_cdf(t: float, freedom: int) -> float:
+def log_student_cdf(t: float, freedom: float) -> float:
     """Log of P(T <= t) for Student's t, with the digits of its small values."""
     if t == 0:
         return -math.log(2)
     x = freedom / (freedom + t * t) if abs(t) < 1e150 else 0.0
     log_tail = log_incomplete_beta(freedom / 2, 0.5, x, t * t / (freedom + t * t) if x > 0 else 1.0) - math.log(2)
     return log_tail if t < 0 else math.log1p(-math.exp(log_tail))
+
+
+@cache
+def student_quantile(share: float, freedom: float) -> float:
+    """The quantile of Student's t, for a share of at least a half; ``freedom`` need not be whole."""
+    low, high = 0.0, 1.0
+    while log_student_cdf(high, freedom) < math.log(share):
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if log_student_cdf(middle, freedom) < math.log(share) else (low, middle)
+    return (low + high) / 2
 
 
 def log_incomplete_beta(a: float, b: float, x: float, rest: float) -> float:

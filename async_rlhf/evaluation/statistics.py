@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from async_rlhf.evaluation.distributions import f_quantile
+from async_rlhf.evaluation.distributions import f_quantile, student_quantile
 
 _Z = 1.959963984540054  # 97.5% quantile of the normal distribution
-_T_SMALL = (12.706204736432095, 4.302652729696142)  # of Student's t, 1 and 2 degrees of freedom
 
 
 class Interval(NamedTuple):
@@ -23,19 +22,9 @@ class Interval(NamedTuple):
     high: float
 
 
-def t_quantile(freedom: int) -> float:
-    """97.5% quantile of Student's t, to 0.2% (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5)."""
-    if freedom <= len(_T_SMALL):
-        return _T_SMALL[freedom - 1]
-    z = _Z
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**i for i, term in enumerate(terms))
+def t_quantile(freedom: float) -> float:
+    """97.5% quantile of Student's t."""
+    return student_quantile(0.975, freedom)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -150,7 +139,7 @@ def crossed_mean_interval(values_SP: Sequence[Sequence[float]]) -> Interval:
         variance, freedom = squares[2], freedoms[2]
     else:
         freedom = variance**2 / (squares**2 / freedoms).sum()
-    half = t_quantile(max(1, int(freedom))) * math.sqrt(variance / values.size)
+    half = t_quantile(max(1.0, freedom)) * math.sqrt(variance / values.size)
     return Interval(float(mean), float(mean - half), float(mean + half))
 
 
