@@ -276,6 +276,7 @@ class RestartingGenerator(RemoteGenerator):
         self._restarts += 1
         again = f", to sample {', '.join(work(request.batch) for request in back)} again" if back else ""
         logger.warning("%s %d %s; starting it again%s", self.kind, worker.number, why, again)
+        self.trace.mark("restarted", worker.label, f"it {why}")
         worker.start()
 
     def _give_up(self, worker: MortalWorker, error: Exception) -> None:
@@ -285,6 +286,7 @@ class RestartingGenerator(RemoteGenerator):
         if not others:
             raise error
         self._dismiss(worker)
+        self.trace.mark("given up", worker.label, str(error))
         logger.warning("WARNING: %s; the run goes on with %d: %s", error, len(others), ", ".join(map(_name, others)))
 
     def _dismiss_if_idle(self, worker: MortalWorker) -> None:

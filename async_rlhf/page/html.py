@@ -22,7 +22,7 @@ from async_rlhf.page import panels
 from async_rlhf.page.panels import Panel
 from async_rlhf.page.reading import Evaluation, ReadRun
 from async_rlhf.page.samples import samples
-from async_rlhf.page.tables import configuration, environment, evaluation_table, overview
+from async_rlhf.page.tables import configuration, environment, evaluation_table, faults, overview
 from async_rlhf.page.warnings import warnings
 from async_rlhf.reports.charts import VEGA_LITE, Key, Look, theme
 
@@ -95,7 +95,7 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     stale = list(panels.over_training(panels.STALENESS, runs, key, points))
     page.add("staleness", "Staleness", legend, page.figures(stale))
     work = [panel for number, run in enumerate(runs) if (panel := panels.work(run, number, share)) is not None]
-    page.add("work", "Who worked when", page.figures(work).replace("figures", "figures wide", 1))
+    page.add("work", "Who worked when", page.figures(work).replace("figures", "figures wide", 1), faults(runs))
     chosen = samples(runs, evaluations, int(share * _TEXT))
     page.add("samples", "Samples", _samples(bool(chosen.groups), chosen.notes))
     page.add("environment", "Environment and configuration", environment(runs), configuration(runs))

@@ -40,6 +40,7 @@ class Span:
         start: seconds from the first span of its file.
         end: the same.
         batch: 0 for none.
+        why: of a fault, which has no length; empty for work.
     """
 
     track: str
@@ -47,6 +48,7 @@ class Span:
     start: float
     end: float
     batch: int
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class ReadRun:
         eval_samples: of eval_samples.jsonl.
         starts: of environment.json.
         traces: spans of each trace, by file name, in the order of the starts.
+        faults: of each trace, by file name: generators that were started again or given up.
         state: how it ended, if it has.
         parameters: of the newest policy in the folder; None if there is none.
         problems: what could not be read.
@@ -94,6 +97,7 @@ class ReadRun:
     eval_samples: Sequence[Mapping[str, Any]] = ()
     starts: Sequence[Mapping[str, Any]] = ()
     traces: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    faults: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     state: State = "finished"
     parameters: int | None = None
     problems: Sequence[str] = ()
@@ -155,6 +159,7 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     lines = [row for row in found if "batch" in row]
     if found and not lines:
         raise ConfigError(f"runs: got {str(folder)!r}; its {METRICS} is of another command than train")
+    traces = dict(_traces(folder, problems))
     rows = [row for row in lines if not any(key.startswith("eval_") for key in row)]
     return ReadRun(
         folder,
@@ -165,7 +170,8 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
         list(_json_lines(folder / SAMPLES, problems)),
         list(_json_lines(folder / EVAL_SAMPLES, problems)),
         _starts(folder, problems),
-        dict(_traces(folder, problems)),
+        {name: [span for span in spans if not span.why] for name, spans in traces.items()},
+        {name: found for name, spans in traces.items() if (found := [span for span in spans if span.why])},
         _state(folder, int(max((row["batch"] for row in rows), default=0)), ended),
         _parameters(folder, problems),
         problems,
@@ -295,14 +301,16 @@ def _spans(path: Path) -> Iterator[Span]:
                 kind = event["ph"]
                 if kind == "M":
                     tracks[event["tid"]] = str(event["args"]["name"])
-                if kind != "X":
+                details = event.get("args", {})
+                why = str(details.get("why", "")) if kind == "i" else ""
+                if kind != "X" and not why:
                     continue
-                start, seconds, track = event["ts"] / 1e6, event["dur"] / 1e6, tracks.get(event["tid"], "")
-                batch = int(event.get("args", {}).get("batch", 0))
+                start, seconds = event["ts"] / 1e6, event["dur"] / 1e6 if kind == "X" else 0.0
+                track, batch = tracks.get(event["tid"], ""), int(details.get("batch", 0))
             except (ValueError, KeyError, TypeError):
                 continue
             first = start if first is None else first
-            yield Span(track, str(event["name"]), start - first, start - first + seconds, max(batch, 0))
+            yield Span(track, str(event["name"]), start - first, start - first + seconds, max(batch, 0), why)
 
 
 def _parameters(folder: Path, problems: list[str]) -> int | None:

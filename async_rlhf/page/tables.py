@@ -157,11 +157,19 @@ def environment(runs: Sequence[ReadRun]) -> str:
                     " ".join(map(_word, start.get("command") or [])),
                 ]
             )
-    note = (
-        '<p class="small">A run that was resumed has a row for each start. Generators that were started again within a '
-        "start are in its log, not in its folder.</p>"
-    )
+    note = '<p class="small">A run that was resumed has a row for each start.</p>'
     return table(["run", "started", "device", "async_rlhf", "versions", "command"], rows) + note if rows else ""
+
+
+def faults(runs: Sequence[ReadRun]) -> str:
+    """Generators that died or fell silent, and what became of them."""
+    rows = [
+        [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", fault.why]
+        for run in runs
+        for trace, found in run.faults.items()
+        for fault in found
+    ]
+    return table(["run", "trace", "after", "what", "why"], rows, "Faults and restarts") if rows else ""
 
 
 def _word(word: Any) -> str:

@@ -50,11 +50,22 @@ class Trace:
             self._seconds[name] += ended - started
             if self._file is None:
                 return
-            if track not in self._tracks:
-                self._tracks[track] = len(self._tracks)
-                self._write({"name": "thread_name", "ph": "M", "tid": self._tracks[track], "args": {"name": track}})
             event = {"name": name, "ph": "X", "ts": round(started * 1e6, 1), "dur": round((ended - started) * 1e6, 1)}
-            self._write({**event, "tid": self._tracks[track], "args": details})
+            self._write({**event, "tid": self._track(track), "args": details})
+
+    def mark(self, name: str, track: str, why: str) -> None:
+        """Record that something has happened now, such as a fault; from any thread."""
+        with self._one:
+            if self._file is not None:
+                event = {"name": name, "ph": "i", "s": "t", "ts": round(time.monotonic() * 1e6, 1)}
+                self._write({**event, "tid": self._track(track), "args": {"why": why}})
+
+    def _track(self, name: str) -> int:
+        """The number of a track, which is told to the file when it is new."""
+        if name not in self._tracks:
+            self._tracks[name] = len(self._tracks)
+            self._write({"name": "thread_name", "ph": "M", "tid": self._tracks[name], "args": {"name": name}})
+        return self._tracks[name]
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by name of span since the last call."""

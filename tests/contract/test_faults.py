@@ -35,6 +35,7 @@ from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models.saving import write_model
+from async_rlhf.page.reading import read_run
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import verify
@@ -96,6 +97,10 @@ def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy,
     for name, tensor in undisturbed.model.state_dict().items():
         assert torch.equal(tensor, killed.model.state_dict()[name]), name
     assert generator_pids() == set()
+    (fault,) = read_run(Path(killed.args.output_dir), "killed").faults["trace.json"]
+    assert (fault.track, fault.name) == ("generator 0", "restarted")
+    assert "exit code -9" in fault.why
+    assert not read_run(Path(undisturbed.args.output_dir), "undisturbed").faults
 
 
 @contextmanager

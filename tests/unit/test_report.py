@@ -260,6 +260,23 @@ def test_a_run_that_is_written_right_now(copied):
     assert "after batch 0" in page([read_run(run, "run")])
 
 
+def test_generators_that_were_lost_are_in_the_page(copied):
+    trace = copied["stopped"] / "trace.json"
+    text = trace.read_text().removesuffix("]\n")
+    fault = {"ph": "i", "pid": 1, "tid": 0, "ts": 0.0}
+    events = [fault | {"name": "restarted", "args": {"why": "it died (exit code -9) <b>"}}, fault | {"name": "end"}]
+    first = json.loads(next(line for line in text.splitlines() if '"ph": "X"' in line).rstrip(","))
+    events[0]["ts"] = first["ts"] + 2.5e6
+    trace.write_text(text.rstrip().rstrip(",") + ",\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
+    run = read_run(copied["stopped"], "run")
+    (found,) = run.faults["trace.json"]
+    assert (found.name, round(found.start, 3), found.end - found.start) == ("restarted", 2.5, 0.0)
+    assert found not in run.traces["trace.json"]
+    shown = page([run])
+    assert "Faults and restarts" in shown
+    assert "it died (exit code -9) &lt;b&gt;" in shown
+
+
 def test_lines_that_are_no_json_are_counted_and_said(copied):
     path = copied["sync"] / "samples.jsonl"
     path.write_text("no json\n[1]\n" + path.read_text())
