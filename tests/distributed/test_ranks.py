@@ -26,6 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         STRATEGIES,
     ),
     "inline": ({"staleness": 0, "evaluate": True, "eval_steps": 2}, ["ddp", "fsdp", "zero3"]),
+    "inline, stale": ({"staleness": 2, "generation": {"placement": "inline"}}, ["ddp", "fsdp"]),
     "evaluated beside": (
         {**ASYNC, "evaluate": True, "eval_steps": 2, "eval_samples_per_prompt": 2, "save_steps": 1},
         ["ddp", "zero3"],
