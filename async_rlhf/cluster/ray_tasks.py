@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,12 +17,15 @@ from ray.exceptions import RayError  # isort: skip
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_RETRIES = 3
+"""Of a task whose process was lost. One that is lost each time, for example for lack of memory, is an error."""
 
 
 def run_tasks(
     work: Callable[[Any], T], items: Sequence[Any], num_cpus: float, num_gpus: float
 ) -> Iterator[tuple[Any, T | None, str]]:
-    """Call ``work`` with each item in a task of its own. A task whose node is lost is done again elsewhere.
+    """Call ``work`` with each item in a task of its own, in this process's current folder, which the nodes must share.
+    A task whose node or process is lost is done again, up to three times.
 
     The cluster is that of $RAY_ADDRESS, else the one that this host is a node of, else a new one on this host.
 
@@ -40,15 +44,19 @@ def run_tasks(
     if not ray.is_initialized():
         connect_to(None)
     logger.info("Ray: %s", describe_nodes())
-    wanted = {"CPU": num_cpus, "GPU": num_gpus}
-    fits = any(all(node["Resources"].get(name, 0.0) >= n for name, n in wanted.items()) for node in ray.nodes())
-    right = f"must fit on one node, with {num_cpus:g} CPUs for each run; the cluster has {describe_nodes()}"
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    right = f"must fit on a node, as the CPUs of each run; the cluster has {describe_nodes()}"
+    require(any(node.get("CPU", 0) >= num_cpus for node in nodes), "threads", num_cpus, right)
+    right = f"must fit on a node, with {num_cpus:g} CPUs for each run; the cluster has {describe_nodes()}"
+    fits = any(node.get("CPU", 0) >= num_cpus and node.get("GPU", 0) >= num_gpus for node in nodes)
     require(fits, "gpus", num_gpus, right)
+    here = os.getcwd()
 
     def call(item: Any) -> T:
+        os.chdir(here)  # names of files are relative to it
         return work(item)
 
-    task = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=-1)(call)
+    task = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=_RETRIES)(call)
     waiting = {task.remote(item): item for item in items}
     try:
         while waiting:

@@ -27,6 +27,8 @@ from async_rlhf.system.lock import hold
 
 TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
 
+_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
 logger = logging.getLogger(__name__)
 
 
@@ -118,18 +120,15 @@ def share_of(trials: Sequence[Trial], share: str | None) -> list[Trial]:
 
 def check_trials(trials: Sequence[Trial]) -> None:
     """Require that what the runs read is there. Raises ConfigError."""
-    for trial in {trial.run.model + str(trial.run.reward_model): trial for trial in trials}.values():
-        for name in ("model", "reward_model", "ref_model", "value_model"):
-            check_source(getattr(trial.run, name), f"base.{name}")
-        for key, source in (("base.data.train", trial.run.data.train), ("held_out.data", trial.held_out.data)):
-            looks_local = source.startswith((".", "/", "~")) or Path(source).suffix in (
-                ".jsonl",
-                ".json",
-                ".csv",
-                ".parquet",
-            )
-            if looks_local and not Path(source).expanduser().exists():
-                raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
+    for name in ("model", "reward_model", "ref_model", "value_model"):
+        for source in dict.fromkeys(getattr(trial.run, name) for trial in trials):
+            check_source(source, f"base.{name}")
+    sources = {(f"base.data.{name}", getattr(trial.run.data, name)) for trial in trials for name in ("train", "eval")}
+    sources |= {("held_out.data", trial.held_out.data) for trial in trials}
+    for key, source in sorted(sources, key=str):
+        local = source is not None and (source.startswith((".", "/", "~")) or Path(source).suffix in _FILES)
+        if local and not Path(source).expanduser().exists():
+            raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
 
 
 def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:

@@ -26,7 +26,7 @@ class ManyRunsConfig(Checked):
     output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
     """The folder for all runs and what they show together."""
     parallel: int = key(1, at_least(1), at_most(1024, "each is a process"), role="speed", main="machine")
-    """Runs at a time on this machine."""
+    """Runs at a time on this machine; as many as devices, if these are given."""
     threads: int = key(1, at_least(1), at_most(4096, "no machine has more"), main="machine")
     """CPU threads of each run. Sums depend on it, so it decides the results' last digits."""
     devices: list[str] = key([], EACH_ONCE, role="place", main="machine")
@@ -52,10 +52,8 @@ class ManyRunsConfig(Checked):
         require(not on_ray or not self.devices, "devices", self.devices, right)
         require(not on_ray or self.parallel == 1, "parallel", self.parallel, right)
         require(on_ray or self.gpus == 0, "gpus", self.gpus, 'must be 0 with executor "local"; devices says which')
-        if isinstance(self.base, dict):
-            given = isinstance(self.base.get("train"), dict) and "output_dir" in self.base["train"]
-            right = "must be left out: each run has a folder of its own in output_dir"
-            require(not given, "base.train.output_dir", given and self.base["train"]["output_dir"], right)
+        right = f"must be as many as devices, which are {len(self.devices)}: each run has one at a time"
+        require(not self.devices or self.parallel == len(self.devices), "parallel", self.parallel, right)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,19 +30,19 @@ class InlineGenerator:
         engine: samples from the learner's policy.
         trace: records generation.
         agreement: compares some completions with what the learner computes for them.
-        ahead: whether the weights change between submitting a batch and collecting it.
+        staleness: S.
     """
 
     on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
     """Never called: nothing arrives beside training."""
 
     def __init__(
-        self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement, ahead: bool = False
+        self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement, staleness: int = 0
     ) -> None:
         self.engine = engine
         self.trace = trace
         self.agreement = agreement
-        self._ahead = ahead
+        self.at_once = staleness > 0
         self._sampled: dict[int, Batch] = {}
         self._policy: PreTrainedModel | None = None
         self._version = engine.version
@@ -62,7 +62,7 @@ class InlineGenerator:
         if isinstance(version, tuple):
             (version,) = version
         self._requests[index] = (self._version if version is None else version, prompts)
-        if self._ahead:
+        if self.at_once:
             self._sampled[index] = self._sample(index)
 
     def collect(self, index: int) -> Batch:

@@ -135,6 +135,9 @@ class Generator(Protocol):
     completions are here, in any thread, and maybe long before the batch is collected. One that samples in this process
     never calls it."""
 
+    at_once: bool
+    """Whether a batch is sampled, and compared with the learner, before :meth:`submit` returns."""
+
     @property
     def agreement(self) -> Resumable:
         """Results of comparing engine and learner on the batches so far."""
@@ -143,7 +146,9 @@ class Generator(Protocol):
         """Make the policy's weights available under a number. They may change again as soon as this returns."""
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
-        """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once."""
+        """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once, unless
+        :attr:`at_once`.
+        """
 
     def collect(self, index: int) -> Batch:
         """Batch ``index``, with its completions on rank 0. Blocks until they are there; raises any failure."""

@@ -48,6 +48,7 @@ class RemoteGenerator:
         workers: at least one on rank 0.
     """
 
+    at_once = False
     streams = False
     """Whether a worker can sample several units at a time."""
 

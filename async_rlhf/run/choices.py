@@ -71,8 +71,8 @@ def make_generator(
     config = replace(config, generation=replace(config.generation, num_threads=threads, mismatch_steps=steps))
     if config.placement == "inline" and config.generation.engine == "transformers":
         autocast = autocast_dtype(config)
-        agreement = Agreement(config.generation, params, torch.float32, autocast, parallel)
-        return InlineGenerator(engine, trace, agreement, ahead=config.staleness > 0)
+        agreement = Agreement(config.generation, params, torch.float32, autocast, parallel, config.staleness)
+        return InlineGenerator(engine, trace, agreement, config.staleness)
     if config.placement == "inline":
         return inline_vllm(config, policy, params, trace)
     if not parallel.ranks.leads:

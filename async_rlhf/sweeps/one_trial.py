@@ -37,6 +37,8 @@ def stage_of(trial: Trial) -> Stage:
     inputs |= {"run.reward_model": run.reward_model, "run.reward_funcs": run.reward_funcs}
     inputs |= {"run.data.train": run.data.train, "run.data.eval": run.data.eval, "held_out.data": held_out.data}
     inputs |= {f"held_out.{name}": getattr(held_out, name) for name in ("reward_model", "reward_funcs")}
+    if run.callbacks:
+        inputs["run.callbacks"] = run.callbacks
     return Stage(Path(trial.folder), "trial", trial, inputs)
 
 

@@ -9,23 +9,16 @@ from typing import Any
 from async_rlhf.evaluation.statistics import Interval
 from async_rlhf.reports.charts import Axis, Key, Series, Spec, figure, points, render_png
 from async_rlhf.sweeps.results import Summary
+from async_rlhf.sweeps.trials import number_of
 
 START = "starting model"
 _LONGEST = 40
 """Series of one picture; more could not be told apart."""
 
 
-def number_of(label: str) -> float | None:
-    """The number that a label is, if it is one."""
-    try:
-        return float(label)
-    except ValueError:
-        return None
-
-
 def axis_of(found: Sequence[Summary], wanted: str | None) -> str | None:
     """What goes on the horizontal axis: what is asked for, else the axis of numbers with the most values."""
-    axes = list(dict.fromkeys(axis for one in found for axis in one.setting))
+    axes = [axis for axis in found[0].setting if all(axis in one.setting for one in found)]
     labels = {axis: {one.setting.get(axis, "") for one in found} for axis in axes}
     numbers = [axis for axis in axes if all(number_of(label) is not None for label in labels[axis])]
     if wanted is not None:

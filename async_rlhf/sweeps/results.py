@@ -37,7 +37,9 @@ class Summary:
     wins: Interval | None
     """Share of prompts on which the policy's answer has a higher gold reward than the starting model's."""
     against: Interval | None
-    """Gold reward minus the baseline's, on the same seeds and prompts."""
+    """Gold reward minus the baseline's, on the same prompts and the seeds that both have."""
+    common: int
+    """How many seeds these are."""
     metrics: Mapping[str, float]
     """Means over seeds of the run's last metrics."""
 
@@ -78,7 +80,7 @@ def _summary(
     kl = crossed_mean_interval([[x] for x in kls]) if len(kls) > 1 else Interval(**next(iter(runs.values()))["kl"])
     names = set.intersection(*(set(one["metrics"]) for one in runs.values()))
     metrics = {name: fmean(one["metrics"][name] for one in runs.values()) for name in sorted(names)}
-    return Summary(setting, tuple(runs), crossed_mean_interval(scores_SP), kl, wins, against, metrics)
+    return Summary(setting, tuple(runs), crossed_mean_interval(scores_SP), kl, wins, against, len(both), metrics)
 
 
 def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
@@ -94,7 +96,8 @@ def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
     for one in found:
         cells = [one.setting.get(axis, "") for axis in axes]
         cells += [str(len(one.seeds)), _told(one.gold, ".3f")]
-        cells += [_told(one.against, "+.3f")] if baseline else []
+        of_some = f" ({one.common} of its seeds)" if one.against and one.common < len(one.seeds) else ""
+        cells += [_told(one.against, "+.3f") + of_some] if baseline else []
         cells += [_told(one.wins, ".1%")] if wins else []
         cells += [
             _told(one.kl, ".2f"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
-from async_rlhf.system.children import context_of
+from async_rlhf.system.children import context_of, start_process
 from async_rlhf.system.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _started(job: Job, device: str | None) -> BaseProcess:
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / _RESULT).unlink(missing_ok=True)
     process: BaseProcess = context_of().Process(target=_work, args=(job, device), name=job.name)
-    process.start()
+    start_process(process, job.name)
     return process
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,21 @@ from typing import Any
 import yaml
 
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.config.base import REQUIRED, Checked, key, require
+from async_rlhf.config.base import REQUIRED, Checked, dotted, key, require
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.sweep import ManyRunsConfig, SweepConfig
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
 
-SEED = "train.seed"
+RESERVED = {
+    "train.seed": "seeds says which",
+    "train.output_dir": "each run has a folder of its own in output_dir",
+    "train.num_threads": "threads says how many",
+    "train.generation.num_threads": "threads says how many",
+    "train.resume": "a run that was interrupted is resumed",
+    "train.overwrite_output_dir": "overwrite says whether runs are done again",
+}
+"""Keys of ``train`` that no setting may have, and what decides them."""
 _LONGEST_NAME = 120
 
 
@@ -58,6 +67,7 @@ def trials_of(config: SweepConfig) -> list[Trial]:
         ConfigError: a setting that cannot be run; the message names it.
     """
     held_out = parsed_held_out(config)
+    _check_labels(config, [labels for labels, _ in settings_of(config)])
     found = [
         trial
         for labels, keys in settings_of(config)
@@ -67,6 +77,17 @@ def trials_of(config: SweepConfig) -> list[Trial]:
     right = "must differ from each other: two settings have the same name"
     require(not twice, "settings", twice[:1], right)
     return sorted(found, key=lambda one: config.seeds.index(one.seed))
+
+
+def _check_labels(config: SweepConfig, settings: Sequence[Mapping[str, str]]) -> None:
+    """Require that the baseline is among the settings, and that the axis of the picture has numbers."""
+    for axis, label in labels_of(config.baseline).items():
+        known = list(dict.fromkeys(labels.get(axis, "") for labels in settings))
+        require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
+    axis = config.plot_axis
+    labels = dict.fromkeys(labels.get(axis, "") for labels in settings) if axis is not None else {}
+    words = [label for label in labels if number_of(label) is None]
+    require(not words, "plot_axis", axis, f"must be an axis whose labels are numbers; one is {words[:1]}")
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
@@ -81,6 +102,9 @@ def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str,
     for parts in itertools.product(listed or [({}, {})], *axes):
         labels, keys = dict[str, str](), dict[str, Any]()
         for some_labels, some_keys in parts:
+            for name, value in some_keys.items():
+                require(name not in keys, name, value, "must be set by one axis alone, or by settings alone")
+                require(name not in RESERVED, name, value, f"must be left out: {RESERVED.get(name)}")
             labels |= some_labels
             keys |= some_keys
         yield labels, keys
@@ -106,6 +130,11 @@ def of_setting(
     """
     told = ", ".join(f"{name} {label}" for name, label in labels.items())
     run = parsed_run(config, keys, told)
+    right = "must be above 0 with checkpoints: they are what is judged"
+    require(not checkpoints or run.train.save_steps > 0, "base.train.save_steps", run.train.save_steps, right)
+    right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
+    limit = run.train.save_total_limit
+    require(not checkpoints or limit is None, "base.train.save_total_limit", limit, right)
     found = []
     for seed in seeds:
         name = name_of(labels, seed)
@@ -136,7 +165,10 @@ def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], told: str = "") 
         values = read_yaml(config.base, "base") or {}
     else:
         values = config.base
-    merged = json.loads(json.dumps(values))
+    merged = deepcopy(values)
+    flat = dotted(merged)
+    for name in () if isinstance(config.base, str) else RESERVED:  # a file may be one that train runs, too
+        require(name not in flat, f"base.{name}", flat.get(name), f"must be left out: {RESERVED[name]}")
     threads = {"train.num_threads": config.threads, "train.generation.num_threads": config.threads}
     for name, value in {**threads, **keys, "train.output_dir": str(Path(config.output_dir) / "runs" / "any")}.items():
         _put(merged, name, value)
@@ -150,9 +182,12 @@ def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
     """How policies are judged; the model in it is a placeholder."""
     values = {**config.held_out, "models": {"policy": "policy"}, "output_dir": str(Path(config.output_dir) / "any")}
     try:
-        return _parsed(EvaluateConfig, "evaluate", values)
+        held_out = _parsed(EvaluateConfig, "evaluate", values)
     except ConfigError as error:
         raise ConfigError(f"held_out: {error}") from error
+    right = "must be left out: policies are compared by a gold reward; give reward_funcs or reward_model"
+    require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, right)
+    return held_out
 
 
 def _parsed(kind: type[Any], command: str, values: Mapping[str, Any]) -> Any:
@@ -170,6 +205,14 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
         require(isinstance(inner, dict), f"base.{group}", inner, "must be a group of keys")
         values = inner
     values[last] = value
+
+
+def number_of(label: str) -> float | None:
+    """The number that a label is, if it is one."""
+    try:
+        return float(label)
+    except ValueError:
+        return None
 
 
 def label_of(value: Any) -> str:

@@ -3,8 +3,9 @@
 #
 #   sbatch --array=0-15 recipes/slurm/sweep.sh sweep.yml
 #
-# The tasks share the sweep's folder; a task that is preempted or killed goes on where it was when it is put back. When
-# all are done, `async-rlhf sweep sweep.yml` makes table and picture; so does this, by a last job that waits for them:
+# The tasks share the sweep's folder. A task that is preempted or killed leaves out what is done when it is put back, and
+# goes on with the run that it was at from its last checkpoint (base.train.save_steps). When all are done,
+# `async-rlhf sweep sweep.yml` makes table and picture; so does this, by a last job that waits for them:
 #
 #   sbatch --dependency=afterok:JOB recipes/slurm/sweep.sh sweep.yml
 #SBATCH --job-name=async-rlhf-sweep

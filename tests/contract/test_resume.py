@@ -116,6 +116,21 @@ def finals(trainer):
     return [(str(p.relative_to(folder)), load_file(p)) for p in sorted(folder.rglob("*.safetensors"))]
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_that_samples_stale_batches_in_turn_resumes_bit_for_bit(
+    make_policy, tokenizer, prompts, make_args, staleness
+):
+    """What is found in a batch that is sampled ahead counts once, also if the run stops before training on it."""
+    options = {"staleness": staleness, "num_samples_logged": 100}
+    options["generation"] = {"placement": "inline", "mismatch_steps": 1}
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", **options))
+    run(make_policy, tokenizer, prompts, make_args("stopped", **options), callbacks=[StopAfter(2)])
+    resumed = make_args("stopped", resume=True, **options)
+    assert_same(run(make_policy, tokenizer, prompts, resumed), whole)
+    held = (Path(resumed.output_dir) / "checkpoint-2" / "resume" / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in held] == list(range(3, 4 + staleness))
+
+
 @pytest.mark.parametrize(("name", "staleness"), [*product(RUNS, [0, 1]), ("online_dpo", 3), ("ppo", 3)])
 def test_a_resumed_run_is_the_uninterrupted_one(make_policy, tokenizer, prompts, make_args, name, staleness):
     algorithm = next(a for a in BUILT_IN if name.startswith(a))
