@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from async_rlhf.algorithms.record import Algorithm, Needs
 from async_rlhf.config.base import above, at_least, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.policy import IN_LOSS
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -58,27 +55,9 @@ def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experienc
     return replace(experience.select(rows_B), rows_per_unit=2, weights_U=differ(scores_PK))
 
 
-def trust_of_pairs(
-    output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """How much each pair counts because of its staleness, (U,) without gradient, and metrics of pairs; None for 1."""
-    if config.pair_weights == "none":
-        return None, {}
-    sampled_BT = pairs.sampled_BT
-    logs_B = ((output.logprobs_BT.detach() - pairs.behaviour_logprobs_BT) * sampled_BT).sum(dim=1)
-    if config.pair_weights == "wpo":
-        logs_B = logs_B / sampled_BT.sum(dim=1).clamp(min=1)
-    ratios_B = logs_B.exp()
-    above_B = (ratios_B > config.pair_weight_cap).to(ratios_B.dtype)
-    weights_B = ratios_B.clamp(max=config.pair_weight_cap)
-    weights_U = weights_B[0::2] * weights_B[1::2]
-    metrics = {"policy/importance_weight": weights_U, "policy/importance_capped": (above_B[0::2] + above_B[1::2]) / 2}
-    return weights_U, metrics
-
-
 def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
     """The preference loss of each pair, and metrics to monitor DPO."""
-    from async_rlhf.algorithms.preference import preference_loss, ranked_right
+    from async_rlhf.algorithms.preference import preference_loss, ranked_right, stale_pair_weights
 
     assert pairs.reference_logprobs_BT is not None
     sampled_BT = pairs.sampled_BT
@@ -87,9 +66,12 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
     losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
-    trust, metrics = trust_of_pairs(output, pairs, config)
-    if trust is not None:
-        losses_U = losses_U * trust
+    metrics = {}
+    if config.pair_weights != "none":
+        log_ratios_BT = (output.logprobs_BT.detach() - pairs.behaviour_logprobs_BT) * sampled_BT
+        weights_U, capped_U = stale_pair_weights(log_ratios_BT, sampled_BT, config.pair_weights, config.pair_weight_cap)
+        losses_U = losses_U * weights_U
+        metrics = {"policy/importance_weight": weights_U, "policy/importance_capped": capped_U}
     metrics |= {
         "loss/policy_avg": losses_U,
         "rewards/chosen": config.beta * chosen_U,

@@ -47,6 +47,32 @@ def preference_loss(
     return (margins_U - 1 / (2 * beta)).square()
 
 
+def stale_pair_weights(
+    log_ratios_BT: Tensor, sampled_BT: Tensor, kind: Literal["wpo", "importance"], cap: float
+) -> tuple[Tensor, Tensor]:
+    """How much each pair counts because of its staleness: the product of both completions' weights min(r, cap).
+
+    "importance": r = pi / mu of the completion. "wpo": the geometric mean of pi / mu over its tokens, after Zhou et
+    al., "WPO", arXiv 2406.11827, who divide by what the policy would have drawn, as mu is not known there.
+
+    Args:
+        log_ratios_BT: log pi - log mu, 0 where no token was sampled, without gradient.
+        sampled_BT: 1 where one was.
+        kind: of weight.
+        cap: at least 1.
+
+    Returns:
+        (U,) weights, and (U,) the share of each pair's completions that are at the cap.
+    """
+    logs_B = log_ratios_BT.sum(dim=1)
+    if kind == "wpo":
+        logs_B = logs_B / sampled_BT.sum(dim=1).clamp(min=1)
+    ratios_B = logs_B.exp()
+    capped_B = (ratios_B > cap).to(ratios_B.dtype)
+    weights_B = ratios_B.clamp(max=cap)
+    return weights_B[0::2] * weights_B[1::2], (capped_B[0::2] + capped_B[1::2]) / 2
+
+
 def ranked_right(margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor) -> Tensor:
     """1 for a positive margin, 0 for a negative one, 1/2 for one that may be rounding, as all are at the first step.
 

@@ -35,7 +35,7 @@ class ManyRunsConfig(Checked):
     executor: Literal["local", "ray"] = key("local", role="place", main="machine")
     """ "local" starts processes on this machine; "ray" starts tasks on the nodes of a Ray cluster, which must share the
     folders: that of $RAY_ADDRESS, else the one that this host is a node of, else a new one on this host."""
-    gpus: float = key(0.0, at_least(0), role="place", main="machine")
+    gpus: float = key(0.0, at_least(0), role="place")
     """GPUs that each run reserves with executor "ray", possibly a fraction of one."""
     keep: Literal["results", "final", "all"] = key("final", role="place", main="output")
     """What stays of a run that has been judged: its logs and results alone, also its final policy, or its checkpoints
@@ -76,7 +76,7 @@ class SweepConfig(ManyRunsConfig):
     the one that differs from it in these alone."""
     checkpoints: bool = key(False, main="runs")
     """Judge the checkpoints of each run too, every base.train.save_steps batches: reward against KL over training."""
-    plot_axis: str | None = key(None, role="log", main="output")
+    plot_axis: str | None = key(None, role="log")
     """The axis that goes on the horizontal of the picture, its labels numbers; null for that with the most values."""
     share: str | None = key(None, _SHARE, role="place", main="machine")
     """Only the runs with these numbers, "i/n" for i, i + n, i + 2n ...: several machines can share a sweep, and a last

@@ -159,17 +159,20 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     lines = [row for row in found if "batch" in row]
     if found and not lines:
         raise ConfigError(f"runs: got {str(folder)!r}; its {METRICS} is of another command than train")
-    traces = dict(_traces(folder, problems))
     rows = [row for row in lines if not any(key.startswith("eval_") for key in row)]
+    evals = [row for row in lines if any(key.startswith("eval_") for key in row)]
+    config = _config(folder, problems)
+    samples, eval_samples = (list(_json_lines(folder / name, problems)) for name in (SAMPLES, EVAL_SAMPLES))
+    starts, traces = _starts(folder, problems), dict(_traces(folder, problems))
     return ReadRun(
         folder,
         name,
-        _config(folder, problems),
+        config,
         rows,
-        [row for row in lines if any(key.startswith("eval_") for key in row)],
-        list(_json_lines(folder / SAMPLES, problems)),
-        list(_json_lines(folder / EVAL_SAMPLES, problems)),
-        _starts(folder, problems),
+        evals,
+        samples,
+        eval_samples,
+        starts,
         {name: [span for span in spans if not span.why] for name, spans in traces.items()},
         {name: found for name, spans in traces.items() if (found := [span for span in spans if span.why])},
         _state(folder, int(max((row["batch"] for row in rows), default=0)), ended),
