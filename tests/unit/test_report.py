@@ -343,10 +343,18 @@ def test_secrets_and_free_options_are_left_out(copied):
         "train",
         "--reward=judge:score(prefix='SECRET9')",
         "--train.generation.vllm.options={a: SECRET0}",
+        "--train.generation.vllm.options.hf_token_x=SECRETA",
+        "--ray.runtime_env.KEY",
+        "SECRETB",
+        "--base.train.parallel.deepspeed.flag",
+        "--train.seed=31",
+        "shown",
     ]
     (run / "environment.json").write_text(json.dumps(starts))
     text = page([read_run(run, "run")])
-    assert re.findall(r"SECRET\d", text) == []
+    assert re.findall(r"SECRET\w", text) == []
+    for words in ("options.hf_token_x=***", "--ray.runtime_env.KEY ***", "deepspeed.flag --train.seed=31 shown"):
+        assert words in text
     assert "scale=2.5" in text
     assert "https://***@host" in text
 
