@@ -164,7 +164,7 @@ def environment(runs: Sequence[ReadRun]) -> str:
 def faults(runs: Sequence[ReadRun]) -> str:
     """Generators that died or fell silent, and what became of them."""
     rows = [
-        [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", fault.why]
+        [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", masked(fault.why)]
         for run in runs
         for trace, found in run.faults.items()
         for fault in found
