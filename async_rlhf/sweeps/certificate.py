@@ -210,12 +210,14 @@ def _standard_error(pair: Pair) -> float:
 
 
 def _odds(log_evidence: float) -> str:
-    """Evidence as a number of sensible length."""
-    digits = log_evidence / math.log(10)
+    """Evidence as a number of sensible length, rounded down: what is below a threshold must not be shown as it."""
+    digits = log_evidence / math.log(10) + 1e-12  # a threshold that is reached is not below itself
     if abs(digits) >= 4:
-        return f"10^{digits:.0f}"
-    value = math.exp(log_evidence)
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+        return f"10^{math.floor(digits)}"
+    if digits >= 1:
+        return f"{math.floor(10**digits)}"
+    unit = 10.0 ** (math.floor(digits) - 1)
+    return f"{math.floor(10**digits / unit) * unit:.2g}"
 
 
 def _interval(estimate: float, low: float, high: float) -> str:
