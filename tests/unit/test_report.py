@@ -290,6 +290,23 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
     assert "2 lines are not JSON objects" in page([found])
 
 
+def test_values_that_are_not_finite_are_missing(copied):
+    run = copied["sync"]
+    for name, keys in (("metrics.jsonl", ("objective/scores", "objective/kl")), ("samples.jsonl", ("score",))):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        last = max(row["batch"] for row in rows)
+        for row in rows:
+            if row["batch"] == last and "eval_objective/scores" not in row:
+                row |= dict(zip(keys, (float("nan"), float("-inf")), strict=False))
+        (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_run(run, "run")
+    assert found.problems[0] == "metrics.jsonl: 2 values are NaN or infinite and are left out"
+    text = page([found])
+    assert "2 values are NaN or infinite" in text
+    assert [row["batch"] for row in data_of(text)["specs"]["objective-scores"]["data"]["values"]] == [1, 2, 3, 4, 5]
+    assert {row["batch"] for row in found.samples if "score" not in row} == {6}
+
+
 def test_only_the_metrics_are_needed(copied, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
