@@ -68,7 +68,7 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
                 file.write(json_lines(line_of(*one) for one in found))
             logger.info("%s", progress(pair, known, question))
         summary = summary_of(found, question)
-        text = f"{told(summary)}\n\n{table(found, config.staleness)}\n"
+        text = f"{told(summary)}\n\n{table(found, question)}\n"
         for name, content in ((TEXT, text), (CERTIFICATE, json_lines([summary]))):
             with whole_file(folder / name) as file:
                 file.write(content)

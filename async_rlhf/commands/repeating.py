@@ -56,7 +56,13 @@ def without_uploads(config: OnlineConfig, output_dir: Path, **changes: Any) -> O
         changes: more keys, which come before these.
     """
     hub = {each.name: each.default for each in fields(OnlineConfig) if each.name.startswith("hub_")}
-    common = {"resume": False, "resume_from": None, "save_steps": 0, "report_to": [], "push_to_hub": False}
+    common: dict[str, Any] = {
+        "resume": False,
+        "resume_from": None,
+        "save_steps": 0,
+        "report_to": [],
+        "push_to_hub": False,
+    }
     return replace(config, **{"output_dir": str(output_dir), **common, **hub, **changes})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_the_summary_has_what_the_pairs_have():
     assert summary["worst_pair"] == {"seed": 9, "difference": pytest.approx(-0.0075)}
     assert summary["kl_stale"] == 2.0
     assert summary["interval"]["coverage"] == pytest.approx(0.9)
-    text = told(summary) + table(found, 4)
+    text = told(summary) + table(found, QUESTION)
     assert "12 pairs, seeds 0 to 11" in text
     assert "| 9 | 0.5177 | 0.5102 | -0.0075 |" in text
 
@@ -282,17 +283,28 @@ def test_one_held_out_prompt_is_refused_before_the_first_run(inputs, tmp_path):
 def test_runs_of_at_most_a_staleness_are_refused(inputs, tmp_path):
     bounded = config(inputs, tmp_path / "out")
     bounded.base["train"] |= {"staleness_mode": "bounded"}
-    with pytest.raises(ConfigError, match="base.train.staleness_mode: got 'bounded'; must be \"exact\""):
+    with pytest.raises(ConfigError, match=re.escape("base.train.staleness_mode: got 'bounded'; must be \"exact\"")):
         run_certify(bounded)
 
 
 @pytest.mark.parametrize(
-    ("evidence", "text"),
-    [(19.6, "19"), (20, "20"), (10, "10"), (9.97, "9.9"), (3, "3"), (0.0199, "0.019"), (99_999, "10^4"), (1e5, "10^5")],
+    ("error", "evidence", "text"),
+    [
+        (0.05, 19.6, "19.6"),
+        (0.05, 19.4, "19"),
+        (0.05, 20.4, "20"),
+        (0.05, 0.0199, "0.02"),
+        (0.05, 1e-6, "10^-6"),
+        (0.1, 9.97, "9.97"),
+        (0.03, 33.4, "33.4"),
+        (0.33, 3.04, "3.04"),
+        (1e-5, 60_000, "10^4.8"),
+        (1e-5, 2e5, "10^5"),
+    ],
 )
-def test_evidence_is_rounded_down(evidence, text):
+def test_evidence_is_shown_on_its_side_of_the_threshold(error, evidence, text):
     """19.6 of 20 is not 20 of 20."""
-    assert _odds(math.log(evidence)) == text
+    assert _odds(math.log(evidence), error) == text
 
 
 def test_a_run_that_fails_decides_nothing(inputs, tmp_path):
