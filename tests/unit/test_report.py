@@ -312,7 +312,7 @@ def test_only_the_metrics_are_needed(copied, tmp_path):
     bare.mkdir()
     shutil.copy(copied["sync"] / "metrics.jsonl", bare)
     found = read_run(bare, "bare")
-    assert [problem.split()[0] for problem in found.problems] == ["run.yml", "environment.json", "trace.json"]
+    assert {problem.split()[0] for problem in found.problems} == {"run.yml", "environment.json", "trace.json"}
     text = page([found])
     assert "objective-scores" in data_of(text)["specs"]
     assert 'id="work"' not in text
