@@ -35,7 +35,7 @@ class Effect:
     cosine: float | None
     """Between both steps; None if one of them is zero."""
     distance: Distance
-    """From the policy that came out to the one that would have."""
+    """From the policy with it to the one without it."""
 
 
 class Removal:

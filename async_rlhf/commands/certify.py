@@ -12,8 +12,10 @@ from typing import Any
 
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.sweep import FailedRunsError, check_trials, run_trials
+from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.certify import CertifyConfig
+from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.sequential import Look, critical_t
 from async_rlhf.sweeps.certificate import (
     Pair,
@@ -27,7 +29,7 @@ from async_rlhf.sweeps.certificate import (
     table,
     told,
 )
-from async_rlhf.sweeps.trials import Trial, of_setting, parsed_held_out
+from async_rlhf.sweeps.trials import Trial, of_setting, parsed_held_out, parsed_run
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import hold
 
@@ -51,6 +53,7 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
     """
     trials = trials_of(config)
     check_trials(trials)
+    _check_prompts(trials[0].held_out)
     _check_reachable(config)
     question = Question(config.staleness, config.margin, config.error, config.min_pairs)
     folder = Path(config.output_dir)
@@ -65,7 +68,7 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
                 file.write(json_lines(line_of(*one) for one in found))
             logger.info("%s", progress(pair, known, question))
         summary = summary_of(found, question)
-        text = f"{told(summary)}\n\n{table(found, config.staleness)}\n"
+        text = f"{told(summary)}\n\n{table(found, question)}\n"
         for name, content in ((TEXT, text), (CERTIFICATE, json_lines([summary]))):
             with whole_file(folder / name) as file:
                 file.write(content)
@@ -83,6 +86,9 @@ def trials_of(config: CertifyConfig) -> list[Trial]:
     held_out = parsed_held_out(config)
     right = "must be left out: a certificate needs a gold reward, of reward_model or reward_funcs"
     require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, right)
+    mode = parsed_run(config, {"train.staleness": config.staleness}).train.staleness_mode
+    right = 'must be "exact": a certificate is about runs of one staleness, and "bounded" is at most that'
+    require(mode == "exact", "base.train.staleness_mode", mode, right)
     seeds = range(config.seed, config.seed + config.max_pairs)
     sides = [
         of_setting(config, held_out, {"staleness": str(staleness)}, {"train.staleness": staleness}, seeds)
@@ -94,6 +100,15 @@ def trials_of(config: CertifyConfig) -> list[Trial]:
         for pair in zip(*sides, strict=True)
         for trial in pair
     ]
+
+
+def _check_prompts(held_out: EvaluateConfig) -> None:
+    """Require two prompts, for intervals over prompts. Those of the hub are counted only when they are answered."""
+    right = "must be at least 2, for intervals over prompts"
+    require(held_out.max_prompts is None or held_out.max_prompts > 1, "held_out.max_prompts", 1, right)
+    if Path(held_out.data).expanduser().exists():
+        rows = len(load_rows(held_out.data, held_out.split, key="held_out.data"))
+        require(rows > 1, "held_out.data", held_out.data, f"has {rows} prompt; {right}")
 
 
 def _check_reachable(config: CertifyConfig) -> None:

@@ -17,7 +17,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from async_rlhf.attribution.account import explained
 from async_rlhf.attribution.page import page
 from async_rlhf.attribution.update import RepeatableUpdate, clones
-from async_rlhf.commands.repeating import Line, ReplayDiffersError, of_training, read_metrics, read_run, require_equal
+from async_rlhf.commands.repeating import (
+    Line,
+    ReplayDiffersError,
+    of_training,
+    read_metrics,
+    read_run,
+    require_equal,
+    without_uploads,
+)
 from async_rlhf.commands.train import make_trainer
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
@@ -108,19 +116,15 @@ def _say_from(checkpoint: Path | None, start: int, batch: int) -> None:
 def _repeated(original: RunConfig, run: Path, scratch: Path, checkpoint: Path | None, batch: int) -> RunConfig:
     """The run's configuration, to be repeated elsewhere from a checkpoint of it."""
     bounded = original.train.staleness_mode == "bounded"
-    changes: dict[str, Any] = {
-        "output_dir": str(scratch / "run"),
-        "replay_from": str(_schedule(original, run, scratch, batch)) if bounded else None,
-        "resume": False,
-        "resume_from": None if checkpoint is None else str(checkpoint),
-        "save_steps": 0,
-        "logging_steps": 1,
-        "report_to": [],
-        "push_to_hub": False,
-        "trace": False,
-    }
-    train = with_prompt_cap(replace(original.train, **changes), original.model)
-    return replace(original, train=train)
+    train = without_uploads(
+        original.train,
+        scratch / "run",
+        replay_from=str(_schedule(original, run, scratch, batch)) if bounded else None,
+        resume_from=None if checkpoint is None else str(checkpoint),
+        logging_steps=1,
+        trace=False,
+    )
+    return replace(original, train=with_prompt_cap(train, original.model))
 
 
 def _schedule(original: RunConfig, run: Path, scratch: Path, batch: int) -> Path:

@@ -164,6 +164,8 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
         report_of_runs([out / name for name in RUNS], page)
     except ImportError:
         logger.warning("no picture and no page: %s brings what draws them", INSTALL)
+    except Exception as error:  # of any kind: all stages are done, and what they found is still to be said
+        logger.warning("WARNING: no picture or no page was made: %s: %s", type(error).__name__, error)
     accuracy = summary["results"]["reward"]["eval_accuracy"]
     print(f"reward model: {accuracy:.1%} of held-out pairs right")
     in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import METRICS
@@ -44,6 +45,25 @@ def read_run(run: str, cannot: str) -> RunConfig:
         why = "sampled with train.generation.seed_per_request false, so that nothing says what was drawn"
         raise ConfigError(f"run: {run!r} {why}, and cannot be {cannot}")
     return original
+
+
+def without_uploads(config: OnlineConfig, output_dir: Path, **changes: Any) -> OnlineConfig:
+    """How a run is repeated in another folder, from its beginning: it saves no checkpoints, and sends nothing anywhere.
+
+    Args:
+        config: of the run.
+        output_dir: the other folder.
+        changes: more keys, which come before these.
+    """
+    hub = {each.name: each.default for each in fields(OnlineConfig) if each.name.startswith("hub_")}
+    common: dict[str, Any] = {
+        "resume": False,
+        "resume_from": None,
+        "save_steps": 0,
+        "report_to": [],
+        "push_to_hub": False,
+    }
+    return replace(config, **{"output_dir": str(output_dir), **common, **hub, **changes})
 
 
 def read_metrics(folder: Path) -> list[Line]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.commands.repeating import ReplayDiffersError, read_metrics, read_run, require_equal
+from async_rlhf.commands.repeating import ReplayDiffersError, read_metrics, read_run, require_equal, without_uploads
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.run.config import ReplayConfig
+from async_rlhf.run.folder import SCHEDULE
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +25,14 @@ def run_replay(config: ReplayConfig) -> dict[str, Any]:
     run, original = Path(config.run), read_run(config.run, "replayed")
     if original.train.resume_from is not None:
         raise ConfigError(f"run: {config.run!r} was branched from a checkpoint of another run, and cannot be replayed")
-    changes: dict[str, Any] = {
-        "output_dir": config.output_dir or str(run / "replay"),
-        "overwrite_output_dir": config.overwrite,
-        "replay_from": str(run / "schedule.jsonl") if original.train.staleness_mode == "bounded" else None,
-        "resume": False,
-        "resume_from": None,
-        "save_steps": 0,
-        "report_to": [],
-    }
-    repeated = replace(original, train=replace(original.train, **changes))
+    bounded = original.train.staleness_mode == "bounded"
+    train = without_uploads(
+        original.train,
+        Path(config.output_dir or run / "replay"),
+        overwrite_output_dir=config.overwrite,
+        replay_from=str(run / SCHEDULE) if bounded else None,
+    )
+    repeated = replace(original, train=train)
     results = run_train(repeated)
     found, expected = read_metrics(Path(repeated.train.output_dir)), read_metrics(run)
     require_equal(found, expected)

@@ -13,10 +13,10 @@ from pathlib import Path
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.report import ReportConfig
-from async_rlhf.page.html import GENERATOR, page
+from async_rlhf.page.html import page
 from async_rlhf.page.reading import EVALUATION, ReadRun, evaluations_of, read_run
 from async_rlhf.reports.charts import INSTALL, can_draw
-from async_rlhf.run.folder import METRICS, REPORT
+from async_rlhf.run.folder import METRICS, REPORT, is_report
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,6 @@ def _names(folders: Sequence[Path]) -> dict[Path, str]:
 
 def _require_ours(out: Path) -> None:
     """A file that is no page of ours is not replaced."""
-    if not out.exists():
+    if not out.exists() or is_report(out):
         return
-    if out.is_file():
-        with out.open(encoding="utf-8", errors="replace") as file:
-            if GENERATOR in file.read(2000):
-                return
     raise ConfigError(f"out: got {str(out)!r}; is there and is no page of async-rlhf report; choose another name")

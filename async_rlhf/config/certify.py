@@ -21,7 +21,7 @@ class CertifyConfig(ManyRunsConfig):
     margin: float = key(REQUIRED, above(0), main="test")
     """How much mean gold reward may be lost and still count as none. Choose it before the first pair; it stays."""
     error: float = key(0.05, above(0), below(0.5), main="test")
-    """The largest chance to call a staleness non-inferior that is not, and as large a one for the opposite."""
+    """A wrong "non-inferior" has at most this chance. So has a wrong "inferior"."""
     min_pairs: int = key(5, at_least(2), main="test")
     """Pairs before which nothing is decided. More of them show rare runs that break down."""
     max_pairs: int = key(30, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
@@ -34,6 +34,8 @@ class CertifyConfig(ManyRunsConfig):
         super().check()
         right = f"must be at least min_pairs, which is {self.min_pairs}"
         require(self.max_pairs >= self.min_pairs, "max_pairs", self.max_pairs, right)
-        last = self.seed + self.max_pairs - 1 + int(self.held_out.get("seed") or 0)
+        judged = self.held_out.get("seed", 0)
+        require(type(judged) is int, "held_out.seed", judged, "must be a whole number")
+        last = self.seed + self.max_pairs - 1 + judged
         right = f"must be smaller: max_pairs {self.max_pairs} and held_out.seed lead beyond 2^32 - 1"
         require(last < 2**32, "seed", self.seed, right)

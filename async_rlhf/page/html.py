@@ -25,9 +25,8 @@ from async_rlhf.page.samples import samples
 from async_rlhf.page.tables import configuration, environment, evaluation_table, faults, overview
 from async_rlhf.page.warnings import warnings
 from async_rlhf.reports.charts import VEGA_LITE, Key, Look, theme
+from async_rlhf.run.folder import REPORT_MARK
 
-GENERATOR = '<meta name="generator" content="async-rlhf report">'
-"""By this a page is known to be ours."""
 LIMIT = 5_000_000
 """Most bytes of a page."""
 _TEXT, _POINTS = 1_200_000, 2_000
@@ -124,7 +123,7 @@ def _filled(sections: Sequence[tuple[str, str, str]], title: str, data: Any, ref
         for name, heading, html in sections
     )
     values = {
-        "generator": GENERATOR,
+        "generator": REPORT_MARK,
         "policy": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:",
         "title": escape(title),
         "style": _file("page.css"),

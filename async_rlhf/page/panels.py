@@ -17,6 +17,7 @@ BATCHES_SHOWN = 8
 """Of a timeline, before it is moved."""
 MAX_SPANS = 4000
 """Of one timeline. The newest are shown."""
+_SHARE = "Share of tokens or completions."
 WORK_OF = {
     "generate": "sampling",
     "load": "sampling",
@@ -120,8 +121,8 @@ STALENESS = [
         low="val/ratio_p01",
         high="val/ratio_p99",
     ),
-    Curve("policy/importance_capped", "Importance weights at the cap", "Share of tokens.", zero=True, format="%"),
-    Curve("policy/clipfrac_avg", "Clipped ratios", "Share of tokens or completions.", zero=True, format="%"),
+    Curve("policy/importance_capped", "Importance weights at the cap", _SHARE, zero=True, format="%"),
+    Curve("policy/clipfrac_avg", "Clipped ratios", _SHARE, zero=True, format="%"),
     Curve("policy/behaviour_kl_k3", "KL from sampling to trained policy", "Nats per token.", zero=True),
     Curve(
         "engine/logprob_difference",

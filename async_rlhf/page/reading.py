@@ -174,7 +174,7 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
         eval_samples,
         starts,
         {name: [span for span in spans if not span.why] for name, spans in traces.items()},
-        {name: found for name, spans in traces.items() if (found := [span for span in spans if span.why])},
+        {name: lost for name, spans in traces.items() if (lost := [span for span in spans if span.why])},
         _state(folder, int(max((row["batch"] for row in rows), default=0)), ended),
         _parameters(folder, problems),
         problems,
@@ -221,20 +221,23 @@ def _json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     broken = 0
+    not_finite: list[str] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if not line.endswith("\n"):
                 return  # still being written, or its writer was killed
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
             except ValueError:
                 row = None
             if isinstance(row, dict):
-                yield row
+                yield {key: value for key, value in row.items() if value is not None} if not_finite else row
             else:
                 broken += 1
     if broken:
         problems.append(f"{path.name}: {broken} lines are not JSON objects and are left out")
+    if not_finite:
+        problems.append(f"{path.name}: {len(not_finite)} values are NaN or infinite and are left out")
 
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from typing import Any
@@ -154,7 +154,7 @@ def environment(runs: Sequence[ReadRun]) -> str:
                     f"{start.get('device', '')}, {start.get('ranks', '')} rank(s)",
                     f"{own.get('version', '')}{commit}",
                     f"Python {start.get('python', '')}, {versions}; {start.get('system', '')}",
-                    " ".join(map(_word, start.get("command") or [])),
+                    " ".join(_words(start.get("command") or [])),
                 ]
             )
     note = '<p class="small">A run that was resumed has a row for each start.</p>'
@@ -164,7 +164,7 @@ def environment(runs: Sequence[ReadRun]) -> str:
 def faults(runs: Sequence[ReadRun]) -> str:
     """Generators that died or fell silent, and what became of them."""
     rows = [
-        [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", fault.why]
+        [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", masked(fault.why)]
         for run in runs
         for trace, found in run.faults.items()
         for fault in found
@@ -172,9 +172,25 @@ def faults(runs: Sequence[ReadRun]) -> str:
     return table(["run", "trace", "after", "what", "why"], rows, "Faults and restarts") if rows else ""
 
 
-def _word(word: Any) -> str:
+def _words(words: Sequence[Any]) -> Iterator[str]:
+    """A command line, without the values of options to other programs: they may be secrets."""
+    hide = False
+    for word in map(str, words):
+        option = word.startswith("--")
+        name, equals, _ = word.partition("=")
+        free = option and _is_free_form(name[2:])
+        yield HIDDEN if hide and not option else f"{name}={HIDDEN}" if free and equals else _word(word)
+        hide = free and not equals
+
+
+def _is_free_form(key: str) -> bool:
+    """Whether a key is of one of the groups of other programs, whatever groups that one is in."""
+    return any(f".{group}." in f".{key.replace('-', '_')}." for group in FREE_FORM)
+
+
+def _word(word: str) -> str:
     """A word of a command line. Groups and arguments of rewards are left out: they may hold secrets of others."""
-    text = masked(str(word))
+    text = masked(word)
     start = min((place for place in (text.find("{"), text.find("(")) if place >= 0), default=-1)
     return f"{text[:start]}{HIDDEN}" if start >= 0 else text
 

@@ -15,7 +15,7 @@ from async_rlhf.run.cut_off import MANY
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where something is worth a warning."""
+    """A figure beyond one of these gets a warning."""
 
     part: float = 0.1
     """Share of the logged batches that "the start" and "the end" are."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from async_rlhf.config.secrets import masked
 from async_rlhf.system.files import naming
 
 LEARNER = "learner"
@@ -54,11 +55,11 @@ class Trace:
             self._write({**event, "tid": self._track(track), "args": details})
 
     def mark(self, name: str, track: str, why: str) -> None:
-        """Record that something has happened now, such as a fault; from any thread."""
+        """Record that something has happened now, such as a fault, without the secrets of URLs; from any thread."""
         with self._one:
             if self._file is not None:
                 event = {"name": name, "ph": "i", "s": "t", "ts": round(time.monotonic() * 1e6, 1)}
-                self._write({**event, "tid": self._track(track), "args": {"why": why}})
+                self._write({**event, "tid": self._track(track), "args": {"why": masked(why)}})
 
     def _track(self, name: str) -> int:
         """The number of a track, which is told to the file when it is new."""

@@ -1,7 +1,8 @@
 """The output folder of a run: which files belong to the run, what it resumes from, and what it may delete.
 
 A run deletes only what a run has written. Checkpoints and the final policy are recognised by their exact names and
-their manifests; the log files are listed in ``run_files.json`` before they are made. Links are not followed.
+their manifests; the log files are listed in ``run_files.json`` before they are made, and the
+page has a mark. Links are not followed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
 EVAL_SAMPLES = "eval_samples.jsonl"
 REPORT = "report.html"
 """The page about the run (``async-rlhf report``), which the command writes at the end."""
+REPORT_MARK = '<meta name="generator" content="async-rlhf report">'
+"""By this, at its top, a page is known to be ours."""
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
@@ -62,6 +65,14 @@ def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
     """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
     more = [SCHEDULE] if config.staleness_mode == "bounded" else []
     return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a page that ``async-rlhf report`` has written."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return REPORT_MARK in file.read(2000)
 
 
 def batch_of(name: str) -> int | None:
@@ -189,7 +200,7 @@ class RunFolder:
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config.save_total_limit, wanted)
         with whole_file(self.path / _WRITTEN) as file:
-            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace, REPORT}), file)
+            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
 
     def _superseded(self) -> list[Path]:
         """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""
@@ -207,7 +218,9 @@ class RunFolder:
         if not _LOG.fullmatch(path.name):
             return stranger_in(path)
         written = self._written()
-        if written is None:  # a run by an older version, which wrote no list; checkpoints show whose folder it is
+        if path.name == REPORT:  # the command report may have written it, after the run
+            ours = is_report(path)
+        elif written is None:  # a run by an older version, which wrote no list; checkpoints show whose folder it is
             places = [*Checkpoints(self.path).all(), self.path / FINAL]
             ours = any(place.is_dir() and stranger_in(place) is None for place in places)
         else:

@@ -132,17 +132,18 @@ def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[s
     }
 
 
-def table(found: Sequence[tuple[Pair, Look]], staleness: int) -> str:
+def table(found: Sequence[tuple[Pair, Look]], question: Question) -> str:
     """A Markdown table, a row for each pair."""
     lines = [
-        f"| seed | S = 0 | S = {staleness} | difference | standard error over prompts "
+        f"| seed | S = 0 | S = {question.staleness} | difference | standard error over prompts "
         "| evidence: non-inferior | inferior |",
         "|---|---|---|---|---|---|---|",
     ]
     for pair, known in found:
         lines.append(
             f"| {pair.seed} | {pair.synchronous:.4f} | {pair.stale:.4f} | {pair.difference:+.4f} "
-            f"| {_standard_error(pair):.4f} | {_odds(known.log_non_inferior)} | {_odds(known.log_inferior)} |"
+            f"| {_standard_error(pair):.4f} | {_odds(known.log_non_inferior, question.error)} "
+            f"| {_odds(known.log_inferior, question.error)} |"
         )
     return "\n".join(lines)
 
@@ -152,7 +153,8 @@ def progress(pair: Pair, known: Look, question: Question) -> str:
     return (
         f"pair {known.pairs} (seed {pair.seed}): gold reward {pair.synchronous:.4f} at S = 0, {pair.stale:.4f} at "
         f"S = {question.staleness}; mean difference {_interval(known.mean, known.low, known.high)}; evidence "
-        f"{_odds(known.log_non_inferior)} non-inferior, {_odds(known.log_inferior)} inferior, of "
+        f"{_odds(known.log_non_inferior, question.error)} non-inferior, "
+        f"{_odds(known.log_inferior, question.error)} inferior, of "
         f"{1 / question.error:.3g}: {known.decision if known.decision != 'undecided' else 'goes on'}"
     )
 
@@ -160,7 +162,10 @@ def progress(pair: Pair, known: Look, question: Question) -> str:
 def told(summary: Mapping[str, Any]) -> str:
     """The certificate in words."""
     k, margin, pairs = summary["staleness"], summary["margin"], summary["pairs"]
-    sides = {name: _odds(summary[f"log10_evidence_{name}"] * math.log(10)) for name in ("non_inferior", "inferior")}
+    sides = {
+        name: _odds(summary[f"log10_evidence_{name}"] * math.log(10), summary["error"])
+        for name in ("non_inferior", "inferior")
+    }
     enough = f"{1 / summary['error']:.3g}"
     decided = {
         "non-inferior": f"S = {k} is non-inferior to S = 0: it costs less than {margin:g} of mean gold reward "
@@ -209,13 +214,20 @@ def _standard_error(pair: Pair) -> float:
     return stdev(pair.differences) / math.sqrt(len(pair.differences))
 
 
-def _odds(log_evidence: float) -> str:
-    """Evidence as a number of sensible length."""
-    digits = log_evidence / math.log(10)
-    if abs(digits) >= 4:
-        return f"10^{digits:.0f}"
-    value = math.exp(log_evidence)
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+def _odds(log_evidence: float, error: float) -> str:
+    """Evidence as a number of sensible length, with as many digits as show on which side of 1 / error it is."""
+    power, threshold = log_evidence / math.log(10), -math.log10(error)
+    text = ""
+    for more in range(12):
+        if abs(power) >= 4:
+            text, shown = f"10^{power:.{more}f}", round(power, more)
+        else:
+            value = 10**power
+            text = f"{value:.{more}f}" if value >= 10 else f"{value:.{2 + more}g}"
+            shown = math.log10(float(text))
+        if (shown >= threshold) == (power >= threshold):
+            break
+    return text
 
 
 def _interval(estimate: float, low: float, high: float) -> str:

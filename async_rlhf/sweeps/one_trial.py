@@ -48,7 +48,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     Returns:
         "name", "setting", "seed"; "gold", "kl", "win_rate_vs_human" (if there are human answers), "length", "ended":
         of the final policy on the held-out prompts, with intervals over prompts; "path": the same of each checkpoint;
-        "scores": gold reward of each prompt; "metrics": means of the last tenth of the batches; "seconds".
+        "scores": gold reward of each prompt; "metrics": means of the last tenth of the batches.
     """
     stage = stage_of(trial)
     if (results := stage.done()) is not None:

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.cli import main
 from async_rlhf.commands.explain import run_explain
 from async_rlhf.commands.repeating import ReplayDiffersError
+from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.models.saving import write_model
-from async_rlhf.run.config import DataConfig, ExplainConfig, RunConfig
+from async_rlhf.run.config import DataConfig, ExplainConfig, ReplayConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
 
 REWARD = """
@@ -112,6 +114,23 @@ def test_a_bounded_run_is_repeated_by_its_schedule_even_if_it_was_cut_off(train)
     schedule.write_text("".join(lines[:3]))
     with pytest.raises(ConfigError, match=r"has no batch 4; must have it"):
         run_explain(ExplainConfig(str(run), batch=4, overwrite=True))
+
+
+def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):
+    run = train(save_steps=2)
+    record = yaml.safe_load((run / "run.yml").read_text())
+    hub = {"push_to_hub": True, "hub_model_id": "ours/policy", "hub_strategy": "end", "hub_private_repo": True}
+    record["train"] |= hub
+    (run / "run.yml").write_text(yaml.safe_dump(record))
+    assert run_explain(ExplainConfig(str(run), batch=3, top=0))["repeated"]["compared"] == [3]
+    run_replay(ReplayConfig(str(run)))
+    again = yaml.safe_load((run / "replay" / "run.yml").read_text())["train"]
+    assert {key: again.get(key) for key in hub} == {
+        "push_to_hub": False,
+        "hub_model_id": None,
+        "hub_strategy": "every_save",
+        "hub_private_repo": None,
+    }
 
 
 def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):

@@ -20,7 +20,7 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.run import callbacks
-from async_rlhf.run.folder import Checkpoints, hold_folder
+from async_rlhf.run.folder import REPORT_MARK, Checkpoints, hold_folder
 from async_rlhf.run.manifest import delete_whole, stranger_in, verify, write_whole
 from async_rlhf.system.lock import InUseError
 
@@ -221,6 +221,21 @@ def test_a_file_put_into_a_checkpoint_keeps_it(make, make_args, caplog):
     verify(note.parent)
     with pytest.raises(ConfigError, match=r"holds 'checkpoint-2/notes.txt', which would have to be deleted"):
         make(make_args(overwrite_output_dir=True))
+
+
+def test_a_page_of_the_command_report_is_a_runs_and_a_page_of_ones_own_is_not(make, make_args):
+    args = make_args()
+    folder, again = Path(args.output_dir), make_args(overwrite_output_dir=True)
+    make(args).train()
+    page, written = folder / "report.html", folder / "run_files.json"
+    page.write_text("<p>my own")
+    with pytest.raises(ConfigError, match=r"holds 'report.html', which would have to be deleted"):
+        make(again)
+    assert page.read_text() == "<p>my own"
+    page.write_text(f"<!doctype html>{REPORT_MARK}")
+    written.write_text(json.dumps([name for name in json.loads(written.read_text()) if name != page.name]))
+    make(again).train()  # of an older version, whose list has no page
+    assert not page.exists()
 
 
 def test_what_takes_the_place_of_a_strangers_folder_sets_it_aside(make, make_args, caplog):

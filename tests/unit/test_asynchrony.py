@@ -8,7 +8,7 @@ import logging
 import torch
 from tiny import PROMPTS, new_args
 
-from async_rlhf.commands.quickstart import stage_configs
+from async_rlhf.commands.quickstart import RUNS, _report, stage_configs
 from async_rlhf.commands.train import run_train
 from async_rlhf.config.quickstart import QuickstartConfig
 from async_rlhf.generation.placement import threads_side_by_side
@@ -50,6 +50,26 @@ def test_a_quickstart_resumes_only_what_has_begun(tmp_path):
     stages = stage_configs(QuickstartConfig(str(tmp_path)))
     assert [stages[name].train.resume for name in ("synchronous", "asynchronous")] == [False, True]
     assert not stage_configs(QuickstartConfig(str(tmp_path), overwrite=True))["asynchronous"].train.resume
+
+
+def test_a_quickstart_ends_with_its_summary_whatever_its_page_does(tmp_path, capsys, caplog):
+    for name in RUNS:
+        (tmp_path / name).mkdir()
+        lines = [{"batch": i, "objective/scores": 1.0, "objective/kl": 0.1 * i, **rows(1.0, 0.5)[i]} for i in range(7)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    gold = {"estimate": 0.5, "low": 0.4, "high": 0.6}
+    model = {"gold_mean": gold, "kl_to_reference": gold, "mean_length": 9.0, "ended_share": 1.0}
+    results = {"reference": "sft", "reference_response": None, "prompts": 2, "dropped": 0, "models": {"sft": model}}
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "evaluation.json").write_text(json.dumps({"config": {}, "results": results}))
+    (tmp_path / "report.html").write_text("my own")
+    summary = {"results": {"evaluate": results, "reward": {"eval_accuracy": 0.75}}, "seconds": {"sft": 1.0}}
+    assert _report(tmp_path, summary) == summary
+    assert "is no page of async-rlhf report" in caplog.text
+    said = capsys.readouterr().out
+    assert "75.0% of held-out pairs right" in said
+    assert f"summary: {tmp_path / 'summary.json'}" in said
+    assert (tmp_path / "report.html").read_text() == "my own"
 
 
 def test_threads_should_go_where_the_other_side_waits():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,18 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.config.certify import CertifyConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.sweeps.certificate import Question, in_order, line_of, looks, pair_of, progress, summary_of, table, told
+from async_rlhf.sweeps.certificate import (
+    Question,
+    _odds,
+    in_order,
+    line_of,
+    looks,
+    pair_of,
+    progress,
+    summary_of,
+    table,
+    told,
+)
 
 QUESTION = Question(staleness=4, margin=0.02, error=0.05, min_pairs=5)
 # Mean gold reward of twelve pairs of runs of one recipe at S = 0 and S = 4 whose seeds had much in common.
@@ -110,7 +122,7 @@ def test_the_summary_has_what_the_pairs_have():
     assert summary["worst_pair"] == {"seed": 9, "difference": pytest.approx(-0.0075)}
     assert summary["kl_stale"] == 2.0
     assert summary["interval"]["coverage"] == pytest.approx(0.9)
-    text = told(summary) + table(found, 4)
+    text = told(summary) + table(found, QUESTION)
     assert "12 pairs, seeds 0 to 11" in text
     assert "| 9 | 0.5177 | 0.5102 | -0.0075 |" in text
 
@@ -192,6 +204,7 @@ def config(inputs, output, **changes):
         ({"held_out": {"data": "no.jsonl", "reward_funcs": ["a:b"]}}, "held_out.data: got 'no.jsonl'"),
         ({"held_out": {"data": "x", "judge": {"url": "http://localhost", "model": "m"}}}, "held_out.judge.url: got"),
         ({"held_out": {"data": "x", "temprature": 1}}, "held_out: .*temprature"),
+        ({"held_out": {"data": "x", "seed": "y"}}, "held_out.seed: got 'y'; must be a whole number"),
     ],
 )
 def test_bad_input_is_named_before_a_model_is_loaded(inputs, tmp_path, changes, message):
@@ -254,6 +267,44 @@ def test_a_certificate_of_real_runs_goes_on_and_stays(inputs, tmp_path, capsys):
     changed = replace(changed, base=changed.base | {"train": changed.base["train"] | {"batches": 4}})
     with pytest.raises(ConfigError, match=r"plan of the certificate: [^\n]*\n  base.train.batches: was 3, is 4"):
         run_certify(changed)
+
+
+def test_one_held_out_prompt_is_refused_before_the_first_run(inputs, tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n", "utf-8")
+    known = config(inputs, tmp_path / "out").held_out
+    data = known | {"data": str(tmp_path / "one.jsonl")}
+    with pytest.raises(ConfigError, match=r"held_out.data: got '.*one.jsonl'; has 1 prompt; must be at least 2"):
+        run_certify(config(inputs, tmp_path / "out", held_out=data))
+    with pytest.raises(ConfigError, match=r"held_out.max_prompts: got 1; must be at least 2"):
+        run_certify(config(inputs, tmp_path / "out", held_out=known | {"max_prompts": 1}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_of_at_most_a_staleness_are_refused(inputs, tmp_path):
+    bounded = config(inputs, tmp_path / "out")
+    bounded.base["train"] |= {"staleness_mode": "bounded"}
+    with pytest.raises(ConfigError, match=re.escape("base.train.staleness_mode: got 'bounded'; must be \"exact\"")):
+        run_certify(bounded)
+
+
+@pytest.mark.parametrize(
+    ("error", "evidence", "text"),
+    [
+        (0.05, 19.6, "19.6"),
+        (0.05, 19.4, "19"),
+        (0.05, 20.4, "20"),
+        (0.05, 0.0199, "0.02"),
+        (0.05, 1e-6, "10^-6"),
+        (0.1, 9.97, "9.97"),
+        (0.03, 33.4, "33.4"),
+        (0.33, 3.04, "3.04"),
+        (1e-5, 60_000, "10^4.8"),
+        (1e-5, 2e5, "10^5"),
+    ],
+)
+def test_evidence_is_shown_on_its_side_of_the_threshold(error, evidence, text):
+    """19.6 of 20 is not 20 of 20."""
+    assert _odds(math.log(evidence), error) == text
 
 
 def test_a_run_that_fails_decides_nothing(inputs, tmp_path):

@@ -263,8 +263,12 @@ def test_a_run_that_is_written_right_now(copied):
 def test_generators_that_were_lost_are_in_the_page(copied):
     trace = copied["stopped"] / "trace.json"
     text = trace.read_text().removesuffix("]\n")
+    why = "it died (exit code -9) <b> at http://me:SECRET@host"
     fault = {"ph": "i", "pid": 1, "tid": 0, "ts": 0.0}
-    events = [fault | {"name": "restarted", "args": {"why": "it died (exit code -9) <b>"}}, fault | {"name": "end"}]
+    events = [
+        fault | {"name": "restarted", "args": {"why": why}},
+        fault | {"name": "end"},
+    ]
     first = json.loads(next(line for line in text.splitlines() if '"ph": "X"' in line).rstrip(","))
     events[0]["ts"] = first["ts"] + 2.5e6
     trace.write_text(text.rstrip().rstrip(",") + ",\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
@@ -274,7 +278,8 @@ def test_generators_that_were_lost_are_in_the_page(copied):
     assert found not in run.traces["trace.json"]
     shown = page([run])
     assert "Faults and restarts" in shown
-    assert "it died (exit code -9) &lt;b&gt;" in shown
+    assert "it died (exit code -9) &lt;b&gt; at http://***@host" in shown  # older traces have it whole
+    assert "SECRET" not in shown
 
 
 def test_lines_that_are_no_json_are_counted_and_said(copied):
@@ -285,12 +290,29 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
     assert "2 lines are not JSON objects" in page([found])
 
 
+def test_values_that_are_not_finite_are_missing(copied):
+    run = copied["sync"]
+    for name, keys in (("metrics.jsonl", ("objective/scores", "objective/kl")), ("samples.jsonl", ("score",))):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        last = max(row["batch"] for row in rows)
+        for row in rows:
+            if row["batch"] == last and "eval_objective/scores" not in row:
+                row |= dict(zip(keys, (float("nan"), float("-inf")), strict=False))
+        (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_run(run, "run")
+    assert found.problems[0] == "metrics.jsonl: 2 values are NaN or infinite and are left out"
+    text = page([found])
+    assert "2 values are NaN or infinite" in text
+    assert [row["batch"] for row in data_of(text)["specs"]["objective-scores"]["data"]["values"]] == [1, 2, 3, 4, 5]
+    assert {row["batch"] for row in found.samples if "score" not in row} == {6}
+
+
 def test_only_the_metrics_are_needed(copied, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(copied["sync"] / "metrics.jsonl", bare)
     found = read_run(bare, "bare")
-    assert [problem.split()[0] for problem in found.problems] == ["run.yml", "environment.json", "trace.json"]
+    assert {problem.split()[0] for problem in found.problems} == {"run.yml", "environment.json", "trace.json"}
     text = page([found])
     assert "objective-scores" in data_of(text)["specs"]
     assert 'id="work"' not in text
@@ -343,10 +365,18 @@ def test_secrets_and_free_options_are_left_out(copied):
         "train",
         "--reward=judge:score(prefix='SECRET9')",
         "--train.generation.vllm.options={a: SECRET0}",
+        "--train.generation.vllm.options.hf_token_x=SECRETA",
+        "--ray.runtime_env.KEY",
+        "SECRETB",
+        "--base.train.parallel.deepspeed.flag",
+        "--train.seed=31",
+        "shown",
     ]
     (run / "environment.json").write_text(json.dumps(starts))
     text = page([read_run(run, "run")])
-    assert re.findall(r"SECRET\d", text) == []
+    assert re.findall(r"SECRET\w", text) == []
+    for words in ("options.hf_token_x=***", "--ray.runtime_env.KEY ***", "deepspeed.flag --train.seed=31 shown"):
+        assert words in text
     assert "scale=2.5" in text
     assert "https://***@host" in text
 

@@ -26,6 +26,7 @@ from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation.server_client import check_server
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.models.saving import write_model
+from async_rlhf.reports.trace import Trace
 from async_rlhf.run.callbacks import training_arguments
 from async_rlhf.run.checkpoint import ResumeState, as_saved
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -187,6 +188,16 @@ def test_a_judges_password_is_in_no_message_and_no_marker(tmp_path, caplog, monk
     with pytest.raises(ConfigError, match=r"judge.url: was 'http://\*\*\*@127") as caught:
         Stage(tmp_path, "evaluation", elsewhere, {"data": None}).done()
     assert clean(str(caught.value))
+
+
+def test_the_trace_has_none(tmp_path):
+    trace = Trace()
+    trace.write_to(tmp_path / "trace.json")
+    trace.mark("given up", "generator 0", f"no answer from http://{USER}:{PASSWORD}@host/v1?api_key={KEY}")
+    trace.close()
+    text = (tmp_path / "trace.json").read_text()
+    assert "http://***@host/v1?api_key=***" in text
+    assert clean(text)
 
 
 def test_a_marker_of_an_earlier_version_is_compared_without_its_secrets(tmp_path):
