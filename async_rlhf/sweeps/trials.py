@@ -84,10 +84,10 @@ def _check_labels(config: SweepConfig, settings: Sequence[Mapping[str, str]]) ->
     for axis, label in labels_of(config.baseline).items():
         known = list(dict.fromkeys(labels.get(axis, "") for labels in settings))
         require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
-    axis = config.plot_axis
-    labels = dict.fromkeys(labels.get(axis, "") for labels in settings) if axis is not None else {}
-    words = [label for label in labels if number_of(label) is None]
-    require(not words, "plot_axis", axis, f"must be an axis whose labels are numbers; one is {words[:1]}")
+    shown = config.plot_axis
+    drawn = dict.fromkeys(labels.get(shown, "") for labels in settings) if shown is not None else {}
+    words = [label for label in drawn if number_of(label) is None]
+    require(not words, "plot_axis", shown, f"must be an axis whose labels are numbers; one is {words[:1]}")
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
