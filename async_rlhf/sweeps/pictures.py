@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def axis_of(found: Sequence[Summary], wanted: str | None) -> str | None:
     return max(numbers, key=lambda axis: len(labels[axis]), default=None)
 
 
+def without_constants(found: Sequence[Summary], wanted: str | None) -> list[Summary]:
+    """Settings without the axes on which all are alike, which need no words; but with the one that is wanted."""
+    labels = {axis: {one.setting.get(axis) for one in found} for one in found for axis in one.setting}
+    kept = {axis for axis, known in labels.items() if len(known) > 1 or axis == wanted}
+    return [replace(one, setting={a: label for a, label in one.setting.items() if a in kept}) for one in found]
+
+
 def draw(found: Sequence[Summary], starts: Sequence[Interval], wanted: str | None, out: Path) -> bool:
     """Write the picture as a PNG. Returns whether there was something to draw.
 
@@ -38,7 +46,7 @@ def draw(found: Sequence[Summary], starts: Sequence[Interval], wanted: str | Non
     Raises:
         ImportError: vl-convert is not installed.
     """
-    axis = axis_of(found, wanted)
+    axis, found = axis_of(found, wanted), without_constants(found, wanted)
     groups = list(dict.fromkeys(_group(one, axis) for one in found))
     if axis is None or len(found) > _LONGEST * max(1, len(groups)):
         return False

@@ -19,7 +19,7 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.config.sweep import SweepConfig
 from async_rlhf.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 from async_rlhf.reports.charts import Key
-from async_rlhf.sweeps.pictures import axis_of, draw, series_of
+from async_rlhf.sweeps.pictures import axis_of, draw, series_of, without_constants
 from async_rlhf.sweeps.results import Summary, summaries, table
 from async_rlhf.sweeps.running import Job, run_jobs
 from async_rlhf.sweeps.trials import trials_of
@@ -305,6 +305,8 @@ def test_the_picture_has_what_was_swept_on_the_horizontal_and_one_look_for_each_
     assert first.dash == third.dash != second.dash  # the learning rate
     assert draw(found, [Interval(0.3, 0.2, 0.4)], None, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    alike = without_constants([summary(a, "0.1", s) for a in ("ppo", "rloo") for s in ("0", "4")], None)
+    assert list(alike[0].setting) == ["algorithm", "train.staleness"]
     words = [summary("ppo", "high", "none"), summary("rloo", "high", "none")]
     assert not draw(words, [], None, tmp_path / "none.png")  # no axis of numbers
     assert not (tmp_path / "none.png").exists()
