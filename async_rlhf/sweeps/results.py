@@ -78,6 +78,7 @@ def _summary(
         against = crossed_mean_interval([np.subtract(runs[s]["scores"], base[s]["scores"]).tolist() for s in both])
     kls = [one["kl"]["estimate"] for one in runs.values()]
     kl = crossed_mean_interval([[x] for x in kls]) if len(kls) > 1 else Interval(**next(iter(runs.values()))["kl"])
+    kl = kl._replace(low=max(kl.low, min(kl.estimate, 0.0)))  # a KL is not negative, though an estimate may be
     names = set.intersection(*(set(one["metrics"]) for one in runs.values()))
     metrics = {name: fmean(one["metrics"][name] for one in runs.values()) for name in sorted(names)}
     return Summary(setting, tuple(runs), crossed_mean_interval(scores_SP), kl, wins, against, len(both), metrics)
