@@ -46,7 +46,8 @@ def draw(found: Sequence[Summary], starts: Sequence[Interval], wanted: str | Non
     Raises:
         ImportError: vl-convert is not installed.
     """
-    axis, found = axis_of(found, wanted), without_constants(found, wanted)
+    found = without_constants(found, wanted)
+    axis = axis_of(found, wanted)
     groups = list(dict.fromkeys(_group(one, axis) for one in found))
     if axis is None or len(found) > _LONGEST * max(1, len(groups)):
         return False

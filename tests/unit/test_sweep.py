@@ -309,4 +309,6 @@ def test_the_picture_has_what_was_swept_on_the_horizontal_and_one_look_for_each_
     assert list(alike[0].setting) == ["algorithm", "train.staleness"]
     words = [summary("ppo", "high", "none"), summary("rloo", "high", "none")]
     assert not draw(words, [], None, tmp_path / "none.png")  # no axis of numbers
+    constant = [summary("ppo", "0.1", "0"), summary("rloo", "0.1", "0")]
+    assert not draw(constant, [], None, tmp_path / "none.png")  # none that varies
     assert not (tmp_path / "none.png").exists()
