@@ -5,7 +5,7 @@ OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
 .PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
-.PHONY: bench bench-gpu faults faults-long lock audit clean
+.PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
@@ -68,6 +68,9 @@ setup-distributed: $(VENV)/.distributed   ## add DeepSpeed and Ray
 $(VENV)/.distributed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,ray]'
 	@touch $@
+
+mutants: setup      ## which small changes of the code that has to be right its tests notice; hours, resumable
+	$(BIN)/python benchmarks/mutants.py --most 1000
 
 lock: setup         ## write constraints-hashes.txt anew: the pins of make setup, with the hashes of their files
 	$(BIN)/python scripts/lock.py

@@ -14,8 +14,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from smallest import parse
 
 from async_rlhf.algorithms.table import BUILT_IN
 
@@ -27,7 +31,7 @@ def async_rlhf(command: str, **options: object) -> None:
     subprocess.run([sys.executable, "-m", "async_rlhf.cli", command, *words], check=True)
 
 
-def train(base: Path, name: str, algorithm: str, staleness: int, seed: int) -> None:
+def train(base: Path, name: str, algorithm: str, staleness: int, seed: int, **changes: object) -> None:
     async_rlhf(
         "train",
         config=RECIPES / f"{algorithm}.yml",
@@ -40,10 +44,11 @@ def train(base: Path, name: str, algorithm: str, staleness: int, seed: int) -> N
         train__overwrite_output_dir=not (base / "algorithms" / name / "train.json").exists(),
         train__staleness=staleness,
         train__seed=seed,
+        **changes,
     )
 
 
-def evaluate(base: Path, names: list[str], seed: int) -> dict[str, Any]:
+def evaluate(base: Path, names: list[str], seed: int, response_length: int, max_prompt_length: int) -> dict[str, Any]:
     models = {"sft": str(base / "sft"), **{n: str(base / "algorithms" / n / "final") for n in names}}
     folder = base / "algorithms" / "evaluation"
     async_rlhf(
@@ -53,8 +58,8 @@ def evaluate(base: Path, names: list[str], seed: int) -> dict[str, Any]:
         output_dir=folder,
         max_prompts=1000,
         reward_funcs="async_rlhf.tasks.docstrings.reward:gold_rewards",
-        response_length=32,
-        max_prompt_length=128,
+        response_length=response_length,
+        max_prompt_length=max_prompt_length,
         seed=seed,
     )
     return json.loads((folder / "evaluation.json").read_text())["results"]["models"]
@@ -62,16 +67,37 @@ def evaluate(base: Path, names: list[str], seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bases", nargs="+", type=Path, help="folders of quickstarts")
+    parser.add_argument("bases", nargs="*", type=Path, help="folders of quickstarts")
     parser.add_argument("--algorithms", nargs="+", default=[*BUILT_IN], choices=BUILT_IN)
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
-    arguments = parser.parse_args()
+    arguments = parse(parser, algorithms=["grpo"], staleness=[1])
+    if arguments.smallest:
+        from tiny_inputs import PROMPT_TOKENS, RESPONSE_TOKENS, make_base
+
+        sizes = {"train__max_prompt_length": PROMPT_TOKENS, "train__generation__response_length": RESPONSE_TOKENS}
+        with tempfile.TemporaryDirectory() as folder:
+            bases = [make_base(Path(folder) / "seed0")]
+            compare(arguments, bases, RESPONSE_TOKENS, PROMPT_TOKENS, train__total_episodes=32, **sizes)
+    elif arguments.bases:
+        compare(arguments, arguments.bases, response_length=32, max_prompt_length=128)
+    else:
+        parser.error("bases: got none; must be the folders of one quickstart or more")
+
+
+def compare(
+    arguments: argparse.Namespace,
+    bases: Sequence[Path],
+    response_length: int,
+    max_prompt_length: int,
+    **changes: object,
+) -> None:
+    """Train, evaluate, and print the table; ``changes`` are made to every recipe."""
     runs = [(f"{a}_staleness_{s}", a, s) for a in arguments.algorithms for s in arguments.staleness]
     found = []
-    for seed, base in enumerate(arguments.bases):
+    for seed, base in enumerate(bases):
         for name, algorithm, staleness in runs:
-            train(base, name, algorithm, staleness, seed)
-        found.append(evaluate(base, [name for name, _, _ in runs], seed))
+            train(base, name, algorithm, staleness, seed, **changes)
+        found.append(evaluate(base, [name for name, _, _ in runs], seed, response_length, max_prompt_length))
     print(table([("sft", "SFT", ""), *((n, a, str(s)) for n, a, s in runs)], found))
 
 

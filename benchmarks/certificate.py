@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from smallest import parse
 
-from async_rlhf.evaluation import sequential
-from async_rlhf.evaluation.sequential import critical_t
 from async_rlhf.evaluation.statistics import variance_saved
+from async_rlhf.studies.certify import sequential
+from async_rlhf.studies.certify.sequential import critical_t
 
 ERROR, MIN_PAIRS, MAX_PAIRS = 0.05, 5, 30
 """The defaults of the command."""
@@ -207,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=100_000, help="certificates for each number")
     parser.add_argument("--prior", action="store_true", help="compare priors instead")
-    options = parser.parse_args()
+    options = parse(parser, repeats=40)
     rng = np.random.default_rng(0)
     repeats = options.repeats
     tables = (

@@ -28,6 +28,7 @@ import machine
 import torch
 from rich.console import Console
 from rich.table import Table
+from smallest import parse
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--train", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parse(parser, hidden=64, layers=1, batches=2, every=1)
     if options.train:
         train(options)
         return

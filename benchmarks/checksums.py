@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
+from smallest import parse
 from torch import Tensor
 
 _BLOCK = 1 << 15
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = parse(parser, megabytes=1, rounds=1)
     torch.set_num_threads(1)
     for name, speed in measure(options.megabytes, options.rounds).items():
         print(f"{name:<8}{speed:>7.1f} GB/s")

@@ -15,9 +15,12 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from smallest import parse
 
 KINDS = ("prompts", "sft", "pairs", "ratings")
 
@@ -25,7 +28,15 @@ KINDS = ("prompts", "sft", "pairs", "ratings")
 def main() -> None:
     """Measure one kind of rows, in processes of their own."""
     options = _options()
-    folder = Path(options.folder)
+    if options.folder is None:
+        with tempfile.TemporaryDirectory() as folder:
+            run(options, Path(folder))
+    else:
+        run(options, Path(options.folder))
+
+
+def run(options: argparse.Namespace, folder: Path) -> None:
+    """With the file and the cache in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{options.kind}-{options.rows}-{options.words}.jsonl"
     if options.measure is not None:
@@ -36,7 +47,7 @@ def main() -> None:
     print(f"{options.rows} {options.kind}, {path.stat().st_size / 1e6:.0f} MB, cache in {folder / 'cache'}")
     environment = {**os.environ, "ASYNC_RLHF_CACHE": str(folder / "cache")}
     for start in ("first", "cached", *(["held-out"] * 2 if options.held_out else [])):
-        program = [sys.executable, *sys.argv, "--measure", start]
+        program = [sys.executable, *sys.argv, "--folder", str(folder), "--measure", start]
         done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout)
         print(f"{start:>9}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
@@ -48,9 +59,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--words", type=int, default=12, help="of each text")
     parser.add_argument("--kind", choices=KINDS, default="prompts")
     parser.add_argument("--held-out", action="store_true", help="measure with a fifth held out, too")
-    parser.add_argument("--folder", required=True, help="for the file and the cache")
+    parser.add_argument("--folder", help="for the file and the cache; by default one that is removed at the end")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parse(parser, rows=100)
 
 
 def _write(path: Path, kind: str, count: int, words: int) -> None:

@@ -29,7 +29,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.ranks.collectives import Ranks
 
 T = TypeVar("T")
@@ -295,7 +294,7 @@ class FakeRank:
         if self.count > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.count)
             self._open.callback(dist.destroy_process_group)
-        resize, ledger, call, new = torch.UntypedStorage.resize_, self.ledger, nn.Module.__call__, self._ring
+        resize, ledger, call = torch.UntypedStorage.resize_, self.ledger, nn.Module.__call__
         initialise = DistributedDataParallel.__init__
 
         def initialised(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -320,7 +319,6 @@ class FakeRank:
         self._open.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         self._open.enter_context(patch.object(nn.Module, "__call__", called))
         self._open.enter_context(patch.object(DistributedDataParallel, "__init__", initialised))
-        self._open.enter_context(patch.object(SnapshotRing, "_allocated", staticmethod(new)))
         self._open.enter_context(_Host())
         self._open.enter_context(self._device)
         return self
@@ -350,9 +348,3 @@ class FakeRank:
         for number, block in enumerate(every):
             nearest = number if number < 2 else number - len(every)
             self._blocks[block] = f"{name} {nearest if nearest >= -2 else 'between'}"
-
-    def _ring(self, size: int, model: nn.Module) -> tuple[Tensor, int]:
-        with self._fake:
-            memory = torch.empty(size, dtype=torch.uint8)
-        self.ledger.name([memory], HOST)
-        return memory, -1

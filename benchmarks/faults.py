@@ -35,6 +35,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "contract")]
 
 from killed_run import ENDING, OPTIONS, PHASES, SPANS, SURVIVED, Kill  # noqa: E402
+from smallest import parse  # noqa: E402
 from test_kill import BrokenPromise, Program, difference  # noqa: E402
 from tiny import PROMPTS, byte_tokenizer, tiny_config  # noqa: E402
 
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--long", action="store_true", help="every algorithm, S = 0 to 3, and the other commands")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = parse(parser, kills=1, algorithms=["online_dpo"], staleness=[1])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     algorithms, staleness = (OPTIONS, range(4)) if arguments.long else (arguments.algorithms, arguments.staleness)
     kills = arguments.kills or (40 if arguments.long else 20)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from smallest import parse
 from torch import Tensor
 from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -139,7 +141,7 @@ if find_spec("vllm") is not None:
 def run(options: argparse.Namespace, stops: int) -> dict[str, list[float]]:
     """Tokens per second of every round, by contestant."""
     model, prompts = make_model(options), make_prompts(options)
-    contestants = {name: make(model, prompts, stops, options) for name, make in CONTESTANTS.items()}
+    contestants = {name: CONTESTANTS[name](model, prompts, stops, options) for name in options.contestants}
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for r in range(-1, options.rounds):  # the first round warms up
         names = list(contestants)
@@ -162,7 +164,7 @@ def table(speeds: dict[str, list[float]]) -> str:
     for name, found in speeds.items():
         cells = [name, f"{statistics.median(found):.0f}"]
         for rival in ("generate", "bare loop"):
-            ratios = [a / b for a, b in zip(found, speeds[rival], strict=True)]
+            ratios = [a / b for a, b in zip(found, speeds.get(rival, [math.nan] * len(found)), strict=True)]
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -173,11 +175,19 @@ def main() -> None:
     numbers = {"batch": 64, "samples": 4, "rounds": 7, "threads": 1, "new-tokens": 64, "longest-prompt": 64}
     for name, default in (numbers | {"vocabulary": 4096, "hidden": 256, "layers": 4, "heads": 8}).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    every = [*CONTESTANTS]
+    parser.add_argument("--contestants", nargs="+", choices=every, default=every, help="without the others' ratios")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of all contestants' weights: float32, bfloat16")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the tables")
-    options = parser.parse_args()
-    if "vLLM" in CONTESTANTS and options.device == "cpu" and "LD_PRELOAD" not in os.environ and cpu_environment():
+    sizes = {"batch": 8, "samples": 2, "rounds": 1, "new_tokens": 8, "longest_prompt": 8, "hidden": 64, "layers": 1}
+    options = parse(parser, **sizes, heads=2, vocabulary=512)
+    if (
+        "vLLM" in options.contestants
+        and options.device == "cpu"
+        and "LD_PRELOAD" not in os.environ
+        and cpu_environment()
+    ):
         # As generator processes with vLLM are started; for all contestants alike.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **cpu_environment()})
     torch.set_num_threads(options.threads)

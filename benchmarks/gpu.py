@@ -5,7 +5,8 @@
 Runs overlap.py, generation.py and publish.py one after the other, each in a process of its own; with sizes at which a
 GPU has something to do. If one of them fails, nothing is written.
 
-ASYNC_RLHF_GPU_TESTS_ON=cpu runs the same on a CPU, in seconds: the figures say nothing, but that all of it runs.
+ASYNC_RLHF_GPU_TESTS_ON=cpu runs the same on a CPU at its smallest size: the figures say nothing, but that all of it
+runs.
 """
 
 from __future__ import annotations
@@ -24,19 +25,15 @@ from typing import Any
 
 import machine
 import torch
+from smallest import parse
 
 HERE = Path(__file__).parent
-ON_GPU: dict[str, str] = {
+BENCHMARKS: dict[str, str] = {
     # As Pythia 410m is, but for its vocabulary.
     "overlap": "--rounds 3 --batches 16 --hidden 1024 --layers 24 --bf16 --tried 16 32 64 128 256",
-    "generation": "--device cuda:0 --dtype bfloat16 --batch 512 --samples 2 --rounds 5 --new-tokens 256 "
+    "generation": "--dtype bfloat16 --batch 512 --samples 2 --rounds 5 --new-tokens 256 "
     "--longest-prompt 512 --vocabulary 50304 --hidden 1024 --layers 24 --heads 16",
-    "publish": "--device cuda:0 --rounds 5",
-}
-ON_CPU: dict[str, str] = {
-    "overlap": "--rounds 1 --batches 6 --hidden 64 --layers 1 --prompts 4",
-    "generation": "--rounds 1 --new-tokens 8 --batch 8 --hidden 64 --layers 1 --heads 2",
-    "publish": "--device cpu --rounds 1",
+    "publish": "--rounds 5",
 }
 
 
@@ -57,19 +54,20 @@ def run(name: str, words: Sequence[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=list(ON_GPU), action="append", help="one benchmark; may be given several times"
+        "--only", choices=list(BENCHMARKS), action="append", help="one benchmark; may be given several times"
     )
     parser.add_argument("--folder", type=Path, default=HERE / "figures")
-    options = parser.parse_args()
+    options = parse(parser)
     on_gpu = os.environ.get("ASYNC_RLHF_GPU_TESTS_ON", "cuda") != "cpu"
     if on_gpu and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py: there is no CUDA device here")
-    device, chosen = ("cuda:0", ON_GPU) if on_gpu else ("cpu", ON_CPU)
+    device = "cuda:0" if on_gpu else "cpu"
     figures: dict[str, Any] = {"machine": machine.describe(device)}
-    for name in options.only or chosen:
-        words = shlex.split(chosen[name])
-        print(f"{name}.py {chosen[name]}", flush=True)
-        figures[name] = {"command": f"python benchmarks/{name}.py {chosen[name]}", **run(name, words)}
+    for name in options.only or BENCHMARKS:
+        told = "--smallest" if options.smallest or not on_gpu else BENCHMARKS[name]
+        told += f" --device {device}" if name != "overlap" else ""  # which finds its devices
+        print(f"{name}.py {told}", flush=True)
+        figures[name] = {"command": f"python benchmarks/{name}.py {told}", **run(name, shlex.split(told))}
     file = options.folder / f"{re.sub('[^0-9A-Za-z]+', '_', machine.name_of(device)).strip('_')}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(figures, indent=2) + "\n")

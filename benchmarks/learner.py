@@ -23,11 +23,13 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from smallest import parse
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from async_rlhf import GRPOConfig, KLConfig
@@ -40,14 +42,22 @@ ROWS, VOCABULARY, LONGEST = 64, 4096, 460
 BARE_ROWS = (1, 2, 4, 8, 16, 32)
 
 
-def policy() -> GPTNeoXForCausalLM:
+@dataclass(frozen=True)
+class Size:
+    """Of the policy."""
+
+    hidden: int = 256
+    layers: int = 6
+
+
+def policy(size: Size) -> GPTNeoXForCausalLM:
     torch.manual_seed(0)
     config = GPTNeoXConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        num_hidden_layers=6,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
         num_attention_heads=4,
-        intermediate_size=1024,
+        intermediate_size=4 * size.hidden,
         max_position_embeddings=LONGEST,
     )
     return GPTNeoXForCausalLM(config)
@@ -78,7 +88,7 @@ def experience() -> Experience:
     return Experience(**rows, scores_B=scores_R, weights_U=torch.ones(ROWS))
 
 
-def update(tokens: int) -> tuple[Callable[[], Any], float]:
+def update(tokens: int, size: Size) -> tuple[Callable[[], Any], float]:
     """An update in passes of at most so many tokens, and how many tokens it computes for each real one."""
     config = GRPOConfig(
         per_device_train_batch_size=ROWS,
@@ -90,7 +100,7 @@ def update(tokens: int) -> tuple[Callable[[], Any], float]:
         device="cpu",
     )
     algorithm = find("grpo")
-    learner = Learner(policy(), None, algorithm, config)
+    learner = Learner(policy(size), None, algorithm, config)
     rows = algorithm.credit(experience(), config)
     computed = 0
 
@@ -104,9 +114,9 @@ def update(tokens: int) -> tuple[Callable[[], Any], float]:
     return lambda: learner.update(rows, 1), computed / int(rows.lengths_B.sum())
 
 
-def bare(rows: int) -> Callable[[], None]:
+def bare(rows: int, size: Size) -> Callable[[], None]:
     """Forward and backward passes over as many real tokens, in rows of one length, so many at once."""
-    model, (prompts_R, responses_R) = policy(), lengths()
+    model, (prompts_R, responses_R) = policy(size), lengths()
     before, after = round(prompts_R.mean()), round(responses_R.mean())
     tokens_RT = torch.randint(0, VOCABULARY, (ROWS, before + after), generator=torch.Generator().manual_seed(0))
 
@@ -127,10 +137,10 @@ def seconds(compute: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def measure(budgets: list[int], rounds: int) -> list[dict[str, float]]:
+def measure(budgets: list[int], rounds: int, size: Size) -> list[dict[str, float]]:
     """A row for each budget."""
-    bares = {rows: bare(rows) for rows in BARE_ROWS}
-    updates = {tokens: update(tokens) for tokens in budgets}
+    bares = {rows: bare(rows, size) for rows in BARE_ROWS}
+    updates = {tokens: update(tokens, size) for tokens in budgets}
     bare_seconds: dict[int, list[float]] = {rows: [] for rows in bares}
     update_seconds: dict[int, list[float]] = {tokens: [] for tokens in updates}
     for _ in range(rounds):
@@ -161,12 +171,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as one line of JSON, last")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="TOKENS")
+    parser.add_argument("--hidden", type=int, default=256, help="the policy's width; a multiple of 4")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, help="threads of torch; by default torch's choice")
-    options = parser.parse_args()
+    options = parse(parser, rounds=1, budgets=[256], hidden=64, layers=1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if options.threads:
         torch.set_num_threads(options.threads)
-    rows = measure(options.budgets, options.rounds)
+    rows = measure(options.budgets, options.rounds, Size(options.hidden, options.layers))
     total = int(sum(part.sum() for part in lengths()))
     print(f"{ROWS} rows, {total} tokens, {torch.get_num_threads()} threads; seconds of an update and a bare pass")
     columns = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding"]

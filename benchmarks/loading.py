@@ -28,11 +28,12 @@ sys.path[:0] = [str(TESTS)]
 
 import torch  # noqa: E402
 from machine import describe  # noqa: E402
+from smallest import parse  # noqa: E402
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel  # noqa: E402
 
 from async_rlhf.config import ParallelConfig  # noqa: E402
-from async_rlhf.run import wiring  # noqa: E402
+from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel  # noqa: E402
 from async_rlhf.run.trainer import OnlineTrainer  # noqa: E402
 
 MODELS = {"policy": LlamaForCausalLM, "reward_model": LlamaForSequenceClassification}
@@ -76,7 +77,7 @@ def build(models: Path, out: Path) -> OnlineTrainer:
 def measure(folder: Path, whole: bool) -> dict[str, Any]:
     """On one rank."""
     if whole:
-        wiring._reads_shares = lambda *_: False
+        FullyShardedDataParallel.reads_shares = False
     rank = int(os.environ["RANK"])
     kept = build(folder / "tiny", folder / "run-tiny")  # what comes with the first is not counted
     forget_peak()
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser, layers=1, hidden=64)
     if args.measure is not None:
         print("MEASURED " + json.dumps(measure(args.measure, args.whole)), flush=True)
         return

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from fake_rank import KINDS, FakeRank, FakeRanks, Peak
+from fake_rank import HOST, KINDS, FakeRank, FakeRanks, Peak
+from smallest import parse
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -36,14 +37,15 @@ from transformers import (
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
 from async_rlhf.config.online import OnlineConfig
-from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.frozen import frozen
 from async_rlhf.models.memory import LearnerMemory
 from async_rlhf.models.snapshots import SnapshotRing
-from async_rlhf.planning.roofline import Roofline, batch_of
+from async_rlhf.models.weights import ALIGNMENT, layout
 from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
+from async_rlhf.studies.plan.roofline import Roofline, batch_of
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
 
 PHASES = ("annotate", "update", "publish")
@@ -117,9 +119,8 @@ class Case:
 
     def of_depth(self, layers: int) -> Case:
         """The same with so many layers."""
-        changed = type(self.model)(**{**self.model.to_dict(), "num_hidden_layers": layers})
-        changed._attn_implementation = self.model._attn_implementation
-        return replace(self, model=changed)
+        sizes = {**self.model.to_dict(), "num_hidden_layers": layers}
+        return replace(self, model=type(self.model)(**sizes, attn_implementation="sdpa"))
 
     def config(self) -> OnlineConfig:
         """That of a run; RLOO's penalty needs the reference's log-probabilities, and the policy's before the update."""
@@ -193,7 +194,10 @@ def _learner(case: Case, rank: FakeRank) -> tuple[Learner, SnapshotRing]:
     reward = rank.new(lambda: AutoModelForSequenceClassification.from_config(scores, dtype=torch.float32))
     reward = frozen(reward.requires_grad_(False).eval(), config, parallel)
     learner = Learner(policy, None, find("rloo"), config, parallel=parallel)
-    ring = SnapshotRing.for_model(policy, torch.bfloat16, 1, parallel=parallel)
+    specs, size = layout(policy, torch.bfloat16, parallel=parallel)
+    memory = rank.new(lambda: torch.zeros(ALIGNMENT + size, dtype=torch.uint8))
+    ledger.name([memory], HOST)
+    ring = SnapshotRing(specs, size, 1, memory, dtype=torch.bfloat16)
     with rank.computing():
         for parameter in parallel.trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -313,7 +317,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--layers", type=int, nargs=2, help="measure with so few, and go on along a straight line")
     parser.add_argument("--json", action="store_true", help="one more line, of JSON")
-    options = parser.parse_args()
+    options = parse(parser, only="1.4B, DDP on 4, all", layers=[4, 5])
     print(f"| 1e9 bytes (planned) | {' | '.join([*PHASES, *KINDS])} |\n{'|---' * (1 + len(PHASES) + len(KINDS))}|")
     results, began = {}, time.monotonic()
     for name, case in CASES.items():

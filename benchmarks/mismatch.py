@@ -10,14 +10,18 @@ generator's weights are the policy's own, float32; at S = 1 those of a GPU are b
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
-from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig
-from async_rlhf.generation.comparisons import CPU, GPU, share, steps_for
-from async_rlhf.planning.roofline import Batch, Roofline
+from smallest import parse
+
+from async_rlhf.generation.comparisons import CPU, share, steps_for
+from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig
+from async_rlhf.studies.plan.roofline import Batch, Roofline
 
 COMPARED = 8
+CORE = HardwareConfig(name="a core", tflops=CPU.tflops, weights_gbs=CPU.weights_gbs)
 
 
 class Case(NamedTuple):
@@ -26,7 +30,7 @@ class Case(NamedTuple):
     name: str
     parameters: float
     ranks: int
-    hardware: HardwareConfig = GPU
+    hardware: HardwareConfig = HardwareConfig()
     rows: int = 1024
     prompt: int = 200
     response: int = 1000
@@ -34,7 +38,7 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("1.3M, one core", 1.3e6, 1, CPU, 48, 16, 64, 4.0),
+    Case("1.3M, one core", 1.3e6, 1, CORE, 48, 16, 64, 4.0),
     Case("1B, 1 GPU", 1e9, 1),
     Case("8B, 8 GPUs", 8e9, 8),
     Case("70B, 64 GPUs", 70e9, 64),
@@ -54,6 +58,7 @@ def figures(case: Case, loads: bool) -> tuple[float, int]:
 
 
 def main() -> None:
+    parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     print("| model | S | before: every batch | `mismatch_steps` | after |\n|---|---|---|---|---|")
     for case in CASES:
         for staleness in (0, 1):

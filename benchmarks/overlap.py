@@ -32,9 +32,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from smallest import parse
 from tokenizers import Tokenizer, models
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
@@ -153,7 +155,7 @@ class Wait(NamedTuple):
     target: str
 
 
-def waits() -> Iterator[Wait]:
+def waits(smallest: bool) -> Iterator[Wait]:
     """What each of them adds to a batch."""
     import waits_evaluation
     import waits_publish
@@ -161,33 +163,36 @@ def waits() -> Iterator[Wait]:
     import waits_rewards
     import waits_shares
 
-    rewards = waits_rewards.measure()
+    def measured(part: ModuleType) -> dict[str, dict[str, float]]:
+        return part.measure(**part.SMALLEST if smallest else {})
+
+    rewards = measured(waits_rewards)
     ours, naive = (rewards[f"rewards {how}, S = 2"]["ratio"] for how in ("beside training", "in their turn"))
     yield Wait("rewards of half a batch, S = 2: wall / longer side", ours, naive, "at most 1.03")
-    evaluation = waits_evaluation.measure()
+    evaluation = measured(waits_evaluation)
     ours, naive = (evaluation[who]["ratio"] for who in ("generators", "learner"))
     yield Wait("evaluation every 10 batches: wall / longer side", ours, naive, "at most 1.03")
-    publish = waits_publish.measure()
+    publish = measured(waits_publish)
     ours, naive = (publish[how]["wall"] / publish["nothing"]["wall"] for how in ("beside", "in publish()"))
     yield Wait("publishing of 20% of a batch: wall / wall without", ours, naive, "at most 1.03")
     ours, naive = (publish[how]["stall"] for how in ("beside", "in publish()"))
     yield Wait("the same: share of a batch within publish()", ours, naive, "under 0.01")
-    shares = waits_shares.measure()
+    shares = measured(waits_shares)
     ours, naive = (shares[how]["over_best"] for how in ("units", "fixed shares"))
     yield Wait("workers of speeds 1, 1, 1, 0.5: wall / best", ours, naive, "at most 1.05")
-    queue = waits_queue.measure()
+    queue = measured(waits_queue)
     ours, naive = (queue[how]["places"] for how in ("one queue", "batch by batch"))
     yield Wait("lognormal lengths, S = 2: places that are busy", ours, naive, "at least 0.95")
 
 
-def print_waits(as_json: bool) -> None:
+def print_waits(as_json: bool, smallest: bool) -> None:
     """A line for each."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if as_json:
-        print(json.dumps([wait._asdict() for wait in waits()]))
+        print(json.dumps([wait._asdict() for wait in waits(smallest)]))
         return
     print(f"{'':<54}{'ours':>8}{'naive':>8}  target")
-    for wait in waits():
+    for wait in waits(smallest):
         print(f"{wait.what:<54}{wait.ratio:>8.3f}{wait.naive:>8.3f}  {wait.target}", flush=True)
 
 
@@ -204,9 +209,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--waiting", action="store_true", help="what else could be waited for, with devices that sleep")
-    options = parser.parse_args()
+    options = parse(parser, rounds=1, batches=8, hidden=64, layers=1, prompts=4)
     if options.waiting:
-        print_waits(options.json)
+        print_waits(options.json, options.smallest)
         return
     logging.getLogger("transformers").setLevel(logging.ERROR)
     size = Size(options.hidden, options.layers, options.bf16)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,6 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from smallest import parse
 from trl_example import install_trl
 
 ALGORITHMS = ("online_dpo", "rloo", "grpo")
@@ -43,6 +45,7 @@ WARM_UP = 2  # batches
 CASES: dict[str, dict[str, int]] = {
     "docstrings": {"completions": 128, "response": 32, "batches": 8},
     "ragged": {"completions": 32, "response": 256, "batches": 5},
+    "tiny": {"completions": 8, "response": 8, "batches": 4},
 }
 SAMPLES = {"online_dpo": 2, "rloo": 4, "grpo": 4}
 KL = {"online_dpo": 0.1, "rloo": 0.05, "grpo": 0.0}
@@ -61,12 +64,12 @@ def make_docstrings(out: Path, models: Path) -> None:
     """The quickstart's models, and its prompts in TRL's format."""
     from transformers import AutoTokenizer
 
-    from async_rlhf.commands.data import run_data
     from async_rlhf.commands.pairs import run_pairs
-    from async_rlhf.commands.quickstart import MAX_PROMPT_LENGTH, stage_configs
     from async_rlhf.commands.reward import run_reward
     from async_rlhf.commands.sft import run_sft
-    from async_rlhf.config.quickstart import QuickstartConfig
+    from async_rlhf.tasks.docstrings.config import QuickstartConfig
+    from async_rlhf.tasks.docstrings.data import run_data
+    from async_rlhf.tasks.docstrings.quickstart import MAX_PROMPT_LENGTH, stage_configs
 
     stages = stage_configs(QuickstartConfig(out=str(models)))
     for name, run in {"data": run_data, "sft": run_sft, "pairs": run_pairs, "reward": run_reward}.items():
@@ -80,7 +83,7 @@ def make_docstrings(out: Path, models: Path) -> None:
     write_prompts(out, [text for text in texts if len(tokenizer(text)["input_ids"]) <= MAX_PROMPT_LENGTH])
 
 
-def make_ragged(out: Path) -> None:
+def make_ragged(out: Path, width: int = 512, layers: int = 6) -> None:
     """Random weights with a chance of 1 / 60 to end at each token, and prompts of 10 to 60 tokens."""
     import random
 
@@ -88,7 +91,7 @@ def make_ragged(out: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-    vocabulary, width = 6000, 512
+    vocabulary = 6000
     words = {f"w{i}": i for i in range(vocabulary - 2)} | {"<eos>": vocabulary - 2, "<pad>": vocabulary - 1}
     base = Tokenizer(models.WordLevel(words, unk_token="w0"))
     base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -97,7 +100,7 @@ def make_ragged(out: Path) -> None:
     config = GPTNeoXConfig(
         vocab_size=vocabulary,
         hidden_size=width,
-        num_hidden_layers=6,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         intermediate_size=4 * width,
         max_position_embeddings=512,
@@ -286,15 +289,16 @@ def compare(args: argparse.Namespace, pythons: dict[str, Path], case: str, algor
         python = pythons["trl" if way == "trl" else "ours"]
         return measure(python, args.out, [*options, "--threads", str(threads)], threads)
 
-    tried = {rows: once("trl", rows)["speed"] for rows in args.trl_rows}
+    tried = {rows: once("trl", rows)["speed"] if "trl" in args.ways else 0.0 for rows in args.trl_rows}
     rows = max(tried, key=lambda rows: tried[rows])
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
     for _ in range(args.rounds):
-        for way in WAYS:
+        for way in args.ways:
             runs[way].append(once(way, rows))
     table = []
-    for way in WAYS:
-        ratios = [mine["speed"] / theirs["speed"] for mine, theirs in zip(runs[way], runs["trl"], strict=True)]
+    theirs = [run["speed"] for run in runs.get("trl", [])] or [math.nan] * args.rounds
+    for way in args.ways:
+        ratios = [mine["speed"] / speed for mine, speed in zip(runs[way], theirs, strict=True)]
         middle = {key: statistics.median(run[key] for run in runs[way]) for key in ("speed", "memory")}
         row = {"case": case, "algorithm": algorithm, "way": way, **middle, "ratio": statistics.median(ratios)}
         table.append(row | {"smallest": min(ratios), "largest": max(ratios), "trl_rows": rows})
@@ -326,7 +330,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="folder for models, prompts and logs")
     parser.add_argument("--env", type=Path, help="folder of the environment for TRL; by default OUT/env")
     parser.add_argument("--models", type=Path, help="output folder of a quickstart; by default OUT/quickstart")
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=["docstrings", "ragged"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="without trl there is no ratio")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each run in all")
@@ -342,18 +347,22 @@ def main() -> None:
     for name in ("case", "algorithm", "way"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser, cases=["tiny"], algorithms=["grpo"], rounds=1, trl_rows=[4])
     args.out = args.out.resolve()
     if args.way is not None:
         one_run(args)
         return
     for case in args.cases:
         (args.out / case).mkdir(parents=True, exist_ok=True)
-    pythons = {"trl": install_trl((args.env or args.out / "env").resolve()), "ours": Path(sys.executable)}
+    pythons = {"ours": Path(sys.executable)}
+    if "trl" in args.ways:
+        pythons["trl"] = install_trl((args.env or args.out / "env").resolve())
     if "docstrings" in args.cases:
         make_docstrings(args.out / "docstrings", args.models or args.out / "quickstart")
     if "ragged" in args.cases:
         make_ragged(args.out / "ragged")
+    if "tiny" in args.cases:
+        make_ragged(args.out / "tiny", width=64, layers=1)
     print(f"{'case':<12}{'algorithm':<12}{'':<9}{'completions/s':>14}{'memory, GB':>12}{'ratio':>7}")
     rows = [row for case in args.cases for name in args.algorithms for row in compare(args, pythons, case, name)]
     if args.json:

@@ -31,25 +31,30 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from overlap import PROMPT_TOKENS, VOCABULARY, policy, reward, tokenizer
+from smallest import parse
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.commands.plan import find_times, short
-from async_rlhf.config import PlanConfig
-from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig, ScalingConfig, VariationConfig, WorkloadConfig
-from async_rlhf.planning.measured import MeasuredRun, read_run
-from async_rlhf.planning.search import propose, search, try_split
-from async_rlhf.planning.times import Scaled, Split
+from async_rlhf.studies.plan.command import find_times, short
+from async_rlhf.studies.plan.config import (
+    HardwareConfig,
+    ModelSizeConfig,
+    PlanConfig,
+    ScalingConfig,
+    VariationConfig,
+    WorkloadConfig,
+)
+from async_rlhf.studies.plan.measured import MeasuredRun, read_run
+from async_rlhf.studies.plan.search import propose, search, try_split
+from async_rlhf.studies.plan.times import Scaled, Split
 
 WARM_UP = 6
-CROWDED = 0.05
-"""Share of the time in which somebody waited for a core, beyond which a run is not counted."""
 JUDGE_SECONDS = 0.2
 
 
@@ -101,13 +106,13 @@ def waited() -> float:
     return int(path.read_text().split("total=")[1].split()[0]) / 1e6 if path.is_file() else 0.0
 
 
-def wait_for_quiet(seconds: float = 300.0, look: float = 5.0) -> None:
-    """Until nobody waits for a core, or so long."""
+def wait_for_quiet(crowded: float, seconds: float = 300.0, look: float = 5.0) -> None:
+    """Until nobody waits for a core for more than this share of the time, or so long."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    while crowded < 1 and time.monotonic() < until:
         before = waited()
         time.sleep(look)
-        if waited() - before <= CROWDED * look:
+        if waited() - before <= crowded * look:
             return
 
 
@@ -151,13 +156,13 @@ def _send(pipe: multiprocessing.connection.Connection, work: Callable[[], Trial]
     pipe.send(work())
 
 
-def slowdown(prompts: int, batches: int, rounds: int = 3) -> float:
+def slowdown(prompts: int, batches: int, crowded: float, rounds: int) -> float:
     """How much longer a synchronous run takes beside another one than alone; median over rounds."""
     context = multiprocessing.get_context("spawn")
     work = partial(train, SETTINGS["cores: alike"], 1, 0, prompts, batches)
 
     def at_once(count: int) -> float:
-        wait_for_quiet()
+        wait_for_quiet(crowded)
         pipes = [context.Pipe() for _ in range(count)]
         processes = [context.Process(target=_send, args=(theirs, work)) for _, theirs in pipes]
         for process in processes:
@@ -202,10 +207,14 @@ def predict(runs: list[MeasuredRun], choice: tuple[int, int], slower: float, fix
 Key = tuple[str, int, int]
 
 
-def against_runs(rounds: int, batches: int, prompts: int, only: str) -> str:
+def against_runs(rounds: int, batches: int, prompts: int, only: str, crowded: float) -> str:
     """Markdown: medians over rounds, and the range of the error."""
     chosen = {name: setting for name, setting in SETTINGS.items() if name.startswith(only)}
-    slower = slowdown(prompts, batches) if any(not setting.waiting for setting in chosen.values()) else 1.0
+    slower = (
+        slowdown(prompts, batches, crowded, min(3, rounds))
+        if any(not setting.waiting for setting in chosen.values())
+        else 1.0
+    )
     fixed = fixed_share(prompts, batches) if any(setting.waiting for setting in chosen.values()) else 0.0
     found: dict[Key, list[tuple[float, ...]]] = {
         (name, *choice): [] for name, setting in chosen.items() for choice in setting.predicted
@@ -214,9 +223,9 @@ def against_runs(rounds: int, batches: int, prompts: int, only: str) -> str:
     for _ in range(3 * rounds):
         for name, setting in chosen.items():
             missing = [choice for choice in setting.predicted if len(found[(name, *choice)]) < rounds]
-            for choice, row, crowded in _round(setting, missing, prompts, batches, slower, fixed):
-                print(name, choice, *(f"{x:.3f}" for x in (*row, crowded)), file=sys.stderr, flush=True)
-                counts = setting.waiting or crowded <= CROWDED
+            for choice, row, share in _round(setting, missing, prompts, batches, slower, fixed, crowded):
+                print(name, choice, *(f"{x:.3f}" for x in (*row, share)), file=sys.stderr, flush=True)
+                counts = setting.waiting or share <= crowded
                 left_out += not counts
                 if counts:
                     found[(name, *choice)].append(row)
@@ -225,22 +234,28 @@ def against_runs(rounds: int, batches: int, prompts: int, only: str) -> str:
 
 
 def _round(
-    setting: Setting, choices: list[tuple[int, int]], prompts: int, batches: int, slower: float, fixed: float
+    setting: Setting,
+    choices: list[tuple[int, int]],
+    prompts: int,
+    batches: int,
+    slower: float,
+    fixed: float,
+    crowded: float,
 ) -> Iterator[tuple[tuple[int, int], tuple[float, ...], float]]:
     """For each choice: synchronous, measured and predicted seconds a batch, predicted without slowdown; how crowded."""
     before = None
     for choice in choices:
-        if before is None or (before.crowded > CROWDED and not setting.waiting):
+        if before is None or (before.crowded > crowded and not setting.waiting):
             if not setting.waiting:
-                wait_for_quiet()
+                wait_for_quiet(crowded)
             before = train(setting, 1, 0, prompts, batches)
         trial = train(setting, *choice, prompts, batches)
         after = train(setting, 1, 0, prompts, batches)
         runs = [before.run, after.run]
         guesses = [predict(runs, choice, factor, fixed) for factor in (1.0 if setting.waiting else slower, 1.0)]
         synchronous = statistics.fmean(run.step_seconds for run in runs)
-        crowded = max(before.crowded, trial.crowded, after.crowded)
-        yield choice, (synchronous, trial.run.step_seconds, *guesses), crowded
+        share = max(before.crowded, trial.crowded, after.crowded)
+        yield choice, (synchronous, trial.run.step_seconds, *guesses), share
         before = after
 
 
@@ -293,15 +308,15 @@ def sized(name: str, devices: int, hardware: HardwareConfig) -> PlanConfig:
     return PlanConfig(devices=devices, model=model, workload=workload, hardware=hardware, variation=variation)
 
 
-def size_table() -> str:
-    """Markdown: what is proposed for every size and number of H100s."""
+def size_table(counts: Sequence[int]) -> str:
+    """Markdown: what is proposed for every size and these numbers of H100s."""
     lines = [
         "| model | GPUs | generators + learners | S | seconds a batch | prompts/s | generators idle | learners idle "
         "| / same split, S = 0 | / all GPUs in turn |",
         "|---" * 10 + "|",
     ]
     for name in SIZES:
-        for devices in (1, 2, 4, 8, 16, 32, 64):
+        for devices in counts:
             config = sized(name, devices, HardwareConfig())
             source = find_times(config)
             choices = search(source.times, devices, config)
@@ -351,18 +366,19 @@ def paper_table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="the table of sizes and GPUs")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of that table")
     parser.add_argument("--paper", action="store_true", help="the paper's machines")
     parser.add_argument("--only", choices=["device", "cores"], default="", help="kinds of runs; default: both")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=26)
     parser.add_argument("--prompts", type=int, default=16, help="of a batch")
-    options = parser.parse_args()
+    parser.add_argument("--crowded", type=float, default=0.05, help="share of waiting beyond which no run is counted")
+    options = parse(parser, rounds=1, batches=14, prompts=2, only="device: two", crowded=1.0, gpus=[1, 4])
     if options.table or options.paper:
-        print(
-            "\n\n".join(make() for make, asked in ((size_table, options.table), (paper_table, options.paper)) if asked)
-        )
+        tables = [size_table(options.gpus)] if options.table else []
+        print("\n\n".join([*tables, *([paper_table()] if options.paper else [])]))
         return
-    print(against_runs(options.rounds, options.batches, options.prompts, options.only))
+    print(against_runs(options.rounds, options.batches, options.prompts, options.only, options.crowded))
 
 
 if __name__ == "__main__":

@@ -19,20 +19,20 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from smallest import parse
 
 from async_rlhf.evaluation.statistics import t_quantile
-from async_rlhf.sweeps.trials import labels_of
+from async_rlhf.studies.sweep.trials import labels_of
 
 POWER = 0.8
-DRAWS = 200_000
 
 
 @cache
-def detectable(seeds: int) -> float:
+def detectable(seeds: int, draws: int) -> float:
     """The smallest effect, in standard deviations of a difference, that is found with 80% power."""
     chance = np.random.default_rng(0)
-    means = chance.standard_normal(DRAWS) / math.sqrt(seeds)
-    deviations = np.sqrt(chance.chisquare(seeds - 1, DRAWS) / (seeds - 1))
+    means = chance.standard_normal(draws) / math.sqrt(seeds)
+    deviations = np.sqrt(chance.chisquare(seeds - 1, draws) / (seeds - 1))
     # Found where (effect + mean) sqrt(n) / deviation exceeds the quantile; the other tail is negligible here.
     needed = t_quantile(seeds - 1) * deviations / math.sqrt(seeds) - means
     return float(np.quantile(needed, POWER))
@@ -41,8 +41,9 @@ def detectable(seeds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, help="a sweep's output_dir")
+    parser.add_argument("--draws", type=int, default=200_000, help="of the noncentral t distribution")
     parser.add_argument("baseline", type=json.loads, help="labels of what is compared with, as JSON")
-    wanted = parser.parse_args()
+    wanted = parse(parser, draws=2000)
     gold: defaultdict[tuple[tuple[str, str], ...], dict[int, float]] = defaultdict(dict)
     with (wanted.sweep / "results.jsonl").open(encoding="utf-8") as file:
         for row in map(json.loads, file):
@@ -59,7 +60,7 @@ def main() -> None:
         unpaired = math.sqrt(sum(statistics.variance(side) for side in sides))
         told = ", ".join(f"{axis.rpartition('.')[2]} {label}" for axis, label in setting)
         cells = [told, str(len(seeds)), f"{paired:.4f}", f"{unpaired:.4f}"]
-        cells += [f"{detectable(n) * paired:.3f}" for n in (len(seeds), 3, 6, 12)]
+        cells += [f"{detectable(n, wanted.draws) * paired:.3f}" for n in (len(seeds), 3, 6, 12)]
         print(f"| {' | '.join(cells)} |")
 
 

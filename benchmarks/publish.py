@@ -32,6 +32,7 @@ from typing import Any
 
 import machine
 import torch
+from smallest import parse
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="file for the figures")
-    options = parser.parse_args()
+    options = parse(parser, model="small", rounds=1)
     torch.set_num_threads(options.threads)
     name = options.model or ("410m" if options.device.startswith("cuda") else "small")
     found = measure(options.device, MODELS[name], options.rounds, options.receivers)

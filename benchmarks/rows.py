@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import socket
 import statistics
 import subprocess
@@ -38,6 +39,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from smallest import parse
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
@@ -48,6 +50,7 @@ from async_rlhf.generation.messages import Reply, Request
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.replies import fingerprint
+from async_rlhf.generation.restarting import Arrived, RestartingGenerator
 from async_rlhf.learner import learner as learners
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import forward
@@ -76,20 +79,27 @@ class Prompts:
 
 
 class Worker:
-    """Answers with replies that are there already."""
+    """Answers with a reply that is there already."""
 
-    number, label = 0, "generator 0"
+    number, label, starts, since, has_begun = 0, "generator 0", 1, 0.0, True
+    reply: Reply
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: queue.SimpleQueue[Arrived | None]) -> None:
+        self.arrived = arrived
         self.open: list[Request] = []
 
     def submit(self, request: Request) -> None:
-        """Note what was asked."""
+        """Answer at once."""
         self.open = [request]
+        self.arrived.put(Arrived(self, 1, self.reply))
 
-    def answered(self) -> Request:
+    def silent_for(self) -> float:
+        """Never."""
+        return 0.0
+
+    def answered(self, place: int) -> Request:
         """What was asked."""
-        return self.open.pop()
+        return self.open.pop(place)
 
     def close(self) -> None:
         """Do nothing."""
@@ -104,15 +114,10 @@ class Snapshots(NoSnapshots):
         return {}
 
 
-class Generator(RemoteGenerator):
-    """Has got a reply."""
+class Generator(RestartingGenerator):
+    """Whose worker never dies."""
 
-    reply: Reply
-
-    def _wait(self, seconds: float) -> bool:
-        worker = self.workers[0]
-        self._accept(worker, self.taken(worker, self.reply), self.reply)
-        return True
+    kind = "worker"
 
 
 def reply(prompts: Sequence[Prompt], length: int) -> Reply:
@@ -210,10 +215,12 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
     scorer = Scorer(None, config, reward, (), "query", parallel)  # type: ignore[arg-type]  # no text is read
     params = SamplingParams(SAMPLES, 1.0, length - PROMPT, (0,), 0)
     trace, prompts = Trace(), Prompts(rows if rank == 0 else 0)
-    generator = Generator(config, policy, params, trace, parallel, Snapshots(), [Worker()] if rank == 0 else [])
+    arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+    parts, worker = (config, policy, params, trace, parallel, Snapshots()), Worker(arrived)
+    generator = Generator(arrived, *parts, [worker]) if rank == 0 else RemoteGenerator(*parts)
     empty = held()
     if rank == 0:
-        generator.reply = reply(prompts.prompts, length)
+        worker.reply = reply(prompts.prompts, length)
     replies = held()
     size = {"batch_size": rows // SAMPLES, "num_batches": 1, "staleness": 0}
     rollouts = RolloutSchedule(generator, prompts, **size, trace=trace, leads=rank == 0)  # type: ignore[arg-type]
@@ -278,7 +285,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, rows=64, tokens=220, rounds=1)
     if options.rank:
         be_rank(options)
         return

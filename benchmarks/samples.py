@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from smallest import parse
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.replies import check_completions
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
+    options = parse(parser, rows=10, tokens=20, repeats=1)
     torch.set_num_threads(1)
     rng, length = random.Random(0), options.tokens
     prompt = Prompt(0, 0, tuple(rng.randrange(VOCABULARY) for _ in range(100)))

@@ -9,22 +9,64 @@ interval lies above the starting model's, and whether the asynchronous mean lies
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
+from smallest import parse
 
-def main(folders: list[str]) -> None:
+
+def tiny_summary(folder: Path) -> Path:
+    """Have tiny models evaluated as a quickstart's are. Returns the folder."""
+    from tiny_inputs import PROMPT_TOKENS, RESPONSE_TOKENS, make_base
+
+    from async_rlhf.commands.evaluate import run_evaluate
+    from async_rlhf.config import EvaluateConfig
+
+    policy = str(make_base(folder) / "sft")
+    config = EvaluateConfig(
+        models=dict.fromkeys(("sft", "synchronous", "asynchronous"), policy),
+        data=str(folder / "data" / "heldout.jsonl"),
+        output_dir=str(folder / "evaluation"),
+        reward_funcs=["async_rlhf.tasks.docstrings.reward:gold_rewards"],
+        response_length=RESPONSE_TOKENS,
+        max_prompt_length=PROMPT_TOKENS,
+        device="cpu",
+    )
+    with redirect_stdout(sys.stderr):
+        (folder / "summary.json").write_text(json.dumps({"results": {"evaluate": run_evaluate(config)}}))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, help="of quickstarts")
+    options = parse(parser)
+    if options.smallest:
+        with tempfile.TemporaryDirectory() as folder:
+            show([tiny_summary(Path(folder) / "seed0")] * 2)
+    elif options.folders:
+        show(options.folders)
+    else:
+        parser.error("folders: got none; must be those of one quickstart or more")
+
+
+def show(folders: Sequence[Path]) -> None:
+    """Print the table."""
     means: dict[str, list[float]] = {}
     print("| run | model | gold reward | wins vs. sft | KL to sft | above sft | async within sync |")
     print("|---|---|---|---|---|---|---|")
     for folder in folders:
-        models = json.loads((Path(folder) / "summary.json").read_text())["results"]["evaluate"]["models"]
+        models = json.loads((folder / "summary.json").read_text())["results"]["evaluate"]["models"]
         for name, found in models.items():
             gold, base = found["gold_mean"], models["sft"]["gold_mean"]
             means.setdefault(name, []).append(gold["estimate"])
-            cells = [Path(folder).name, name, interval(gold)]
+            cells = [folder.name, name, interval(gold)]
             if name == "sft":
                 cells += [""] * 4
             else:
@@ -47,6 +89,4 @@ def interval(found: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    main(sys.argv[1:])
+    main()

@@ -25,6 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from smallest import parse
+
 TRL = "1.16.0"
 PROMPTS, SAMPLES, LENGTH, RATE = 8, 4, 24, 1e-3  # prompts of a batch, completions of each, tokens of each
 EVERY = 10  # batches of a mean
@@ -35,6 +37,7 @@ def letters(completions: list[str], **columns: Any) -> list[float]:
 
 
 def make_inputs(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
@@ -154,13 +157,15 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("trl", "ours"), help="run one of the two in this environment")
-    args = parser.parse_args()
+    args = parse(parser, batches=2)
     out = args.out.resolve()
     if args.only is not None:
+        if not (out / "policy").exists():
+            make_inputs(out)
         found = (run_trl if args.only == "trl" else run_ours)(out, args.batches, args.seed)
         (out / f"{args.only}.json").write_text(json.dumps(found))
+        print(table([found], args.batches))
         return
-    out.mkdir(parents=True, exist_ok=True)
     pythons = {"trl": install_trl((args.env or out / "env").resolve()), "ours": Path(sys.executable)}
     make_inputs(out)
     options = ["--out", str(out), "--batches", str(args.batches), "--seed", str(args.seed)]

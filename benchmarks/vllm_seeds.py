@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from generation import TEMPERATURE, make_model, make_prompts
+from smallest import parse
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig
@@ -42,17 +43,18 @@ def start(model: GPTNeoXForCausalLM, options: argparse.Namespace) -> VLLMEngine:
     return VLLMEngine(spec, params)
 
 
-def follow(engine: VLLMEngine) -> list[tuple[int, int]]:
+def follow() -> list[tuple[int, int]]:
     """Of each completion that begins: the tokens of its prompt, and how many of them were there already."""
-    manager = engine._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    look_up, found = manager.get_computed_blocks, []
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    def look_up_and_note(request: Any) -> Any:
-        result = look_up(request)
+    look_up, found = KVCacheManager.get_computed_blocks, []
+
+    def look_up_and_note(manager: Any, request: Any) -> Any:
+        result = look_up(manager, request)
         found.append((request.num_prompt_tokens, result[1]))
         return result
 
-    manager.get_computed_blocks = look_up_and_note
+    KVCacheManager.get_computed_blocks = look_up_and_note
     return found
 
 
@@ -74,14 +76,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--no-caching", action="store_true", help="share nothing")
-    options = parser.parse_args()
+    sizes = {"batch": 8, "samples": 2, "rounds": 1, "new_tokens": 8, "hidden": 64, "layers": 1, "heads": 2}
+    options = parse(parser, **sizes, vocabulary=512)
     if options.device == "cpu" and "LD_PRELOAD" not in os.environ and cpu_environment():
         # As generator processes with vLLM are started.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **cpu_environment()})
     torch.set_num_threads(options.threads)
     model, prompts = make_model(options), make_prompts(options)
-    engine = start(model, options)
-    begun = follow(engine)
+    engine, begun = start(model, options), follow()
     found: dict[bool, list[float]] = {True: [], False: []}
     for r in range(-1, options.rounds):  # the first round warms up
         for seeded in (True, False) if r % 2 else (False, True):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,8 +42,8 @@ def waiting_policy(vocabulary: int, positions: int, variation: float) -> Waiting
 
 
 class SleepingModel(GPTNeoXForCausalLM):
-    """Each pass ends when a device of ``config.speed`` would have done it; speed 1 takes ``config.seconds`` a row. What
-    the host does meanwhile costs nothing.
+    """Each pass ends when a device would have done it, which takes ``config.seconds`` a row at speed 1; generator
+    process n has speed n of ``config.speeds``. What the host does meanwhile costs nothing.
     """
 
     @functools.wraps(GPTNeoXForCausalLM.forward)
@@ -49,15 +51,16 @@ class SleepingModel(GPTNeoXForCausalLM):
         rows, length = input_ids.shape
         began = time.monotonic() if length > 1 else self.done
         out = super().forward(input_ids, *others, **options)
-        self.done = began + rows * self.config.seconds / self.config.speed
+        number = int(multiprocessing.current_process().name.removeprefix("generator-"))
+        self.done = began + rows * self.config.seconds / self.config.speeds[number]
         time.sleep(max(0.0, self.done - time.monotonic()))
         return out
 
 
-def sleeping_policy(vocabulary: int, positions: int, seconds: float) -> SleepingModel:
+def sleeping_policy(vocabulary: int, positions: int, seconds: float, speeds: Sequence[float]) -> SleepingModel:
     """So small that sleeping is all of its time."""
     config = _small(vocabulary, positions)
-    config.seconds, config.speed = seconds, 1.0
+    config.seconds, config.speeds = seconds, list(speeds)
     torch.manual_seed(0)
     return SleepingModel(config)
 

@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from async_rlhf.commands.plan import find_times, with_recipe
-from async_rlhf.config import PlanConfig
-from async_rlhf.config.plan import ScalingConfig, SecondsConfig, WorkloadConfig
-from async_rlhf.planning.search import try_split
-from async_rlhf.planning.times import Split
+from smallest import parse
+
+from async_rlhf.studies.plan.command import find_times, with_recipe
+from async_rlhf.studies.plan.config import PlanConfig, ScalingConfig, SecondsConfig, WorkloadConfig
+from async_rlhf.studies.plan.search import try_split
+from async_rlhf.studies.plan.times import Split
 
 _SPANS = ("wait", "score", "annotate", "train", "publish")
 Figures = Mapping[str, float]
@@ -46,14 +47,15 @@ def predicted(seconds: SecondsConfig, staleness: int, workload: WorkloadConfig |
     return try_split(find_times(with_recipe(config)).times, split, config).outcomes[staleness].step_seconds
 
 
-def main(doc: str | None, measure: Callable[..., Mapping[str, Figures]]) -> None:
+def main(doc: str | None, measure: Callable[..., Mapping[str, Figures]], smallest: Mapping[str, float]) -> None:
     """Measure with the options that ``measure`` takes, and print a line for each of its results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
     for name, option in inspect.signature(measure).parameters.items():
-        parser.add_argument(f"--{name}", type=type(option.default), default=option.default, help="%(default)s")
-    options = vars(parser.parse_args())
-    as_json = options.pop("json")
+        words = f"--{name.replace('_', '-')}"
+        parser.add_argument(words, type=type(option.default), default=option.default, help="%(default)s")
+    options = vars(parse(parser, **smallest))
+    as_json, _ = options.pop("json"), options.pop("smallest")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     found = measure(**options)
     if as_json:

@@ -28,18 +28,20 @@ from unittest.mock import patch
 
 import waits
 from overlap import VOCABULARY, reward, tokenizer
+from transformers import PreTrainedModel
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer, OnlineConfig
-from async_rlhf.config.plan import WorkloadConfig
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.studies.plan.config import WorkloadConfig
 from async_rlhf.types import Group, Prompt
 
 WARM_UP = 4  # batches: the first ones fill the pipeline
 EVERY = 10
-PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 16, 24
+PROMPT_TOKENS, RESPONSE_TOKENS = 16, 24
+SMALLEST = {"batches": 12, "prompts": 2}
 KINDS = ("none", "generators", "learner")
 
 
@@ -47,23 +49,28 @@ KINDS = ("none", "generators", "learner")
 def by_the_learner() -> Iterator[None]:
     """Evaluations as they are where nobody else can sample: at once, and everything else waits."""
     asked: dict[int, tuple[Sequence[Prompt], SamplingParams]] = {}
+    publish, models = ProcessGenerator.publish, []
+
+    def note(self: Any, policy: PreTrainedModel, version: int) -> None:
+        models[:] = [policy]
+        publish(self, policy, version)
 
     def submit(self: Any, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         asked[version] = prompts, params
 
     def collect(self: Any, version: int) -> tuple[Group, ...]:
         prompts, params = asked.pop(version)
-        engine = TransformersEngine(self._policy, params, version)
+        engine = TransformersEngine(models[0], params, version)
         return tuple(Group(p, c) for p, c in zip(prompts, engine.generate(prompts), strict=True))
 
     with (
         patch.object(OnlineConfig, "evaluation_delay", property(lambda config: 0)),
-        patch.multiple(ProcessGenerator, submit_evaluation=submit, collect_evaluation=collect),
+        patch.multiple(ProcessGenerator, publish=note, submit_evaluation=submit, collect_evaluation=collect),
     ):
         yield
 
 
-def run(kind: str, batches: int) -> dict[str, float]:
+def run(kind: str, batches: int, prompts: int) -> dict[str, float]:
     """Seconds of each phase of a batch, means over those after the warm-up."""
     rows, evaluates = waits.prompts(PROMPT_TOKENS), kind != "none"
     with tempfile.TemporaryDirectory() as folder, by_the_learner() if kind == "learner" else nullcontext():
@@ -73,8 +80,8 @@ def run(kind: str, batches: int) -> dict[str, float]:
             staleness=1,
             batches=batches,
             samples_per_prompt=2,
-            completions_per_batch=2 * PROMPTS,
-            per_device_train_batch_size=2 * PROMPTS,
+            completions_per_batch=2 * prompts,
+            per_device_train_batch_size=2 * prompts,
             num_epochs=2,
             eval_steps=EVERY if evaluates else 0,
             non_eos_penalty=False,
@@ -86,7 +93,7 @@ def run(kind: str, batches: int) -> dict[str, float]:
             ),
         )
         policy = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, variation=0.0)
-        held = rows[: 2 * PROMPTS] if evaluates else None
+        held = rows[: 2 * prompts] if evaluates else None
         GRPOTrainer(policy, args, rows, reward_funcs=reward, processing_class=tokenizer(), eval_dataset=held).train()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     logs = [line for line in lines if "time/batch" in line and line["batch"] > WARM_UP]
@@ -101,11 +108,11 @@ def figures(mean: dict[str, float], predicted: float) -> dict[str, float]:
     return {**shown, "ratio": mean["batch"] / max(sampling, training), "predicted": predicted}
 
 
-def measure(batches: int = 24) -> dict[str, dict[str, float]]:
+def measure(batches: int = 24, prompts: int = 32) -> dict[str, dict[str, float]]:
     """By who evaluates. An evaluation has as many completions as a batch."""
-    found = {kind: run(kind, batches) for kind in KINDS}
-    size = WorkloadConfig(PROMPTS, 2)
-    evaluated = replace(size, eval_completions=2 * PROMPTS, eval_steps=EVERY)
+    found = {kind: run(kind, batches, prompts) for kind in KINDS}
+    size = WorkloadConfig(prompts, 2)
+    evaluated = replace(size, eval_completions=2 * prompts, eval_steps=EVERY)
     none = waits.seconds_of(found["none"], score=found["none"]["score"])
     by_learner = replace(none, other=none.other + found["none"]["generate"] / EVERY)
     by_plan = {
@@ -117,4 +124,4 @@ def measure(batches: int = 24) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    waits.main(__doc__, measure)
+    waits.main(__doc__, measure, SMALLEST)

@@ -20,18 +20,18 @@ from typing import Any
 from unittest.mock import patch
 
 from overlap import PROMPT_TOKENS, VOCABULARY, tokenizer
+from smallest import parse
 from waiting import waiting_policy
 from waits_evaluation import by_the_learner
 from waits_publish import copies_that_take
-from waits_rewards import PROMPTS, RESPONSE_TOKENS
-from waits_rewards import slow_reward as judge
+from waits_rewards import PROMPTS, RESPONSE_TOKENS, REWARD_SECONDS, slow_reward
 
 from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer
 from async_rlhf.reports.charts import Axis, Spec, figure, render_png, timeline
 from async_rlhf.scoring.scorer import Scorer
 
-BATCHES, FROM, TO = 14, 5, 12
-vars(judge)["by_prompt"] = True
+FROM = 5
+"""The batch whose end is the picture's left edge."""
 TRACKS = {"generator 0": "generator", "rewards": "rewards", "publisher": "publisher", "learner": "learner"}
 WORK = {
     "generate": "sampling",
@@ -46,8 +46,10 @@ WORK = {
 """What each span is, wherever it is done: a colour of the timeline."""
 
 
-def trace(in_turn: bool) -> str:
-    """trace.json of one run."""
+def trace(in_turn: bool, batches: int, prompts: int, seconds: float) -> str:
+    """trace.json of one run. A batch is ``prompts``, its rewards take ``seconds``."""
+    judge = slow_reward(seconds)
+    vars(judge)["by_prompt"] = True
     words = " ".join(f"w{i}" for i in range(1, PROMPT_TOKENS))
     rows = [{"query": f"w{i + 20} {words}"} for i in range(256)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as naive:
@@ -55,10 +57,10 @@ def trace(in_turn: bool) -> str:
             output_dir=folder,
             overwrite_output_dir=True,
             staleness=2,
-            batches=BATCHES,
+            batches=batches,
             samples_per_prompt=2,
-            completions_per_batch=2 * PROMPTS,
-            per_device_train_batch_size=2 * PROMPTS,
+            completions_per_batch=2 * prompts,
+            per_device_train_batch_size=2 * prompts,
             eval_steps=4,
             non_eos_penalty=False,
             max_prompt_length=PROMPT_TOKENS,
@@ -68,13 +70,13 @@ def trace(in_turn: bool) -> str:
                 response_length=RESPONSE_TOKENS, mismatch_samples=0, placement="process", num_threads=1
             ),
         )
-        naive.enter_context(copies_that_take(0.2, in_publish=in_turn))
+        naive.enter_context(copies_that_take(0.4 * seconds, in_publish=in_turn))
         if in_turn:
             naive.enter_context(by_the_learner())
             naive.enter_context(patch.object(Scorer, "begin", lambda *_: None))
         policy = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, variation=0.0)
         GRPOTrainer(
-            policy, args, rows, reward_funcs=judge, processing_class=tokenizer(), eval_dataset=rows[:PROMPTS]
+            policy, args, rows, reward_funcs=judge, processing_class=tokenizer(), eval_dataset=rows[:prompts]
         ).train()
         return (Path(folder) / "trace.json").read_text()
 
@@ -90,11 +92,11 @@ def spans(text: str) -> list[tuple[str, str, int, float, float]]:
     ]
 
 
-def bars(text: str) -> tuple[list[dict[str, Any]], float]:
-    """Some batches of one run, and their seconds."""
+def bars(text: str, last: int) -> tuple[list[dict[str, Any]], float]:
+    """The batches of one run up to ``last``, and their seconds."""
     found = spans(text)
     trained = {batch: (start, end) for _, name, batch, start, end in found if name == "train"}
-    begin, end = trained[FROM][1], trained[TO][1]
+    begin, end = trained[FROM][1], trained[last][1]
     rows = []
     for track, name, batch, start, stop in found:
         if track in TRACKS and name in WORK and stop > begin and start < end:
@@ -109,19 +111,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--traces", type=Path, help="folder for the two trace.json")
-    options = parser.parse_args()
+    parser.add_argument("--batches", type=int, default=14)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--reward-seconds", type=float, default=REWARD_SECONDS)
+    options = parse(parser, batches=8, prompts=2, reward_seconds=0.02)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    runs = {}
+    runs, last = {}, options.batches - 2
     for title, in_turn in {"Everything in its turn": True, "Nobody waits": False}.items():
-        text = trace(in_turn)
-        runs[title] = bars(text)
+        text = trace(in_turn, options.batches, options.prompts, options.reward_seconds)
+        runs[title] = bars(text, last)
         if options.traces is not None:
             options.traces.mkdir(parents=True, exist_ok=True)
             (options.traces / f"{title.lower().replace(' ', '_')}.json").write_text(text)
     longest = max(seconds for _, seconds in runs.values())
     x = Axis("start", f"seconds from the end of batch {FROM}; a bar's number is its batch", domain=(0, longest))
     panels: list[Spec] = [
-        timeline(rows, list(TRACKS.values()), x, longest, f"{title}: {seconds / (TO - FROM):.2f} s a batch")
+        timeline(rows, list(TRACKS.values()), x, longest, f"{title}: {seconds / (last - FROM):.2f} s a batch")
         for title, (rows, seconds) in runs.items()
     ]
     render_png(figure([{**panel, "width": 900} for panel in panels], columns=1), options.out, scale=1.3)

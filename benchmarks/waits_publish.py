@@ -29,37 +29,36 @@ from unittest.mock import patch
 
 import waits
 from overlap import PROMPT_TOKENS, VOCABULARY, WARM_UP, reward, tokenizer
+from torch import nn
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.models.leaving import Handle, Work, at_once
+from async_rlhf.models.leaving import Handle, Later, Work, at_once
 from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.ranks.parallel import ALONE, Parallel
 
-PROMPTS, RESPONSE_TOKENS = 32, 12
+RESPONSE_TOKENS = 12
+SMALLEST = {"batches": 8, "rounds": 1, "prompts": 2}
 
 
 @contextmanager
 def copies_that_take(seconds: float, in_publish: bool) -> Iterator[None]:
-    """Within, every version is so long on its way."""
-    finish = SnapshotRing._finish
+    """Within, every version is so long on its way; ``in_publish`` has the learner's thread bring it there."""
+    publish = SnapshotRing.publish
 
-    def finish_late(ring: SnapshotRing, version: int) -> None:
-        time.sleep(seconds)
-        finish(ring, version)
+    def publish_late(
+        ring: SnapshotRing, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once
+    ) -> None:
+        def late(work: Work) -> Handle:
+            return (at_once if in_publish else later)(lambda: (time.sleep(seconds), work())[1])
 
-    def at_once_instead(generator: RemoteGenerator, version: int, work: Work) -> Handle:
-        return at_once(work)
+        publish(ring, model, version, parallel, late)
 
-    with patch.object(SnapshotRing, "_finish", finish_late):
-        if not in_publish:
-            yield
-            return
-        with patch.object(RemoteGenerator, "_beside", at_once_instead):
-            yield
+    with patch.object(SnapshotRing, "publish", publish_late):
+        yield
 
 
-def run(batches: int) -> dict[str, float]:
+def run(batches: int, prompts: int) -> dict[str, float]:
     """Seconds of each phase of a batch, means over those after the warm-up."""
     rows = waits.prompts(PROMPT_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,8 +68,8 @@ def run(batches: int) -> dict[str, float]:
         args = OnlineDPOConfig(
             output_dir=folder,
             staleness=1,
-            total_episodes=PROMPTS * batches,
-            per_device_train_batch_size=PROMPTS,
+            total_episodes=prompts * batches,
+            per_device_train_batch_size=prompts,
             num_epochs=2,
             non_eos_penalty=False,
             max_prompt_length=PROMPT_TOKENS,
@@ -85,14 +84,14 @@ def run(batches: int) -> dict[str, float]:
     return waits.mean_times([json.loads(line) for line in lines][WARM_UP:-2])
 
 
-def measure(batches: int = 12, share: float = 0.2, rounds: int = 3) -> dict[str, dict[str, float]]:
+def measure(batches: int = 12, share: float = 0.2, rounds: int = 3, prompts: int = 32) -> dict[str, dict[str, float]]:
     """By the way of publishing; ``share`` of a batch is how long it takes where training waits for it."""
     found: dict[str, list[dict[str, float]]] = {"nothing": [], "in publish()": [], "beside": []}
     seconds = 0.0
     for _ in range(rounds):
         for name, runs in found.items():
             with copies_that_take(0.0 if name == "nothing" else seconds, name == "in publish()"):
-                runs.append(run(batches))
+                runs.append(run(batches, prompts))
             seconds = seconds or runs[0]["batch"] * share / (1 - share)
     middle = {
         name: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for name, runs in found.items()
@@ -110,4 +109,4 @@ def measure(batches: int = 12, share: float = 0.2, rounds: int = 3) -> dict[str,
 
 
 if __name__ == "__main__":
-    waits.main(__doc__, measure)
+    waits.main(__doc__, measure, SMALLEST)

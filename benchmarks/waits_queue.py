@@ -26,11 +26,12 @@ from overlap import tokenizer
 from waiting import counting_policy
 
 from async_rlhf import GenerationConfig, RLOOConfig, RLOOTrainer
-from async_rlhf.config.plan import WorkloadConfig
+from async_rlhf.studies.plan.config import WorkloadConfig
 
-PLACES, ROWS, SAMPLES = 32, 512, 2
+PLACES, SAMPLES = 32, 2
 MEDIAN, LONGEST, PROMPT_TOKENS = 12, 96, 4
-STEP_SECONDS, TOKEN_SECONDS = 0.025, 1e-6
+TOKEN_SECONDS = 1e-6
+SMALLEST = {"batches": 6, "rows": 64, "step_seconds": 0.001}
 EDGE = 2  # batches at either end that do not count
 
 
@@ -38,9 +39,9 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [1.0] * len(completions)
 
 
-def run(batches: int, one_queue: bool) -> dict[str, float]:
+def run(batches: int, total: int, step_seconds: float, one_queue: bool) -> dict[str, float]:
     """Means over batches of the times of each phase."""
-    rows = [{"query": f"w{LONGEST + 1} w{LONGEST + 2} w{LONGEST + 3} w{length}"} for length in lengths(batches)]
+    rows = [{"query": f"w{LONGEST + 1} w{LONGEST + 2} w{LONGEST + 3} w{length}"} for length in lengths(batches, total)]
     where = {"placement": "process", "num_threads": 1, "in_flight": one_queue}
     with tempfile.TemporaryDirectory() as folder:
         args = RLOOConfig(
@@ -51,34 +52,35 @@ def run(batches: int, one_queue: bool) -> dict[str, float]:
             samples_per_prompt=SAMPLES,
             batches=batches,
             per_device_train_batch_size=32,
-            gradient_accumulation_steps=ROWS // 32,
+            gradient_accumulation_steps=total // 32,
             non_eos_penalty=False,
             progress=False,
             num_threads=1,
             generation=GenerationConfig(response_length=LONGEST + 1, batch_size=PLACES, mismatch_samples=0, **where),
         )
         made = tokenizer(LONGEST + 8)
-        model = counting_policy(LONGEST + 8, PROMPT_TOKENS + LONGEST + 1, STEP_SECONDS, TOKEN_SECONDS)
+        model = counting_policy(LONGEST + 8, PROMPT_TOKENS + LONGEST + 1, step_seconds, TOKEN_SECONDS)
         RLOOTrainer(model, args, rows, reward_funcs=reward, processing_class=made).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return waits.mean_times([json.loads(line) for line in lines][EDGE:-EDGE])
 
 
-def lengths(batches: int) -> list[int]:
+def lengths(batches: int, total: int) -> list[int]:
     """Of the answers to each prompt; both have the same."""
     draw = random.Random(0)
-    drawn = (draw.lognormvariate(0, 1) * MEDIAN for _ in range(batches * ROWS // SAMPLES))
+    drawn = (draw.lognormvariate(0, 1) * MEDIAN for _ in range(batches * total // SAMPLES))
     return [min(LONGEST, max(1, round(length))) for length in drawn]
 
 
-def measure(batches: int = 7) -> dict[str, dict[str, float]]:
+def measure(batches: int = 7, rows: int = 512, step_seconds: float = 0.025) -> dict[str, dict[str, float]]:
     """With one queue, and with a barrier after each batch."""
-    means = {"one queue": run(batches, one_queue=True), "batch by batch": run(batches, one_queue=False)}
+    ways = {"one queue": True, "batch by batch": False}
+    means = {name: run(batches, rows, step_seconds, one_queue) for name, one_queue in ways.items()}
     size = WorkloadConfig(
-        prompts=ROWS // SAMPLES,
+        prompts=rows // SAMPLES,
         samples_per_prompt=SAMPLES,
         response_length=LONGEST,
-        response_tokens=statistics.fmean(lengths(batches)),
+        response_tokens=statistics.fmean(lengths(batches, rows)),
         places=PLACES,
     )
     found = {}
@@ -91,4 +93,4 @@ def measure(batches: int = 7) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    waits.main(__doc__, measure)
+    waits.main(__doc__, measure, SMALLEST)

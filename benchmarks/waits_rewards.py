@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,23 +29,28 @@ from async_rlhf.scoring.scorer import Scorer
 
 WARM_UP = 5
 PROMPTS, RESPONSE_TOKENS, REWARD_SECONDS = 24, 24, 0.5
+SMALLEST = {"batches": 7, "prompts": 2, "reward_seconds": 0.02}
 
 
-def slow_reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """Half of a batch's time."""
-    time.sleep(REWARD_SECONDS)
-    return reward(prompts, completions)
+def slow_reward(seconds: float) -> Callable[..., list[float]]:
+    """A reward function that takes so long."""
+
+    def slowly(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        time.sleep(seconds)
+        return reward(prompts, completions)
+
+    return slowly
 
 
-def run(batches: int, staleness: int, beside: bool) -> dict[str, float]:
+def run(batches: int, prompts: int, reward_seconds: float, staleness: int, beside: bool) -> dict[str, float]:
     """Seconds of each phase of a batch, means over those after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         args = OnlineDPOConfig(
             output_dir=folder,
             overwrite_output_dir=True,
             staleness=staleness,
-            total_episodes=PROMPTS * batches,
-            per_device_train_batch_size=PROMPTS,
+            total_episodes=prompts * batches,
+            per_device_train_batch_size=prompts,
             non_eos_penalty=False,
             max_prompt_length=PROMPT_TOKENS,
             progress=False,
@@ -55,32 +61,35 @@ def run(batches: int, staleness: int, beside: bool) -> dict[str, float]:
         )
         model = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, 0.0)
         rows = waits.prompts(PROMPT_TOKENS)
-        trainer = OnlineDPOTrainer(model, args, rows, reward_funcs=slow_reward, processing_class=tokenizer())
+        judge = slow_reward(reward_seconds)
+        trainer = OnlineDPOTrainer(model, args, rows, reward_funcs=judge, processing_class=tokenizer())
         with patch.object(Scorer, "begin", Scorer.begin if beside else lambda *_: None):
             trainer.train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return waits.mean_times([json.loads(line) for line in lines][WARM_UP:])
 
 
-def figures(mean: dict[str, float], staleness: int, predicted: float) -> dict[str, float]:
+def figures(mean: dict[str, float], reward_seconds: float, staleness: int, predicted: float) -> dict[str, float]:
     """What is shown of a run."""
     sampling, training = mean["generate"], mean["annotate"] + mean["train"]
     longer = max(sampling, training)
-    bound = max(1.0, (sampling + REWARD_SECONDS + training) / (staleness + 1) / longer)
+    bound = max(1.0, (sampling + reward_seconds + training) / (staleness + 1) / longer)
     shown = {"wall": mean["batch"], "sampling": sampling, "training": training, "score": mean["score"]}
     return {**shown, "ratio": mean["batch"] / longer, "bound": bound, "predicted": predicted}
 
 
-def measure(batches: int = 16) -> dict[str, dict[str, float]]:
+def measure(
+    batches: int = 16, prompts: int = PROMPTS, reward_seconds: float = REWARD_SECONDS
+) -> dict[str, dict[str, float]]:
     """Beside training, and in turn."""
     found = {}
     for staleness in (1, 2):
-        beside, in_turn = (run(batches, staleness, each) for each in (True, False))
+        beside, in_turn = (run(batches, prompts, reward_seconds, staleness, each) for each in (True, False))
         for name, mean, key in (("beside training", beside, "rewards"), ("in their turn", in_turn, "score")):
-            predicted = waits.predicted(waits.seconds_of(in_turn, **{key: REWARD_SECONDS}), staleness)
-            found[f"rewards {name}, S = {staleness}"] = figures(mean, staleness, predicted)
+            predicted = waits.predicted(waits.seconds_of(in_turn, **{key: reward_seconds}), staleness)
+            found[f"rewards {name}, S = {staleness}"] = figures(mean, reward_seconds, staleness, predicted)
     return found
 
 
 if __name__ == "__main__":
-    waits.main(__doc__, measure)
+    waits.main(__doc__, measure, SMALLEST)

@@ -15,59 +15,81 @@ async-rlhf plan predicts of such a run without an end.
 
 from __future__ import annotations
 
-import copy
 import statistics
+import threading
 import time
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import waits
 from waiting import sleeping_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig
-from async_rlhf.config.plan import SecondsConfig, WorkloadConfig
-from async_rlhf.generation.dispatch import Dispatcher
+from async_rlhf.generation.dispatch import Worker
+from async_rlhf.generation.idleness import Timesheet
+from async_rlhf.generation.messages import Request
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.schedule import RolloutSchedule
+from async_rlhf.studies.plan.config import SecondsConfig, WorkloadConfig
 from async_rlhf.types import Prompt
 
 SPEEDS = (1.0, 1.0, 1.0, 0.5)
 PROMPTS = 28
 """In a batch."""
 EDGE = 2  # batches at either end that do not count
-TOKENS, TOKEN_SECONDS = 8, 0.05
-"""Of each completion; and what one of a prompt takes at speed 1, whatever it is decoded with."""
-VOCABULARY = 64
+TOKENS, VOCABULARY = 8, 64
+"""Tokens of each completion."""
+SMALLEST = {"batches": 6, "token_seconds": 0.002}
 
 
-class UnequalWorkers(ProcessGenerator):
-    """Processes that differ in speed."""
+class FixedShares:
+    """Gives each worker the part of its own number, and no other: a dispatcher where none dies or leaves."""
 
-    def _make(self, number: int) -> Any:
-        spec = self._worker.keywords["spec"]
-        config = copy.deepcopy(spec.config)
-        config.speed = SPEEDS[number]
-        return self._worker(number, self._device(number), spec=replace(spec, config=config))
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.lock, self.times = threading.RLock(), Timesheet()
+        self.waiting: dict[int, deque[Request]] = {worker.number: deque() for worker in workers}
+        self.workers, self.open, self.idle = workers, Counter[int](), dict[int, float]()
+        for worker in workers:
+            self.times.came(worker.number, time.monotonic())
 
+    def is_there(self, worker: Worker) -> bool:
+        return True
 
-class FixedShares(Dispatcher):
-    """Gives each worker the part of its own number, and no other."""
+    def join(self, worker: Worker) -> None:
+        """It is ready, and was counted on already."""
 
-    def _hand_out(self) -> None:
-        queue = self._queue
-        for worker in self._there:
-            self._queue = [request for request in queue if request.unit == worker.number][:1]
-            taken = list(self._queue)
-            busy = bool(worker.open)
-            there, self._there = self._there, [worker]
-            super()._hand_out()
-            self._there = there
-            queue = queue if busy else [request for request in queue if request not in taken]
-        self._queue = queue
+    def add(self, requests: Sequence[Request]) -> None:
+        with self.lock:
+            for request in requests:
+                self.waiting[request.unit].append(request)
+                self.open[request.batch] += 1
+            self.hand_out()
+
+    def answered(self, worker: Worker, batch: int, unit: int) -> Request:
+        with self.lock:
+            request = worker.answered(0)
+            self.times.ended(worker.number, time.monotonic())
+            self.open[batch] -= 1
+            if not self.open[batch]:
+                self.idle[batch] = self.times.idle_share(batch, time.monotonic())
+            self.hand_out()
+            return request
+
+    def idle_share(self, batch: int) -> float:
+        with self.lock:
+            return self.idle.pop(batch)
+
+    def hand_out(self) -> None:
+        """Give each free worker its next part."""
+        for worker in self.workers:
+            if self.waiting[worker.number] and not worker.open:
+                request = self.waiting[worker.number].popleft()
+                self.times.began(worker.number, request.batch, time.monotonic())
+                worker.submit(request)
 
 
 class Prompts:
@@ -78,7 +100,7 @@ class Prompts:
         return [Prompt(draw, draw, (1 + draw % 9, 2, 3)) for draw in range((index - 1) * size, index * size)]
 
 
-def wall(batches: int, size: int | None, fixed: bool = False) -> tuple[float, float]:
+def wall(batches: int, token_seconds: float, size: int | None, fixed: bool = False) -> tuple[float, float]:
     """Seconds a batch, and the mean share of them in which workers had nothing."""
     generation = GenerationConfig(
         workers=len(SPEEDS), prompts_per_request=size, num_threads=1, mismatch_samples=0, probe_steps=0
@@ -86,10 +108,10 @@ def wall(batches: int, size: int | None, fixed: bool = False) -> tuple[float, fl
     config = OnlineDPOConfig(
         staleness=1, batches=batches, per_device_train_batch_size=PROMPTS, generation=generation, num_threads=1
     )
-    model, trace = sleeping_policy(VOCABULARY, TOKENS + 8, TOKEN_SECONDS), Trace()
-    with closing(UnequalWorkers(config, model, SamplingParams(1, 1.0, TOKENS, (), 0), trace)) as generator:
+    model, trace = sleeping_policy(VOCABULARY, TOKENS + 8, token_seconds, SPEEDS), Trace()
+    with closing(ProcessGenerator(config, model, SamplingParams(1, 1.0, TOKENS, (), 0), trace)) as generator:
         if fixed:
-            generator.dispatcher = FixedShares(generator.workers)
+            generator.dispatcher = FixedShares(generator.workers)  # type: ignore[assignment]
         generator.publish(model, 0)
         generator.submit(0, 0, Prompts().batch(1, PROMPTS))
         generator.collect(0)  # the processes are up
@@ -110,13 +132,18 @@ def wall(batches: int, size: int | None, fixed: bool = False) -> tuple[float, fl
         return statistics.fmean(b - a for a, b in pairwise(ends[EDGE - 1 : -EDGE])), statistics.fmean(idle[EDGE:-EDGE])
 
 
-def measure(batches: int = 10) -> dict[str, dict[str, float]]:
-    """Seconds a batch in each way, over those of the best assignment, and how much of the time workers are idle."""
-    work = PROMPTS * TOKENS * TOKEN_SECONDS
+def measure(batches: int = 10, token_seconds: float = 0.05) -> dict[str, dict[str, float]]:
+    """Seconds a batch in each way, over those of the best assignment, and how much of the time workers are idle.
+
+    Args:
+        batches: of each way.
+        token_seconds: what a token of a prompt's completions takes at speed 1, whatever it is decoded with.
+    """
+    work = PROMPTS * TOKENS * token_seconds
     best, found = work / sum(SPEEDS), {}
     seconds = SecondsConfig(generate=work / len(SPEEDS), train=1e-6)
     for name, size, fixed in (("units", 1, False), ("whole shares", None, False), ("fixed shares", None, True)):
-        took, idle = wall(batches, size, fixed)
+        took, idle = wall(batches, token_seconds, size, fixed)
         found[name] = {"wall": took, "best": best, "over_best": took / best, "idle": idle}
         if not fixed:  # the code has no such thing any more
             shares = {"generators": len(SPEEDS), "generate_fixed": 0.0, "speeds": list(SPEEDS)}
@@ -126,4 +153,4 @@ def measure(batches: int = 10) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    waits.main(__doc__, measure)
+    waits.main(__doc__, measure, SMALLEST)

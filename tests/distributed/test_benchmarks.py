@@ -1,0 +1,137 @@
+"""The benchmarks that start several processes, at their smallest size: what they print is possible.
+
+Not at any size here: TRL's side of peers.py and trl_example.py, which install TRL from PyPI into an environment of
+their own; and peers.py with the quickstart's models, which take minutes to make.
+"""
+
+from __future__ import annotations
+
+import pytest
+from printed import by_itself, columns, markdown, named, require
+
+pytestmark = pytest.mark.distributed
+
+WAITING = {
+    "waits_evaluation.py": ({"none", "generators", "learner"}, "wall sampling training waited ratio predicted"),
+    "waits_publish.py": ({"nothing", "in publish()", "beside"}, "wall publish wait stall predicted"),
+    "waits_queue.py": ({"one queue", "batch by batch"}, "places wall predicted"),
+    "waits_rewards.py": (
+        {f"rewards {how}, S = {s}" for how in ("beside training", "in their turn") for s in (1, 2)},
+        "wall sampling training score ratio bound predicted",
+    ),
+    "waits_shares.py": ({"units", "whole shares", "fixed shares"}, "wall best over_best idle predicted"),
+}
+SHARES = {"stall", "places", "idle"}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_waits(name):
+    ways, figures = WAITING[name]
+    found = named(by_itself(name))
+    assert found.keys() == ways
+    for way, values in found.items():
+        # Of fixed shares nothing is predicted.
+        assert [*values] == figures.split()[: 4 if way == "fixed shares" else None]
+        for figure, value in values.items():
+            require(value, 0.0, 1.0 if figure in SHARES else 1000.0)
+
+
+def test_data():
+    first, *starts = by_itself("data.py", "--kind", "pairs").splitlines()
+    assert first.startswith("100 pairs")
+    assert [line.split(":")[0].strip() for line in starts] == ["first", "cached"]
+    for line in starts:
+        assert [part.strip().rsplit(" ", 2)[0] for part in line.partition(":")[2].split(",")] == [
+            "open", "tokens", "first batch", "memory",
+        ]  # fmt: skip
+        require(line)
+
+
+def test_publish():
+    rows = columns(by_itself("publish.py", "--device", "cpu"), 10, ["GB/s", "seconds", "the first", "stall"])
+    assert [row[""] for row in rows] == ["device", "host", "folder", "network", "raw"]
+    for row in rows:
+        require(row["GB/s"], 1e-3, 1000)
+        require(row["seconds"])
+        require(row["the first"])
+        assert row["stall"] == "-" if row[""] in ("network", "raw") else float(row["stall"]) >= 0
+
+
+@pytest.mark.parametrize("words", [(), ("--only", "cores")])
+def test_plan_against_runs(words):
+    text = by_itself("plan.py", *words)
+    (rows,) = markdown(text)
+    assert {row["run"] for row in rows} == ({"cores: alike", "cores: short"} if words else {"device: two epochs"})
+    for row in rows:
+        for title in ("synchronous", "measured", "predicted"):
+            require(row[title], 1e-3)
+        require(row["error (range)"], -100, 10_000)
+    require(text.partition("overlap_slowdown")[2].split()[0], 1)
+
+
+def test_checkpoint():
+    *table, one, two = by_itself("checkpoint.py").strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table if line.startswith("│")]
+    assert [row[:2] for row in rows] == [[ranks, kind] for ranks in "12" for kind in ("whole", "sharded")]
+    for row in rows:
+        require(" ".join(row[2:]))
+    for line in (one, two):
+        require(line.partition("still")[2], 0.001)
+
+
+def test_loading():
+    _, *rows = by_itself("loading.py").splitlines()
+    assert [row.split(":")[0].strip() for row in rows] == ["whole", "shares"]
+    for row in rows:
+        require(row.partition("peak")[2])
+
+
+def test_rows():
+    titles = ["seconds", "busy", "ratio", "replies", "above", "whole", "received"]
+    rows = columns(by_itself("rows.py"), 10, titles)
+    assert [row[""] for row in rows] == ["1", "2"]
+    for row in rows:
+        for title in titles[:-1]:
+            require(row[title])
+    assert rows[0]["received"] == ""
+    require(rows[1]["received"])
+
+
+def test_algorithms():
+    (rows,) = markdown(by_itself("algorithms.py"))
+    assert [(row["algorithm"], row["S"]) for row in rows] == [("SFT", ""), ("grpo", "1")]
+    require(rows[1]["gold reward"], 0, 1)
+    require(rows[1]["win-rate vs. SFT"], 0, 100)
+    require(rows[1]["KL to SFT"])
+
+
+def test_memory():
+    (rows,) = markdown(by_itself("memory.py"))
+    for row in rows:
+        figures = list(row.values())[1:]
+        for cell in figures:
+            require(cell, 0, 1000)
+        most = max(float(cell.split()[0]) for cell in figures[:3])
+        assert sum(map(float, figures[3:])) == pytest.approx(most, abs=0.5)
+
+
+def test_peers_our_side(tmp_path):
+    text = by_itself("peers.py", "--ways", "in turn", "at once", "--out", str(tmp_path))
+    header, *rows = text.splitlines()[-3:]
+    assert header.split("  ")[0] == "case"
+    assert [row[24:33].strip() for row in rows] == ["in turn", "at once"]
+    for row in rows:
+        require(row[33:59], 0.001)
+
+
+def test_mutants(tmp_path):
+    (rows,) = markdown(by_itself("mutants.py", "--results", str(tmp_path / "mutants.jsonl")))
+    (row,) = rows
+    assert row["module"] == "run.schedule"
+    assert int(row["killed"]) + int(row["equivalent"]) + int(row["alive"]) == 1
+
+
+def test_faults():
+    """One run, killed once: ends as if never touched, or the exit code is not 0."""
+    (rows,) = markdown(by_itself("faults.py"))
+    assert [(row["kills that ended it"], row["outcome"]) for row in rows] == [("1", "identical")]

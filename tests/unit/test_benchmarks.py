@@ -1,0 +1,218 @@
+"""Every benchmark runs, at its smallest size, and prints what can be: no figure here says how fast anything is."""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+from pathlib import Path
+
+import pytest
+from printed import BENCHMARKS, columns, in_here, markdown, require
+
+TESTS = Path(__file__).parents[1]
+PARTS = {"fake_rank", "machine", "smallest", "tiny_inputs", "waiting", "waits"}
+"""What benchmarks import: no benchmarks themselves."""
+ELSEWHERE = {
+    **dict.fromkeys(
+        # Each starts processes, and takes ten seconds or more.
+        (
+            "algorithms",
+            "checkpoint",
+            "data",
+            "faults",
+            "loading",
+            "memory",
+            "mutants",
+            "peers",
+            "publish",
+            "rows",
+            "waits_evaluation",
+            "waits_publish",
+            "waits_queue",
+            "waits_rewards",
+            "waits_shares",
+        ),
+        "distributed/test_benchmarks.py",
+    ),
+    "gpu": "gpu/test_benchmarks.py",
+    "power": "unit/test_sweep.py",  # reads a sweep's results
+    "vllm_seeds": "vllm/test_benchmarks.py",
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return partial(in_here, monkeypatch, capsys)
+
+
+def test_every_benchmark_is_run_by_a_test():
+    found = {path.stem for path in BENCHMARKS.glob("*.py")} - PARTS
+    here = {node.value for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Constant)}
+    assert found == {name for name in found if f"{name}.py" in here} | ELSEWHERE.keys()
+    for name, file in ELSEWHERE.items():
+        assert f'"{name}.py"' in (TESTS / file).read_text(), f"{file} does not run {name}.py"
+
+
+def test_benchmarks_use_public_names_of_the_package_alone():
+    """Those of torch and of the interpreter have no public names for what fake_rank.py does."""
+    of_others = {"os._exit", "sys._getframe", "wait._asdict"}
+    found = []
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        bases = {node.asname or node.name for part in _imports(tree) for node in part.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+                where = ast.unparse(node)
+                mine = where.startswith(("self.", "cls.")) or node.attr in own
+                if not mine and where not in of_others and path.stem != "fake_rank":
+                    found.append(f"{path.name}:{node.lineno} {where}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("patch", "setattr", "getattr")):
+                names = [one.value for one in node.args if isinstance(one, ast.Constant) and _is_private(one.value)]
+                found += [f"{path.name}:{node.lineno} {name}" for name in [*names, *filter(_is_private, _keys(node))]]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("async_rlhf"):
+                found += [f"{path.name}:{node.lineno} {one.name}" for one in node.names if _is_private(one.name)]
+            elif isinstance(node, ast.ClassDef) and bases & {ast.unparse(base) for base in node.bases}:
+                inner = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and _is_private(one.name)]
+                used = [one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and _is_private(one.attr)]
+                found += [f"{path.name}:{node.lineno} {node.name}.{name}" for name in [*inner, *used]]
+    assert not found
+
+
+def _is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def _imports(tree: ast.Module) -> list[ast.ImportFrom]:
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [node for node in froms if (node.module or "").startswith("async_rlhf")]
+
+
+def _keys(call: ast.Call) -> list[str]:
+    return [keyword.arg or "" for keyword in call.keywords]
+
+
+def test_overlap(run):
+    titles = ["wall", "generate", "train", "publish", "wait", "publish share", "efficiency", "speed-up"]
+    rows = columns(run("overlap.py"), 14, titles)
+    assert [row[""] for row in rows] == ["0, both cores", "0", "1", "2"]
+    for row in rows:
+        for title in titles[:5]:
+            require(row[title])
+        require(row["publish share"], 0, 1)
+        # Of 4 batches that count, 2 more may have been sampled before.
+        require(row["efficiency"], 0, 1.5)
+        if row[""] != "0, both cores":
+            require(row["speed-up"], 0.01)
+
+
+def test_overlap_waiting(run):
+    """All of its parts: each must run to its end, and none may stop the next."""
+    rows = columns(run("overlap.py", "--waiting"), 54, ["ours", "naive"])
+    shares = {"the same: share of a batch within publish()", "lognormal lengths, S = 2: places that are busy"}
+    names = {row[""] for row in rows}
+    assert len(rows) == 6
+    assert shares < names
+    assert any("workers of speeds" in name for name in names)
+    for row in rows:
+        for title in ("ours", "naive"):
+            require(row[title], 0 if row[""] in shares else 0.01, 1 if row[""] in shares else 1000)
+        assert row["rest"].strip().startswith(("at most", "at least", "under"))
+
+
+def test_waits_picture(run, tmp_path):
+    run("waits_picture.py", str(tmp_path / "a.png"), "--traces", str(tmp_path / "traces"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
+        "everything_in_its_turn.json",
+        "nobody_waits.json",
+    }
+
+
+def test_learner(run):
+    titles = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding"]
+    (row,) = columns(run("learner.py", "--threads", "1"), 0, titles)
+    for title in titles:
+        require(row[title], 1e-3)
+    require(row["padding"], 1)
+
+
+def test_generation(run):
+    tables = markdown(run("generation.py", "--contestants", "ours", "generate", "bare loop"))
+    assert len(tables) == 2
+    for rows in tables:
+        assert [row[""] for row in rows] == ["ours", "generate", "bare loop"]
+        for row in rows:
+            require(row["tokens/s"], 1)
+            require(row["/ generate"].replace("-", " "), 0.01)
+            require(row["/ bare loop"].replace("-", " "), 0.01)
+
+
+def test_certificate(run):
+    errors, pairs, coverage = markdown(run("certificate.py"))
+    assert [len(table) for table in (errors, pairs, coverage)] == [7, 7, 18]
+    for row in errors:
+        for title, cell in list(row.items())[1:]:
+            assert not cell or 0 <= float(cell.removesuffix("%")) <= 100, (title, cell)
+    for row in pairs:
+        parts = [float(row[title].removesuffix("%")) for title in ("non-inferior", "inferior", "undecided")]
+        assert sum(parts) == pytest.approx(100, abs=0.2)
+        require(row["pairs, mean"], 5, 30)
+    for row in coverage:
+        require(row["the interval holds it"], 0, 100)
+    (priors,) = markdown(run("certificate.py", "--prior"))
+    for row in priors:
+        for cell in row.values():
+            require(cell, 0.5, 60)
+
+
+def test_mismatch(run):
+    (rows,) = markdown(run("mismatch.py"))
+    for row in rows:
+        require(row["before: every batch"], 0, 100)
+        require(row["`mismatch_steps`"], 1)
+        require(row["after"], 0, float(row["before: every batch"].removesuffix("%")))
+
+
+def test_checksums_and_samples(run):
+    for line in run("checksums.py").splitlines():
+        require(line[8:].removesuffix("GB/s"), 0.01)
+    copied, *rest = run("samples.py").splitlines()
+    require(copied.removeprefix("copying the tensors:"))
+    assert len(rest) == 2
+    for line in rest:
+        require(line.partition("tensors:")[2])
+
+
+def test_seeds(run):
+    (rows,) = markdown(run("seeds.py"))
+    assert [row["model"] for row in rows] == ["sft", "synchronous", "asynchronous"] * 3
+    for row in rows[:6]:
+        require(row["gold reward"], 0, 1)
+        if row["model"] != "sft":
+            require(row["wins vs. sft"], 0, 100)
+            require(row["KL to sft"])
+            assert {row["above sft"], row["async within sync"]} <= {"yes", "no", ""}
+
+
+def test_plan_without_runs(run):
+    (sizes,) = markdown(run("plan.py", "--table"))
+    assert [(row["model"], row["GPUs"]) for row in sizes] == [
+        (model, gpus) for model in ("410m", "1B", "2.8B", "8B") for gpus in "14"
+    ]
+    for row in sizes:
+        if row["generators + learners"] != "does not fit":
+            require(row["seconds a batch"], 0.01)
+    (paper,) = markdown(run("plan.py", "--paper"))
+    for row in paper:
+        require(row["S = 1"], 0.1, float(row["S = 0"]))
+
+
+def test_trl_example_our_side(run, tmp_path):
+    """TRL's is run where somebody installs it: the benchmark does, into an environment of its own."""
+    header, row = run("trl_example.py", "--only", "ours", "--out", str(tmp_path)).splitlines()
+    assert header.split(maxsplit=1) == ["seconds", "reward, means of 10 batches"]
+    name, *figures = row.split()
+    assert name == "async_rlhf"
+    assert len(figures) == 2
+    require(" ".join(figures))

@@ -1,0 +1,25 @@
+"""The benchmarks with vLLM, at their smallest size: what they print is possible."""
+
+from __future__ import annotations
+
+import pytest
+from printed import by_itself, markdown, require
+
+pytestmark = pytest.mark.vllm
+
+
+def test_generation():
+    tables = markdown(by_itself("generation.py"))
+    assert len(tables) == 2
+    for rows in tables:
+        assert [row[""] for row in rows] == ["ours", "generate", "bare loop", "vLLM"]
+        for row in rows:
+            require(row["tokens/s"], 1)
+
+
+def test_seeds():
+    seeded, shared, ratio, prompts = by_itself("vllm_seeds.py").splitlines()[-4:]
+    for line in (seeded, shared):
+        require(line.partition(":")[2], 1)
+    require(ratio.partition(":")[2].replace("-", " "), 0.01)
+    require(prompts.partition("(")[2], 0, 100)
