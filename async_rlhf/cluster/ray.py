@@ -16,6 +16,7 @@ from typing import Any
 
 from async_rlhf.config import ConfigError, OnlineConfig, RayConfig
 from async_rlhf.config.base import require
+from async_rlhf.system.children import require_own_package
 
 try:
     import ray
@@ -114,8 +115,9 @@ def connect_to(given: str | None, runtime_env: Mapping[str, Any] | None = None) 
         runtime_env: what Ray copies to the nodes.
 
     Raises:
-        ConfigError: there is no such cluster.
+        ConfigError: there is no such cluster, or its workers would run other code than this.
     """
+    require_own_package("ray", "Ray's workers")
     address = given or os.environ.get("RAY_ADDRESS")
     key = "ray.address" if given else "RAY_ADDRESS"
     host, _, port = (address or "").rpartition(":")

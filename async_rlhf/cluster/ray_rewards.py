@@ -25,6 +25,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from torch import Tensor
 from transformers import PreTrainedModel
+from xxhash import xxh32
 
 from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -40,6 +41,7 @@ from async_rlhf.scoring.functions import (
     raise_or_warn,
 )
 from async_rlhf.scoring.scorer import Scorer
+from async_rlhf.system.random_state import seed_all
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +57,13 @@ class RewardActor(Signs):
     Args:
         model: reference to the reward model, in a list; or an empty one.
         functions: reward functions by name, pickled.
+        seed: of the run.
         place: what it reserves.
     """
 
-    def __init__(self, model: list[ray.ObjectRef], functions: bytes, place: Place) -> None:
+    def __init__(self, model: list[ray.ObjectRef], functions: bytes, seed: int, place: Place) -> None:
         super().__init__()
-        self._reference, self._pickled, self._place = model, functions, place
+        self._reference, self._pickled, self._seed, self._place = model, functions, seed, place
         self._model: PreTrainedModel | None = None
         self._functions: dict[str, RewardFunction] | None = None
 
@@ -81,10 +84,15 @@ class RewardActor(Signs):
         timeout: float | None,
         skip: bool,
     ) -> Judged:
-        """The rewards of all functions; without ``skip``, only up to the first that fails."""
+        """The rewards of all functions; without ``skip``, only up to the first that fails.
+
+        What they draw from the global random generators depends on the run's seed and the completions, and not on what
+        this actor was asked before, or on restarts.
+        """
         if self._functions is None:
             torch.set_num_threads(self._place.threads)
             self._functions = cloudpickle.loads(self._pickled)
+        seed_all(xxh32(repr((self._seed, prompts, completions)).encode(errors="surrogatepass")).intdigest())
         found: Judged = []
         for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout):
             told = None if error is None else (str(error), _trace(error.__cause__))
@@ -99,7 +107,7 @@ class RewardPool:
 
     Args:
         config: of the run.
-        arguments: of :class:`RewardActor`, except the last.
+        arguments: of :class:`RewardActor`, except the last two.
     """
 
     def __init__(self, config: OnlineConfig, *arguments: Any) -> None:
@@ -107,7 +115,7 @@ class RewardPool:
         self._config = config
         self._restarts = 0
         self._actors = [
-            Actor(f"reward worker {number}", RewardActor, (*arguments, place), place, room_timeout)
+            Actor(f"reward worker {number}", RewardActor, (*arguments, config.seed, place), place, room_timeout)
             for number in range(config.ray.reward_workers)
         ]
         for actor in self._actors:
@@ -208,12 +216,12 @@ class RayScorer(Scorer):
     model_elsewhere = True
 
     @contextmanager
-    def started(self, trace: Trace | None = None) -> Iterator[None]:
+    def started(self, trace: Trace | None = None, first: int = 1) -> Iterator[None]:
         """Within, the reward workers are running."""
         model = [] if self.reward_model is None else [ray.put(self.reward_model)]
         self._pool = RewardPool(self.config, model, self._pickled)
         try:
-            with self._early.running(trace):
+            with self._early.running(trace, first):
                 yield
         finally:
             self._pool.close()

@@ -20,6 +20,7 @@ from async_rlhf.commands.generate import (
     models_of,
     read_generations,
     shared_tokenizer,
+    with_first_gpu,
     with_prompt_cap,
 )
 from async_rlhf.commands.on_ranks import done_by, on_ranks
@@ -98,6 +99,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
+    config = with_first_gpu(config)
     check_source(config.ref_model, "ref_model")
     require_bitsandbytes(config.reward_model_bits)
     with on_ranks(config, "evaluate") as ranks:

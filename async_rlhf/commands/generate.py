@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.commands.on_ranks import on_ranks
 from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
+from async_rlhf.config.base import require
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
@@ -25,6 +26,7 @@ from async_rlhf.evaluation.sampling import first_prompts, sampled_in_shares, sam
 from async_rlhf.generation.messages import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.vllm_engine import gpu_environment
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.positions import sampling_prompt_cap
@@ -79,7 +81,7 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
-    folder = Path(config.output_dir)
+    config, folder = with_first_gpu(config), Path(config.output_dir)
     with on_ranks(config, "generate") as ranks:
         models = ranks.from_lead("models", lambda: models_of(config))
         prompts, dropped, found = generate(config, models, folder, ranks)
@@ -129,6 +131,23 @@ def _prompts(config: GenerateConfig | EvaluateConfig, tokenizer: PreTrainedToken
 
 
 Config = TypeVar("Config", bound=HeldOutConfig)
+
+
+def with_first_gpu(config: Config) -> Config:
+    """The same, on the first GPU: vLLM takes no other, so that with vLLM this process sees none from now on but those
+    that the configuration names.
+
+    Raises:
+        ConfigError: the process has used GPUs already, or does not see these.
+    """
+    device = torch.device(config.device or "cpu")
+    if config.engine != "vllm" or device.type != "cuda" or not device.index:
+        return config
+    right = "must be the first GPU with vLLM: this process has used GPUs already; or show it no others from its start"
+    require(not torch.cuda.is_initialized(), "device", config.device, right)
+    gpus = range(device.index, device.index + config.vllm.tensor_parallel_size)
+    os.environ.update(gpu_environment([f"cuda:{gpu}" for gpu in gpus], "device"))
+    return replace(config, device="cuda")
 
 
 def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:

@@ -12,6 +12,7 @@ from async_rlhf.config.parallel import OnRanks
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.watch import Watch
+from async_rlhf.system.random_state import seed_all
 
 T = TypeVar("T")
 
@@ -20,9 +21,12 @@ T = TypeVar("T")
 def on_ranks(config: OnRanks, command: str) -> Iterator[Ranks]:
     """The ranks that were launched together. Within, the failure of one ends all, and rank 0 alone gives warnings.
 
+    The global random generators begin with the configuration's seed, so that a reward function that draws is repeated.
+
     Raises:
         ConfigError: there are not as many as ``parallel.ranks`` says.
     """
+    seed_all(getattr(config, "seed", 0))
     ranks = start_ranks(config, command)
     watch, package = Watch(ranks), logging.getLogger("async_rlhf")
     before = package.level

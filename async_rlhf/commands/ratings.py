@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,14 +193,19 @@ def rating_calibration(predicted_R: Tensor, ratings_R: Tensor) -> dict[str, Any]
 
     Returns:
         `calibration`, for each tenth of the rows in the order of the predictions: predicted and actual (means), rows;
-        and `eval_calibration_error`, the mean of |predicted - actual| over the rows' tenths, in the ratings' units.
+        `eval_calibration_error`, the mean of |predicted - actual| over the rows' tenths, in the ratings' units; and
+        `eval_calibration_floor`, what it would be on average with perfect predictions, as tenths have few rows: with
+        n rows and the standard deviation s of their residuals a tenth adds s sqrt(2 / (pi n)), its share of the rows
+        times.
     """
-    table, error = [], 0.0
+    table, error, floor = [], 0.0, 0.0
     for part_R in torch.argsort(predicted_R, stable=True).tensor_split(min(_BINS, len(predicted_R))):
         predicted, actual = predicted_R[part_R].mean().item(), ratings_R[part_R].mean().item()
         table.append({"predicted": predicted, "actual": actual, "rows": len(part_R)})
         error += len(part_R) / len(predicted_R) * abs(predicted - actual)
-    return {"eval_calibration_error": error, "calibration": table}
+        spread = (ratings_R[part_R] - predicted_R[part_R]).std().item() if len(part_R) > 1 else 0.0
+        floor += len(part_R) / len(predicted_R) * spread * math.sqrt(2 / (math.pi * len(part_R)))
+    return {"eval_calibration_error": error, "eval_calibration_floor": floor, "calibration": table}
 
 
 def run_pairs_from_ratings(config: PairsConfig) -> dict[str, float]:

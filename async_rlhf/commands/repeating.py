@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parsing import parse
+from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import METRICS
 from async_rlhf.run.record import RUN_FILE, unnamed_in
@@ -36,6 +37,7 @@ def read_run(run: str, cannot: str) -> RunConfig:
     folder = Path(run)
     if not (folder / RUN_FILE).is_file() or not (folder / METRICS).is_file():
         raise ConfigError(f"run: got {run!r}; must be the output folder of a run, with {RUN_FILE} in it")
+    read_yaml(str(folder / RUN_FILE), "run")  # refused here if it is none, or no text
     objects = unnamed_in(folder / RUN_FILE)
     if objects:
         why = f"was started from Python with objects that {RUN_FILE} cannot name ({'; '.join(objects)})"

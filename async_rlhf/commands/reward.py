@@ -194,7 +194,7 @@ def _pairs(
         counts={"pairs": len(pairs), **counts},
         reference=pairs.with_items(lambda pair: pair.chosen),
         evaluate=lambda parallel: evaluate_pairs(model, held, size, parallel),
-        told=lambda found: (text + "{eval_ece:.3f}").format(**found),
+        told=lambda found: (text + "{eval_ece:.3f} (a perfect model's is {eval_ece_floor:.3f})").format(**found),
     )
 
 
@@ -321,7 +321,7 @@ def evaluate_pairs(
 
     Returns:
         eval_pairs, eval_loss (nats per pair), eval_accuracy with its 95% interval (Wilson) eval_accuracy_low and
-        eval_accuracy_high, eval_margin (mean of chosen less rejected), eval_ece and calibration (see
+        eval_accuracy_high, eval_margin (mean of chosen less rejected), eval_ece, eval_ece_floor and calibration (see
         :func:`~async_rlhf.commands.reward_scale.calibration`), score_mean and score_sd over both sides.
     """
     model.eval()

@@ -16,6 +16,7 @@ from async_rlhf.ranks.parallel import ALONE, Parallel
 logger = logging.getLogger(__name__)
 
 _BINS = 10
+_DRAWS = 200
 
 
 def center_scores(
@@ -78,8 +79,9 @@ def calibration(margins_R: Tensor) -> dict[str, Any]:
             sigmoid(|margin|) (Bradley-Terry), and is right where the margin is positive; half right at 0.
 
     Returns:
-        `eval_ece`, the expected calibration error over bins of that probability (Guo et al., arXiv 1706.04599, eq. 3),
-        and `calibration`, for every bin with pairs: confidence, accuracy, pairs.
+        `eval_ece`, the expected calibration error over bins of that probability (Guo et al., arXiv 1706.04599, eq. 3);
+        `eval_ece_floor`, what it would be on average if the model were perfectly calibrated, for this many pairs; and
+        `calibration`, for every bin with pairs: confidence, accuracy, pairs.
     """
     confidence_R = margins_R.double().abs().sigmoid()
     right_R = (margins_R > 0).double() + (margins_R == 0).double() / 2
@@ -92,4 +94,13 @@ def calibration(margins_R: Tensor) -> dict[str, Any]:
         confidence, accuracy = confidence_R[inside_R].mean().item(), right_R[inside_R].mean().item()
         table.append({"confidence": confidence, "accuracy": accuracy, "pairs": int(inside_R.sum())})
         error += inside_R.sum().item() / len(margins_R) * abs(accuracy - confidence)
-    return {"eval_ece": error, "calibration": table}
+    return {"eval_ece": error, "eval_ece_floor": _floor(confidence_R, bins_R), "calibration": table}
+
+
+def _floor(confidence_R: Tensor, bins_R: Tensor) -> float:
+    """The mean calibration error of models that are right with just these probabilities, by simulation."""
+    chance, found = torch.Generator().manual_seed(0), 0.0
+    for _ in range(_DRAWS):
+        right_R = torch.rand(len(confidence_R), generator=chance, dtype=torch.float64) < confidence_R
+        found += torch.zeros(_BINS).double().index_add_(0, bins_R, right_R.double() - confidence_R).abs().sum().item()
+    return found / _DRAWS / len(confidence_R)

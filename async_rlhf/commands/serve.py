@@ -21,10 +21,12 @@ from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_
 from async_rlhf.generation.vllm_ranks import threads_of_each
 from async_rlhf.generation.vllm_requests import own_seed
 from async_rlhf.models.loading import with_revision
+from async_rlhf.system.children import require_own_package
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
     """Replace this process by the server, so that signals and exit code are the server's; or run several beside it."""
+    require_own_package("serve", "vLLM")  # python -m puts the current folder first, too
     if find_spec("vllm") is None:
         raise ConfigError("serve: needs vLLM; pip install 'async-rlhf[vllm]', or on a CPU: make setup-vllm")
     has_gpu = torch.cuda.is_available()

@@ -7,15 +7,12 @@ import importlib.util
 import json
 import logging
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import decides_result, dotted, with_new_keys
@@ -30,9 +27,6 @@ logger = logging.getLogger(__name__)
 Source = str | Sequence[str] | Mapping[str, str] | None
 """One file, folder or hub name, or several."""
 
-_LARGE = 100_000_000
-"""Bytes from which checksums are kept; fewer are read in a tenth of a second."""
-_SETTLED = 2.0  # seconds: a file that changed later may change again at what counts as the same time
 _MODEL_FILES = [
     "config.json",
     "generation_config.json",
@@ -67,6 +61,7 @@ class Stage:
         overwrite_option: the option that errors tell the user to pass.
         marker_name: name of the marker, if ``name`` would not distinguish two outputs in one folder.
         locked: refuse a second process that does this stage, from :meth:`done` to the end of publishing.
+        one_of_many: its caller says how many of many are done already.
     """
 
     folder: Path
@@ -78,6 +73,7 @@ class Stage:
     marker_name: str = ""
     overwrite_option: str = "--overwrite"
     locked: bool = True
+    one_of_many: bool = False
 
     @property
     def marker(self) -> Path:
@@ -139,7 +135,8 @@ class Stage:
             )
         if not all(path.is_file() for path in self.outputs):
             return None
-        logger.info("%s: done already, in %s", self.name, self.folder)
+        if not self.one_of_many:
+            logger.info("%s: done already, in %s", self.name, self.folder)
         self._list_of_begun.unlink(missing_ok=True)
         return found["results"]
 
@@ -268,13 +265,13 @@ def fingerprint(source: str) -> str:
         return _function_fingerprint(source)
     path = Path(source).expanduser()
     if path.is_file():
-        return _hash([path], path.parent, named=False)
+        return cache.checksum_of([path], path.parent, named=False)
     if not path.is_dir():
         return source
     if (path / "config.json").is_file():
-        return _hash({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
+        return cache.checksum_of({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
     files = [file for file in path.rglob("*") if not file.name.startswith((".", "cache-"))]
-    return _hash(files, path)
+    return cache.checksum_of(files, path)
 
 
 def _function_fingerprint(name: str) -> str:
@@ -286,7 +283,7 @@ def _function_fingerprint(name: str) -> str:
     if file is None or not file.is_file():
         return name
     files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
-    return f"{name.strip()[len(wanted.place) + 1 :]} in {_hash(files, file.parent)}"
+    return f"{name.strip()[len(wanted.place) + 1 :]} in {cache.checksum_of(files, file.parent)}"
 
 
 def _module_file(module: str) -> Path | None:
@@ -295,27 +292,3 @@ def _module_file(module: str) -> Path | None:
     except (ImportError, ValueError):
         return None  # loading the function will report what is wrong with its name
     return None if spec is None or spec.origin is None else Path(spec.origin)
-
-
-def _hash(files: Iterable[Path], folder: Path, named: bool = True) -> str:
-    """A checksum of the files' content; of large ones it is kept, and computed again when one of them has changed."""
-    found = sorted(file for file in files if file.is_file())
-    stats = [file.stat() for file in found]
-    settled = time.time() - max((stat.st_ctime for stat in stats), default=0) > _SETTLED
-    if sum(stat.st_size for stat in stats) < _LARGE or not settled:
-        return _hash_now(found, folder, named)
-    name = f"contents-{cache.digest_of(f'{named} {folder.resolve()} {[str(file.resolve()) for file in found]}')}"
-    of = str([(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats])
-    kept = cache.find(name, of) or cache.keep(name, of, lambda _: {"checksum": _hash_now(found, folder, named)})
-    return _hash_now(found, folder, named) if kept is None else str(kept.meta["checksum"])
-
-
-def _hash_now(files: Sequence[Path], folder: Path, named: bool) -> str:
-    digest = xxhash.xxh3_128()
-    for path in files:
-        if named:
-            digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return f"xxh3:{digest.hexdigest()}"

@@ -13,8 +13,8 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.commands.report import report_of_run
 from async_rlhf.commands.stage import Stage
+from async_rlhf.commands.table import function_of
 from async_rlhf.config import ConfigError
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
@@ -122,7 +122,7 @@ def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
         folder = Path(config.train.output_dir)
         logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
         if config.train.report:
-            logger.info("%s", report_of_run(folder))
+            logger.info("%s", function_of("report", "report_of_run")(folder))
         if threads is not None and (hint := better_threads(read_rows(folder / METRICS), *threads)):
             logger.info("%s", hint)
     return results

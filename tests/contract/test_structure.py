@@ -17,10 +17,13 @@ LAYERS = [
     {"config", "system", "types"},
     {"algorithms", "ranks", "rewards"},
     {"models", "reports"},
-    {"data", "generation", "scoring", "tasks"},
+    {"data", "generation", "scoring"},
     {"cluster", "learner"},
     {"run"},
-    {"attribution", "cli", "commands", "compat", "evaluation", "page", "planning", "sweeps"},
+    {"evaluation"},
+    {"commands"},
+    {"cli"},
+    {"compat", "studies", "tasks"},  # found by name alone: see commands/table.py
 ]
 ONLY_THESE_MAY_IMPORT = {
     "vllm": {"generation/vllm"},
@@ -56,6 +59,20 @@ def test_imports_go_downward():
             if module.startswith("async_rlhf.") and layer[room(module)] > layer[here]:
                 upward.append(f"{path.relative_to(PACKAGE)} imports {module}")
     assert upward == []
+
+
+def test_a_command_of_the_core_loads_no_study_no_format_of_others_and_no_task():
+    """Not even by name, unless it reads a file, which may be the original's."""
+    program = (
+        "import sys\nfrom async_rlhf.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "from async_rlhf.run import trainer\n"
+        "from async_rlhf.commands import evaluate, generate, pairs, relabel, replay, reward, serve, sft, train\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[1:2] and m.split('.')[:1] == ['async_rlhf'] "
+        "and m.split('.')[1] in ('compat', 'studies', 'tasks')), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "[]"
 
 
 def test_the_loop_knows_no_engine_and_algorithms_know_only_configurations_and_tensors():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_rlhf.compat.original.keys import ENVIRONMENT, KEYS, Key
 from async_rlhf.config.base import Checked, ConfigError, require, shown
-from async_rlhf.config.yaml_text import parse_yaml, read_yaml
+from async_rlhf.config.parallel import launched_rank
+from async_rlhf.config.secrets import HIDDEN, is_secret, masked
+from async_rlhf.config.yaml_text import Repeated, parse_yaml, read_yaml, reads_as_number
 
 _NULLABLE = {"eval_split"}  # for these, null is not the same as leaving the key out
 
@@ -23,10 +26,13 @@ def field_names(kind: type[Checked]) -> set[str]:
 def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | None:
     """The keys of a file of the original; None if it is not one.
 
+    A key may be there again, as its YAML reader allows: the last value counts, with a warning.
+
     Raises:
         ConfigError: it has keys of both formats, or keys of the original and keys that neither format knows.
     """
-    values = read_yaml(path, "--config")
+    repeated: list[Repeated] = []
+    values = read_yaml(path, "--config", repeated)
     if not isinstance(values, dict):
         return None  # the parser's own message is more helpful
     ours = field_names(kind)
@@ -34,7 +40,17 @@ def read_file(path: str, command: str, kind: type[Checked]) -> dict[str, Any] | 
     if not theirs:
         return None
     check_known(values, command, ours)
+    for each in repeated if launched_rank() == 0 else ():
+        print(f"warning: {path!r}, line {each.lines[1]}: {_told(each, command)}", file=sys.stderr)
     return values
+
+
+def _told(each: Repeated, command: str) -> str:
+    hidden = is_secret(each.key) or each.key not in KEYS[command]  # such as a variable to export
+    before, last = (HIDDEN if hidden else masked(shown(value)) for value in each.values)
+    same = each.values[0] == each.values[1]
+    values = f"with the same value {last}" if same else f"with {before} before and {last} now; the last one counts"
+    return f"the key {shown(each.key)} is there again (line {each.lines[0]}), {values}"
 
 
 def check_known(values: Mapping[str, Any], command: str, ours: set[str]) -> None:
@@ -133,7 +149,8 @@ def _typed(key: str, kind: str, value: Any) -> Any:
 
 def _number(key: str, kind: str, value: Any) -> int | float:
     try:
-        number = float(value) if not isinstance(value, bool) else float("nan")
+        plain = reads_as_number(value) if isinstance(value, str) else not isinstance(value, bool)
+        number = float(value) if plain else float("nan")
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     require(abs(number) < float("inf"), key, value, "must be a number")

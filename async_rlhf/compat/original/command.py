@@ -1,0 +1,93 @@
+"""``async-rlhf config migrate``: rewrites a file of the original in our format."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from async_rlhf.compat.original import as_yaml, translate
+from async_rlhf.config import evaluation, stages
+from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
+from async_rlhf.config.yaml_text import read_yaml
+from async_rlhf.run.config import RunConfig
+
+KINDS: dict[str, type[Checked]] = {
+    "train": RunConfig,
+    "sft": stages.SFTConfig,
+    "reward": stages.RewardConfig,
+    "relabel": stages.RelabelConfig,
+    "generate": evaluation.GenerateConfig,
+    "evaluate": evaluation.EvaluateConfig,
+}
+_SIGNS = {
+    "train": ("sft_model_path", "reward_model_path", "total_episodes"),
+    "evaluate": ("gold_model_name",),
+    "relabel": ("output_name",),
+    "sft": ("task_type", "max_seq_length", "packing"),
+    "generate": ("model_paths", "max_new_tokens", "base_model_name"),
+}
+
+
+@dataclass(frozen=True)
+class MigrateConfig(Checked):
+    """A YAML file of the original, written in our format: ``async-rlhf config migrate FILE``.
+
+    Writes only keys that the file has or whose default differs there, each with a comment on its origin.
+    """
+
+    file: str
+    """The original's file."""
+    command: Literal["train", "sft", "reward", "relabel", "generate", "evaluate"] | None = None
+    """Our command that the file is for; null finds out from its keys."""
+    algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo"] | None = None
+    """Algorithm of a file for ``train``; null finds out from its keys and names."""
+    output: str | None = key(None, role="place")
+    """The file to write; null for standard output."""
+    ranks: int | None = key(None, at_least(1))
+    """Ranks of the learner, for computing the shares of the batches (save_steps, num_sample_generations) and for
+    train.parallel.ranks; null for one."""
+
+    def check(self) -> None:
+        require(Path(self.file).is_file(), "file", self.file, "there is no such file")
+        right = "is there already: it is not replaced"
+        require(self.output is None or not Path(self.output).exists(), "output", self.output, right)
+
+
+def run_config(config: MigrateConfig) -> None:
+    """Write the file, or print it."""
+    text = migrate(config)
+    if config.output is None:
+        sys.stdout.write(text)
+        return
+    with Path(config.output).open("x", encoding="utf-8") as file:
+        file.write(text)
+    print(f"wrote {config.output}", file=sys.stderr)
+
+
+def migrate(config: MigrateConfig) -> str:
+    """The file in our format.
+
+    Raises:
+        ConfigError: it is not a file of the original, or cannot be translated.
+    """
+    command = config.command or _command(config.file)
+    words = [] if config.algorithm is None else ["--algorithm", config.algorithm]
+    words += [] if config.ranks is None else ["--train.parallel.ranks", str(config.ranks)]
+    right = "must be left out: only files for train have it"
+    require(command == "train" or not words, "algorithm" if config.algorithm else "ranks", words[-1:], right)
+    t, _ = translate(KINDS[command], command, config.file, words)
+    if t is None:
+        raise ConfigError(
+            f"file: got {config.file!r}; must be a YAML file with keys of the original for async-rlhf {command}"
+        )
+    if config.ranks is not None:
+        t.does("ranks", {"train.parallel.ranks": config.ranks}, "as asked for")
+    return as_yaml(t, Path(config.file).name)
+
+
+def _command(file: str) -> str:
+    values = read_yaml(file, "file", repeated=[])  # the translation warns of them
+    keys = set(values) if isinstance(values, dict) else set()
+    return next((command for command, signs in _SIGNS.items() if keys & set(signs)), "reward")

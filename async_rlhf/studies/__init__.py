@@ -1,0 +1,1 @@
+"""What is done with runs, and not in them: the core never imports it. Commands are found by name."""

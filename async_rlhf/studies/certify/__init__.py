@@ -1,0 +1,1 @@
+"""What staleness costs, decided by pairs of runs."""

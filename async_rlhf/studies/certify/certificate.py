@@ -1,0 +1,244 @@
+"""What pairs of runs, synchronous and stale, say together: a decision, its evidence, and what pairing has saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from async_rlhf.evaluation.statistics import crossed_mean_interval, variance_saved
+from async_rlhf.studies.certify.sequential import Look, look
+
+Results = Mapping[str, Any]
+"""Of one run; see :func:`~async_rlhf.studies.sweep.one_trial.run_trial`."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was fixed before the first pair."""
+
+    staleness: int
+    margin: float
+    error: float
+    min_pairs: int
+
+
+class Pair(NamedTuple):
+    """Two runs with one seed, judged on the same prompts."""
+
+    seed: int
+    synchronous: float
+    """Mean gold reward at staleness 0."""
+    stale: float
+    differences: tuple[float, ...]
+    """Stale minus synchronous, for each prompt."""
+    kl_synchronous: float | None
+    """To the model that both started from, in nats a completion."""
+    kl_stale: float | None
+
+    @property
+    def difference(self) -> float:
+        """What staleness adds to the gold reward; below 0 it costs."""
+        return fmean(self.differences)
+
+
+def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
+    """The pair that two runs make.
+
+    Raises:
+        ValueError: they were not judged on equally many prompts.
+    """
+    both = synchronous["scores"], stale["scores"]
+    kls = [one["kl"]["estimate"] if "kl" in one else None for one in (synchronous, stale)]
+    return Pair(seed, fmean(both[0]), fmean(both[1]), tuple(b - a for a, b in zip(*both, strict=True)), *kls)
+
+
+def in_order(arrivals: Iterable[tuple[int, int, Results]], seeds: Sequence[int], staleness: int) -> Iterator[Pair]:
+    """Pairs in the order of ``seeds``, whichever run ends first: runs that end early may differ from the others.
+
+    Args:
+        arrivals: staleness, seed and results of each run, as it ends.
+        seeds: of the pairs.
+        staleness: of the stale runs; the others have 0.
+    """
+    found: dict[tuple[int, int], Results] = {}
+    waiting = list(reversed(seeds))
+    for which, seed, results in arrivals:
+        found[which, seed] = results
+        while waiting and (0, waiting[-1]) in found and (staleness, waiting[-1]) in found:
+            next_seed = waiting.pop()
+            yield pair_of(next_seed, found.pop((0, next_seed)), found.pop((staleness, next_seed)))
+
+
+def looks(pairs: Iterable[Pair], question: Question) -> Iterator[tuple[Pair, Look]]:
+    """Each pair with what is known after it, until the question is decided."""
+    differences: list[float] = []
+    for pair in pairs:
+        differences.append(pair.difference)
+        known = look(differences, question.margin, question.error, question.min_pairs)
+        yield pair, known
+        if known.decision != "undecided":
+            return
+
+
+def line_of(pair: Pair, known: Look) -> dict[str, Any]:
+    """A line of pairs.jsonl. Evidence is in logs to base 10, and the ends of an unbounded interval are null."""
+    return {
+        "seed": pair.seed,
+        "gold_synchronous": pair.synchronous,
+        "gold_stale": pair.stale,
+        "difference": pair.difference,
+        "standard_error_over_prompts": _standard_error(pair),
+        "prompts": len(pair.differences),
+        "kl_synchronous": pair.kl_synchronous,
+        "kl_stale": pair.kl_stale,
+        "mean_difference": known.mean,
+        "low": _bounded(known.low),
+        "high": _bounded(known.high),
+        "log10_evidence_non_inferior": known.log_non_inferior / math.log(10),
+        "log10_evidence_inferior": known.log_inferior / math.log(10),
+        "decision": known.decision,
+    }
+
+
+def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[str, Any]:
+    """The certificate: what was decided, on what, and what pairing has saved."""
+    pairs, last = [pair for pair, _ in found], found[-1][1]
+    saved = variance_saved([pair.synchronous for pair in pairs], [pair.stale for pair in pairs])
+    worst = min(pairs, key=lambda pair: pair.difference)
+    return {
+        "decision": last.decision,
+        "pairs": last.pairs,
+        "seeds": [pair.seed for pair in pairs],
+        "prompts": len(pairs[0].differences),
+        "staleness": question.staleness,
+        "margin": question.margin,
+        "error": question.error,
+        "min_pairs": question.min_pairs,
+        "gold_synchronous": fmean(pair.synchronous for pair in pairs),
+        "gold_stale": fmean(pair.stale for pair in pairs),
+        "mean_difference": last.mean,
+        "interval": {"low": _bounded(last.low), "high": _bounded(last.high), "coverage": 1 - 2 * question.error},
+        "deviation": None if math.isnan(last.deviation) else last.deviation,
+        "other_prompts": crossed_mean_interval([pair.differences for pair in pairs])._asdict(),
+        "log10_evidence_non_inferior": last.log_non_inferior / math.log(10),
+        "log10_evidence_inferior": last.log_inferior / math.log(10),
+        "worst_pair": {"seed": worst.seed, "difference": worst.difference},
+        "variance_saved": None if saved is None else saved._asdict(),
+        "kl_synchronous": _mean([pair.kl_synchronous for pair in pairs]),
+        "kl_stale": _mean([pair.kl_stale for pair in pairs]),
+    }
+
+
+def table(found: Sequence[tuple[Pair, Look]], question: Question) -> str:
+    """A Markdown table, a row for each pair."""
+    lines = [
+        f"| seed | S = 0 | S = {question.staleness} | difference | standard error over prompts "
+        "| evidence: non-inferior | inferior |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for pair, known in found:
+        lines.append(
+            f"| {pair.seed} | {pair.synchronous:.4f} | {pair.stale:.4f} | {pair.difference:+.4f} "
+            f"| {_standard_error(pair):.4f} | {_odds(known.log_non_inferior, question.error)} "
+            f"| {_odds(known.log_inferior, question.error)} |"
+        )
+    return "\n".join(lines)
+
+
+def progress(pair: Pair, known: Look, question: Question) -> str:
+    """One line after a pair."""
+    return (
+        f"pair {known.pairs} (seed {pair.seed}): gold reward {pair.synchronous:.4f} at S = 0, {pair.stale:.4f} at "
+        f"S = {question.staleness}; mean difference {_interval(known.mean, known.low, known.high)}; evidence "
+        f"{_odds(known.log_non_inferior, question.error)} non-inferior, "
+        f"{_odds(known.log_inferior, question.error)} inferior, of "
+        f"{1 / question.error:.3g}: {known.decision if known.decision != 'undecided' else 'goes on'}"
+    )
+
+
+def told(summary: Mapping[str, Any]) -> str:
+    """The certificate in words."""
+    k, margin, pairs = summary["staleness"], summary["margin"], summary["pairs"]
+    sides = {
+        name: _odds(summary[f"log10_evidence_{name}"] * math.log(10), summary["error"])
+        for name in ("non_inferior", "inferior")
+    }
+    enough = f"{1 / summary['error']:.3g}"
+    decided = {
+        "non-inferior": f"S = {k} is non-inferior to S = 0: it costs less than {margin:g} of mean gold reward "
+        f"(evidence {sides['non_inferior']}; {enough} was asked for).",
+        "inferior": f"S = {k} is inferior to S = 0: it costs more than {margin:g} of mean gold reward "
+        f"(evidence {sides['inferior']}; {enough} was asked for).",
+        "undecided": f"Undecided: neither that S = {k} costs less than {margin:g} of mean gold reward (evidence "
+        f"{sides['non_inferior']}) nor that it costs more ({sides['inferior']}); {enough} was asked for. More pairs "
+        "can still decide it: raise max_pairs and start again.",
+    }[summary["decision"]]
+    low, high = (math.nan if end is None else end for end in (summary["interval"]["low"], summary["interval"]["high"]))
+    worst, seeds = summary["worst_pair"], summary["seeds"]
+    lines = [
+        decided,
+        f"{pairs} pairs, seeds {seeds[0]} to {seeds[-1]}, each judged on the same {summary['prompts']} held-out "
+        f"prompts. Gold reward {summary['gold_synchronous']:.4f} at S = 0, {summary['gold_stale']:.4f} at S = {k}; "
+        f"mean difference {_interval(summary['mean_difference'], low, high)} "
+        f"({summary['interval']['coverage']:.0%}, at all looks together).",
+        _spread(summary),
+        f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}. Runs that break down less often than once in "
+        f"{pairs} may not have been seen.",
+        f"Fixed before the first pair: margin {margin:g}, error {summary['error']:g} for either wrong decision, at "
+        f"least {summary['min_pairs']} pairs. The error rates are proven for normal differences.",
+    ]
+    return "\n".join(lines)
+
+
+def _spread(summary: Mapping[str, Any]) -> str:
+    other, saved = summary["other_prompts"], summary["variance_saved"]
+    text = (
+        f"With other prompts of the same kind: {_interval(other['estimate'], other['low'], other['high'])} "
+        "(95%, over seeds and prompts, for this number of pairs)."
+    )
+    if summary["deviation"] is not None:
+        text += f" From pair to pair the difference varies by {summary['deviation']:.4f}."
+    if saved is not None:
+        text += (
+            f" Pairing: runs that share no random numbers would need {saved['estimate']:.1f} times as many "
+            f"(95% interval {saved['low']:.1f} to {saved['high']:.1f})."
+        )
+    return text
+
+
+def _standard_error(pair: Pair) -> float:
+    """Of the pair's difference, over prompts."""
+    return stdev(pair.differences) / math.sqrt(len(pair.differences))
+
+
+def _odds(log_evidence: float, error: float) -> str:
+    """Evidence as a number of sensible length, with as many digits as show on which side of 1 / error it is."""
+    power, threshold = log_evidence / math.log(10), -math.log10(error)
+    text = ""
+    for more in range(12):
+        if abs(power) >= 4:
+            text, shown = f"10^{power:.{more}f}", round(power, more)
+        else:
+            value = 10**power
+            text = f"{value:.{more}f}" if value >= 10 else f"{value:.{2 + more}g}"
+            shown = math.log10(float(text))
+        if (shown >= threshold) == (power >= threshold):
+            break
+    return text
+
+
+def _interval(estimate: float, low: float, high: float) -> str:
+    bounded = math.isfinite(low) and math.isfinite(high)
+    return f"{estimate:+.4f} " + (f"[{low:+.4f}, {high:+.4f}]" if bounded else "[no bounds yet]")
+
+
+def _bounded(end: float) -> float | None:
+    return end if math.isfinite(end) else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None

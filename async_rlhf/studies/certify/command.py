@@ -1,0 +1,137 @@
+"""A certificate of what staleness costs: pairs of runs, one after the other, until a sequential test has decided."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.commands.stage import Source, Stage, json_lines
+from async_rlhf.config import EvaluateConfig
+from async_rlhf.config.base import require
+from async_rlhf.data.loading import load_rows
+from async_rlhf.studies.certify.certificate import (
+    Pair,
+    Question,
+    Results,
+    in_order,
+    line_of,
+    looks,
+    progress,
+    summary_of,
+    table,
+    told,
+)
+from async_rlhf.studies.certify.config import CertifyConfig
+from async_rlhf.studies.certify.sequential import Look, critical_t
+from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials
+from async_rlhf.studies.sweep.trials import Trial, of_setting, parsed_held_out, parsed_run
+from async_rlhf.system.files import whole_file
+from async_rlhf.system.lock import hold
+
+logger = logging.getLogger(__name__)
+
+PAIRS, CERTIFICATE, TEXT = "pairs.jsonl", "certificate.json", "certificate.md"
+
+
+def run_certify(config: CertifyConfig) -> dict[str, Any]:
+    """Train and judge pairs of runs until the question is decided, or ``max_pairs`` are done.
+
+    Writes plan.json (what was fixed before the first pair), pairs.jsonl (a line for each pair), certificate.json and
+    certificate.md, in ``config.output_dir``.
+
+    Returns:
+        What certificate.json holds; docs/commands/certify.md describes it.
+
+    Raises:
+        ConfigError: pairs that cannot be run, or a plan that differs from the one before the first pair.
+        FailedRunsError: a run failed. No pair may be left out, so nothing is decided until it is repeated.
+    """
+    trials = trials_of(config)
+    check_trials(trials)
+    _check_prompts(trials[0].held_out)
+    _check_reachable(config)
+    question = Question(config.staleness, config.margin, config.error, config.min_pairs)
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold(folder / ".certify.lock", "output_dir", folder), closing(run_trials(trials, config)) as running:
+        _fix(config)
+        found: list[tuple[Pair, Look]] = []
+        pairs = in_order(_arrivals(running, trials), [trial.seed for trial in trials[::2]], config.staleness)
+        for pair, known in looks(pairs, question):
+            found.append((pair, known))
+            with whole_file(folder / PAIRS) as file:
+                file.write(json_lines(line_of(*one) for one in found))
+            logger.info("%s", progress(pair, known, question))
+        summary = summary_of(found, question)
+        text = f"{told(summary)}\n\n{table(found, question)}\n"
+        for name, content in ((TEXT, text), (CERTIFICATE, json_lines([summary]))):
+            with whole_file(folder / name) as file:
+                file.write(content)
+    print(text)
+    logger.info("certificate: %s", folder / CERTIFICATE)
+    return summary
+
+
+def trials_of(config: CertifyConfig) -> list[Trial]:
+    """The runs of all pairs that there may be, pair by pair.
+
+    Raises:
+        ConfigError: a configuration that cannot be run.
+    """
+    held_out = parsed_held_out(config)
+    mode = parsed_run(config, {"train.staleness": config.staleness}).train.staleness_mode
+    right = 'must be "exact": a certificate is about runs of one staleness, and "bounded" is at most that'
+    require(mode == "exact", "base.train.staleness_mode", mode, right)
+    seeds = range(config.seed, config.seed + config.max_pairs)
+    sides = [
+        of_setting(config, held_out, {"staleness": str(staleness)}, {"train.staleness": staleness}, seeds)
+        for staleness in (0, config.staleness)
+    ]
+    # Other answers for each pair, so that what one draw of them adds is averaged over pairs.
+    return [
+        replace(trial, held_out=replace(held_out, seed=held_out.seed + trial.seed))
+        for pair in zip(*sides, strict=True)
+        for trial in pair
+    ]
+
+
+def _check_prompts(held_out: EvaluateConfig) -> None:
+    """Require two prompts, for intervals over prompts. Those of the hub are counted only when they are answered."""
+    right = "must be at least 2, for intervals over prompts"
+    require(held_out.max_prompts is None or held_out.max_prompts > 1, "held_out.max_prompts", 1, right)
+    if Path(held_out.data).expanduser().exists():
+        rows = len(load_rows(held_out.data, held_out.split, key="held_out.data"))
+        require(rows > 1, "held_out.data", held_out.data, f"has {rows} prompt; {right}")
+
+
+def _check_reachable(config: CertifyConfig) -> None:
+    """Require that so many pairs can decide at all."""
+    if math.isfinite(critical_t(config.max_pairs, config.error)):
+        return
+    least = next(n for n in range(2, 10_001) if math.isfinite(critical_t(n, config.error)))
+    right = f"must be at least {least}: fewer never have evidence of 1 / error, however clear they are"
+    require(False, "max_pairs", config.max_pairs, right)
+
+
+def _fix(config: CertifyConfig) -> None:
+    """Write what must not change once a pair is known, or require that it has not changed."""
+    inputs: dict[str, Source] = {"base": config.base} if isinstance(config.base, str) else {}
+    plan = Stage(Path(config.output_dir), "plan of the certificate", config, inputs, marker_name="plan", locked=False)
+    if plan.done() is None:
+        plan.publish_files({}, {})
+
+
+def _arrivals(
+    running: Iterator[tuple[str, Results | None, str]], trials: Sequence[Trial]
+) -> Iterator[tuple[int, int, Results]]:
+    """Staleness, seed and results of each run as it ends."""
+    by_name = {trial.name: trial for trial in trials}
+    for name, results, error in running:
+        if results is None:
+            raise FailedRunsError(f"{name} failed; start the certificate again to repeat it:\n  {error}")
+        yield by_name[name].run.train.staleness, by_name[name].seed, results

@@ -1,0 +1,41 @@
+"""Configuration of a certificate: what a staleness costs, decided pair by pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_rlhf.config.base import REQUIRED, above, at_least, at_most, below, key, require
+from async_rlhf.config.online import SEED
+from async_rlhf.studies.sweep.config import ManyRunsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig(ManyRunsConfig):
+    """Whether staleness costs reward: pairs of runs until that is decided: ``async-rlhf certify``.
+
+    Pairs that are done are not done again, so an interrupted certificate continues where it stopped.
+    """
+
+    staleness: int = key(REQUIRED, at_least(1), main="test")
+    """The staleness k that is compared with 0. Both replace what base says in train.staleness."""
+    margin: float = key(REQUIRED, above(0), main="test")
+    """How much mean gold reward may be lost and still count as none. Choose it before the first pair; it stays."""
+    error: float = key(0.05, above(0), below(0.5), main="test")
+    """A wrong "non-inferior" has at most this chance. So has a wrong "inferior"."""
+    min_pairs: int = key(5, at_least(2), main="test")
+    """Pairs before which nothing is decided. More of them show rare runs that break down."""
+    max_pairs: int = key(30, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
+    """Pairs after which the certificate ends undecided. It may be raised later: the error rates hold for any number."""
+    seed: int = key(0, *SEED, main="test")
+    """Of the first pair; the next has the next number. It decides prompts and sampling of both runs, and is added to
+    held_out.seed, with which both answer the held-out prompts."""
+
+    def check(self) -> None:
+        super().check()
+        right = f"must be at least min_pairs, which is {self.min_pairs}"
+        require(self.max_pairs >= self.min_pairs, "max_pairs", self.max_pairs, right)
+        judged = self.held_out.get("seed", 0)
+        require(type(judged) is int, "held_out.seed", judged, "must be a whole number")
+        last = self.seed + self.max_pairs - 1 + judged
+        right = f"must be smaller: max_pairs {self.max_pairs} and held_out.seed lead beyond 2^32 - 1"
+        require(last < 2**32, "seed", self.seed, right)

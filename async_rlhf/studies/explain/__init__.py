@@ -1,0 +1,1 @@
+"""What moved a policy in one update."""

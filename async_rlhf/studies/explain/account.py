@@ -1,0 +1,314 @@
+"""Puts together what is known of an update: its step, completions, tokens, parts of the reward, and lags."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.scoring import Scorer
+from async_rlhf.studies.explain.contributions import Contributions, contributions
+from async_rlhf.studies.explain.update import RepeatableUpdate, inner, norm
+from async_rlhf.studies.explain.without import Effect, Removal, distance, reward_parts, without_part
+from async_rlhf.types import Experience, Group, Sample, ScoredBatch
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 20
+"""How many the lists of the most influential tokens have."""
+
+
+def explained(
+    update: RepeatableUpdate,
+    scored: ScoredBatch,
+    experience: Experience,
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    after: Sequence[Tensor],
+    top: int,
+) -> dict[str, Any]:
+    """What moved the policy in an update, as JSON can hold it.
+
+    Args:
+        update: that can be repeated.
+        scored: its batch.
+        experience: what the learner made of it.
+        scorer: that scored it.
+        tokenizer: of the policy.
+        after: the policy's weights after the update.
+        top: how many units are left out in turn.
+    """
+    step = update.step_to(after)
+    measured = contributions(update, experience, step)
+    removal = Removal(update, experience, after, step)
+    rows = _rows(scored, experience)
+    found = _Account(update, scored, experience, measured, tokenizer, rows, scorer)
+    order = found.order
+    effects = {}
+    for unit in order[:top]:
+        effects[unit] = removal.without_units([unit])
+        logger.info("explain: left out %d of %d", len(effects), min(top, len(order)))
+    units = [found.unit(rank, unit, effects.get(unit)) for rank, unit in enumerate(order, start=1)]
+    parts = [
+        {"part": part, "without": _effect(removal.with_scores(without_part(scorer, scored, part)))}
+        for part in reward_parts(scorer, scored)
+    ]
+    lags = found.lags(removal)
+    return {
+        "step": _step(update, experience, measured, step, after, removal),
+        "completions": units,
+        "tokens": found.tokens(),
+        "vocabulary": found.vocabulary(),
+        "not_trained_on": len(scored.batch.samples) - len(experience),
+        "reward_parts": parts,
+        "lags": lags,
+    }
+
+
+def _step(
+    update: RepeatableUpdate,
+    experience: Experience,
+    measured: Contributions,
+    step: Sequence[Tensor],
+    after: Sequence[Tensor],
+    removal: Removal,
+) -> dict[str, Any]:
+    config, whole = update.learner.config, measured.units_U.abs().sum().item()
+    size = norm(step)
+    past, anew = update.take_without_gradient(measured.steps), update.take_without_momentum(experience)
+    tokens_U = measured.tokens_BT.sum(dim=1).view(-1, experience.rows_per_unit).sum(dim=1)
+    return {
+        "optimizer_steps": measured.steps,
+        "epochs": config.num_epochs,
+        "mini_batches": config.num_mini_batches,
+        "rows_per_unit": experience.rows_per_unit,
+        "of": "policy, without the value model" if update.learner.needs.values else "policy",
+        "parameters": sum(tensor.numel() for tensor in step),
+        "norm": size,
+        "relative_norm": size / (norm(update.before) or 1.0),
+        "kl_per_token": distance(update, experience, after, update.before).kl,
+        "gradient_kept": measured.kept,
+        "contributions": {
+            "sum_of_units": measured.units_U.sum().item(),
+            "of_the_whole_batch": measured.total,
+            "sum_of_sizes": whole,
+            "tokens_differ_by": (tokens_U - measured.units_U).abs().sum().item() / whole if whole else 0.0,
+        },
+        "without_gradient": None
+        if size == 0
+        else {**_effect(removal.effect(past)), "share": 1 - inner(update.step_to(anew), step) / size**2},
+    }
+
+
+class _Row(NamedTuple):
+    """A row of an experience, where it comes from."""
+
+    number: int
+    """Among all samples of the batch."""
+    group: Group
+    place: int
+    """Among the prompt's samples."""
+    sample: Sample
+
+
+def _rows(scored: ScoredBatch, experience: Experience) -> list[_Row]:
+    """Which sample each row is. Credit may have chosen and reordered them, so they are found by what they hold."""
+    waiting: dict[bytes, list[_Row]] = {}
+    number = 0
+    for group in scored.batch.groups:
+        for place, sample in enumerate(group.samples):
+            waiting.setdefault(_name(sample.tokens, sample.logprobs), []).append(_Row(number, group, place, sample))
+            number += 1
+    found = []
+    for b, length in enumerate(experience.lengths_B.tolist()):
+        tokens, logprobs = experience.tokens_BT[b, :length], experience.behaviour_logprobs_BT[b, :length]
+        same = waiting[_name(tokens.numpy(), logprobs.numpy())]
+        found.append(same.pop(0) if len(same) > 1 else same[0])  # equal samples in turn
+    return found
+
+
+def _name(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
+    return tokens.astype(np.int32).tobytes() + logprobs.astype(np.float32).tobytes()
+
+
+def _effect(effect: Effect) -> dict[str, Any]:
+    return {"change": effect.change, "cosine": effect.cosine, "kl_per_token": effect.distance.kl}
+
+
+@dataclass(frozen=True)
+class _Account:
+    update: RepeatableUpdate
+    scored: ScoredBatch
+    experience: Experience
+    measured: Contributions
+    tokenizer: PreTrainedTokenizerBase
+    rows: list[_Row]
+    scorer: Scorer
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Units, those with the largest contributions first."""
+        return self.measured.units_U.abs().argsort(descending=True, stable=True).tolist()
+
+    @cached_property
+    def _lags(self) -> list[np.ndarray]:
+        """Of each row's sampled tokens."""
+        return [self.update.batch - 1 - row.sample.versions[row.sample.sampled] for row in self.rows]
+
+    @cached_property
+    def _seen(self) -> Tensor:
+        """Whether each token was sampled and is one of a unit that a step was taken on."""
+        seen_B = self.measured.seen_U.repeat_interleave(self.experience.rows_per_unit)
+        return (self.experience.sampled_BT > 0) & seen_B[:, None]
+
+    def percent(self, contribution: float) -> float:
+        """Of the sizes of all units' contributions together."""
+        whole = self.measured.units_U.abs().sum().item()
+        return 100 * contribution / whole if whole else 0.0
+
+    def unit(self, rank: int, unit: int, effect: Effect | None) -> dict[str, Any]:
+        """One completion, or pair."""
+        size, contribution = self.experience.rows_per_unit, self.measured.units_U[unit].item()
+        rows = range(unit * size, (unit + 1) * size)
+        roles = ("chosen", "rejected") if size == 2 else ("completion",) * size
+        prompt = self.rows[rows[0]].group.prompt
+        changes = [None] * size if effect is None else effect.distance.logprobs_B[rows.start : rows.stop].tolist()
+        return {
+            "rank": rank,
+            "contribution": contribution,
+            "percent": self.percent(contribution),
+            "weight": self.experience.weights_U[unit].item(),
+            "draw": prompt.draw,
+            "row": prompt.row,
+            "prompt": self.tokenizer.decode(prompt.tokens),
+            "rows": [
+                {"role": role, **self._row(b, with_tokens=effect is not None), "more_likely_by": change}
+                for b, role, change in zip(rows, roles, changes, strict=True)
+            ],
+            "objective": {name: _number(x_U[unit].item()) for name, x_U in self.measured.metrics.items()},
+            "without": None if effect is None else _effect(effect),
+        }
+
+    def _row(self, b: int, with_tokens: bool) -> dict[str, Any]:
+        row, lags = self.rows[b], self._lags[b]
+        rewards = {name: _number(values_R[row.number].item()) for name, values_R in self.scored.rewards.items()}
+        advantages_BT, sampled_T = self.experience.advantages_BT, self.experience.sampled_BT[b] > 0
+        found = {
+            "sample": row.place,
+            "completion": decode_samples(self.tokenizer, [row.sample])[0],
+            "finish_reason": row.sample.finish_reason,
+            "score": self.experience.scores_B[b].item(),
+            "rewards": rewards,
+            "advantage": None if advantages_BT is None else advantages_BT[b][sampled_T].double().mean().item(),
+            "lag": float(lags.mean()) if len(lags) else None,
+            "contribution": self.measured.tokens_BT[b].sum().item(),
+        }
+        return {**found, "tokens": self._tokens(b)} if with_tokens else found
+
+    def _tokens(self, b: int) -> list[dict[str, Any]]:
+        """The sampled tokens of a row."""
+        places = self.experience.sampled_BT[b].nonzero().squeeze(1).tolist()
+        return [{"text": self._text(b, t), "contribution": self.measured.tokens_BT[b, t].item()} for t in places]
+
+    def _text(self, b: int, t: int) -> str:
+        return self.tokenizer.decode([int(self.experience.tokens_BT[b, t])])
+
+    def tokens(self) -> list[dict[str, Any]]:
+        """The tokens with the largest contributions."""
+        tokens_BT = self.measured.tokens_BT
+        order = tokens_BT.abs().flatten().argsort(descending=True, stable=True)[:TOKENS].tolist()
+        found, size = [], self.experience.rows_per_unit
+        ranks = {unit: rank for rank, unit in enumerate(self.order, start=1)}
+        for b, t in (divmod(place, tokens_BT.shape[1]) for place in order):
+            contribution = tokens_BT[b, t].item()
+            if contribution == 0:
+                break
+            start = int(self.experience.sampled_BT[b].argmax())
+            found.append(
+                {
+                    "text": self._text(b, t),
+                    "before": self.tokenizer.decode(self.experience.tokens_BT[b, max(0, t - 6) : t].tolist()),
+                    "completion": ranks[b // size],
+                    "row": b % size,
+                    "position": t - start,
+                    "contribution": contribution,
+                    "percent": self.percent(contribution),
+                    "logprob": self.experience.behaviour_logprobs_BT[b, t].item(),
+                    "moves": self.measured.moves_BT[b, t].item(),
+                    "lag": self.update.batch - 1 - int(self.rows[b].sample.versions[t]),
+                }
+            )
+        return found
+
+    def vocabulary(self) -> list[dict[str, Any]]:
+        """The tokens of the vocabulary whose places in the batch have the largest contribution together."""
+        sampled_BT, tokens_BT = self._seen, self.experience.tokens_BT
+        ids_N, place_N, counts_N = tokens_BT[sampled_BT].unique(return_inverse=True, return_counts=True)
+        empty_N = torch.zeros(len(ids_N), dtype=torch.float64)
+        sums_N = empty_N.index_add(0, place_N, self.measured.tokens_BT[sampled_BT])
+        moves_N = empty_N.index_add(0, place_N, self.measured.moves_BT[sampled_BT]) / counts_N
+        order = sums_N.abs().argsort(descending=True, stable=True)[:TOKENS].tolist()
+        return [
+            {
+                "text": self.tokenizer.decode([int(ids_N[i])]),
+                "places": int(counts_N[i]),
+                "contribution": sums_N[i].item(),
+                "percent": self.percent(sums_N[i].item()),
+                "moves": moves_N[i].item(),
+            }
+            for i in order
+            if sums_N[i] != 0
+        ]
+
+    def lags(self, removal: Removal) -> list[dict[str, Any]]:
+        """By lag: what its tokens add, how far the policy is from that which drew them, and the update without them."""
+        found, size = [], self.experience.rows_per_unit
+        known = sorted(set(np.concatenate(self._lags).tolist())) if self._lags else []
+        lags_BT = torch.full(self.experience.sampled_BT.shape, -1)
+        for b, row in enumerate(self.rows):
+            sampled = torch.from_numpy(row.sample.sampled)
+            lags_BT[b, : len(sampled)][sampled] = torch.from_numpy(self._lags[b]).long()
+        for lag in known:
+            here_BT = lags_BT == lag
+            units = sorted({b // size for b in here_BT.any(dim=1).nonzero().squeeze(1).tolist()})
+            ratios_N = self.measured.log_ratios_BT[here_BT & self._seen].double()
+            contribution = self.measured.tokens_BT[here_BT].sum().item()
+            alone = len(known) == 1
+            found.append(
+                {
+                    "lag": lag,
+                    "units": len(units),
+                    "tokens": int(here_BT.sum()),
+                    "contribution": contribution,
+                    "percent": self.percent(contribution),
+                    "mean_abs_log_ratio": ratios_N.abs().mean().item() if len(ratios_N) else None,
+                    "objective": self._corrections(units),
+                    "without": None if alone else _effect(removal.without_units(units)),
+                }
+            )
+        return found
+
+    def _corrections(self, units: list[int]) -> dict[str, float]:
+        """What importance weights and clipping did to some units: means by their weight in the objective."""
+        weights_U, found = self.experience.weights_U[units].double(), {}
+        for name, values_U in self.measured.metrics.items():
+            if name.startswith("policy/") and ("clip" in name or "importance" in name):
+                values = values_U[units]
+                there = ~values.isnan()
+                total = weights_U[there].sum().item()
+                if total > 0:
+                    found[name] = (values[there] * weights_U[there]).sum().item() / total
+        return found
+
+
+def _number(x: float) -> float | None:
+    return x if math.isfinite(x) else None

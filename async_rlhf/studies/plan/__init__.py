@@ -1,0 +1,1 @@
+"""How fast a run would be, by simulating the schedule."""

@@ -1,0 +1,271 @@
+"""``async-rlhf plan``: predict step time, idle shares, the best split and the smallest staleness that is enough."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import require
+from async_rlhf.config.parsing import parse
+from async_rlhf.reports import trace
+from async_rlhf.run.config import RunConfig
+from async_rlhf.studies.plan import simulate
+from async_rlhf.studies.plan.config import PlanConfig
+from async_rlhf.studies.plan.measured import MeasuredRun, read_run
+from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
+from async_rlhf.studies.plan.search import Choice, Proposal, propose, search, try_split
+from async_rlhf.studies.plan.times import Scaled, Split, Times, given
+from async_rlhf.system.files import whole_file
+
+PLAN, TRACE = "plan.json", "trace.json"
+_TRACKS = {simulate.LEARNER: trace.LEARNER, simulate.PUBLISHER: "publisher"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of the times.
+
+    Args:
+        times: of any split.
+        devices: number of devices to split.
+        prompts: prompts of a batch, if known.
+        text: the source in words.
+        run: the run that measured the times, if any.
+    """
+
+    times: Times
+    devices: int
+    prompts: int | None
+    text: str
+    run: MeasuredRun | None = None
+
+
+def run_plan(config: PlanConfig) -> dict[str, Any]:
+    """Simulate every split and staleness, print the best choice, and write it to ``output_dir``, if set.
+
+    Returns:
+        The content of plan.json.
+    """
+    config = with_recipe(config)
+    source = find_times(config)
+    choices = search(source.times, source.devices, config)
+    proposal = propose(choices, config.tolerance, config.in_turn)
+    if proposal is None:
+        reasons = "; ".join(dict.fromkeys(choice.why_not for choice in choices))
+        raise ConfigError(f"devices: got {source.devices}; no split is possible: {reasons}")
+    found = [table(choices, proposal, config), advice(proposal, source, config), *_check(source, config)]
+    print("\n\n".join([source.text, *found]))
+    results = report(choices, proposal, source)
+    if config.output_dir is not None:
+        folder = Path(config.output_dir)
+        with whole_file(folder / PLAN) as file:
+            file.write(json.dumps({"config": asdict(config), **results}, indent=2, allow_nan=False) + "\n")
+        write_trace(proposal, folder / TRACE)
+    return results
+
+
+def with_recipe(config: PlanConfig) -> PlanConfig:
+    """With what the recipe that ``run`` names says of a batch.
+
+    Raises:
+        ConfigError: something that evaluations or one queue over batches need is still open.
+    """
+    recipe = None if config.run is None or Path(config.run).is_dir() else _recipe(config.run)
+    if recipe is not None:
+        config = replace(config, workload=filled(config.workload, recipe))
+    work = config.workload
+    for key, needed in {
+        "eval_completions": ("eval_steps", "prompts", "samples_per_prompt"),
+        "in_flight": ("prompts", "samples_per_prompt", "response_length"),
+        "prompts_per_request": ("prompts",),
+    }.items():
+        for name in needed if getattr(work, key) else ():
+            require(getattr(work, name) is not None, f"workload.{name}", None, f"must be given with workload.{key}")
+    return config
+
+
+def find_times(config: PlanConfig) -> Source:
+    """The source of the times that the configuration names.
+
+    Raises:
+        ConfigError: it names none, or more than one.
+    """
+    folder = config.run is not None and Path(config.run).is_dir()
+    recipe = _recipe(config.run) if config.run is not None and not folder else None
+    if config.model.parameters is not None:
+        right = "must be a YAML file, or null, with model.parameters: the times are either measured or estimated"
+        require(not folder, "run", config.run, right)
+        assert config.devices is not None
+        batch = batch_of(config.workload, recipe)
+        text = (
+            f"{config.devices} x {config.hardware.name}, {config.model.parameters / 1e9:.3g} billion parameters; "
+            f"{batch.prompts} x {batch.samples_per_prompt} completions of {batch.prompt_tokens:g} + "
+            f"{batch.response_tokens:g} tokens a batch (estimated)"
+        )
+        return Source(Roofline(config.hardware, config.model, batch), config.devices, batch.prompts, text)
+    scaling, prompts = config.scaling, config.workload.prompts
+    if config.seconds.generate is not None:
+        right = "must be a YAML file, or null, with seconds: the times are either measured or given"
+        require(not folder, "run", config.run, right)
+        prompts = prompts or (recipe.train.batch_size if recipe else None)
+        scaled = given(config.seconds, scaling, prompts, config.workload)
+        text = f"seconds as given, for {_split(scaled.measured)}"
+        return Source(scaled, config.devices or _devices(scaled.measured), prompts, text)
+    right = "must be the folder of a run; or give seconds.generate and seconds.train, or model.parameters"
+    if config.run is None or not folder:
+        raise ConfigError(f"run: got {config.run!r}; {right}")
+    found = read_run(Path(config.run), config.warm_up, scaling.learners)
+    right = f"must be null or {found.split.generators}, as the run has it"
+    require(scaling.generators in (None, found.split.generators), "scaling.generators", scaling.generators, right)
+    text = (
+        f"{config.run}: {len(found.rows)} batches measured with {_split(found.split)} at staleness {found.staleness}, "
+        f"{found.step_seconds:.3g} s each"
+    )
+    times = Scaled(found.rows, found.split, scaling, found.prompts, config.workload)
+    return Source(times, config.devices or _devices(found.split), found.prompts, text, found)
+
+
+def _recipe(path: str) -> RunConfig:
+    right = "must be the output folder of a run, or the YAML file of one"
+    require(Path(path).is_file(), "run", path, right)
+    try:
+        return parse(RunConfig, "train", ["--config", path])[0]
+    except ConfigError as error:
+        raise ConfigError(f"run: {path!r}: {error}") from error
+
+
+def _devices(split: Split) -> int:
+    return max(2, split.generators + split.learners)
+
+
+def _split(split: Split) -> str:
+    """A split in words."""
+    if split.in_turn:
+        return f"{_count(split.generators, 'device')} in turn"
+    return f"{_count(split.generators, 'generator')} and {_count(split.learners, 'learner')}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "s")
+
+
+def short(number: float) -> str:
+    """A number with three digits, or with all digits before the decimal point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> str:
+    """The fastest splits as plain text: seconds from batch to batch for each staleness, and idle times."""
+    possible = [choice for choice in choices if choice.outcomes]
+    shown = sorted(possible, key=lambda choice: choice.fastest)[: config.rows]
+    shown += [choice for choice in possible if choice.split.in_turn and choice not in shown]
+    grid = Table(title="seconds a batch", title_justify="left")
+    for title in ("generators", "learners", *(f"S = {s}" for s in range(config.max_staleness + 1))):
+        grid.add_column(title, justify="right")
+    for title in ("S", "generators idle", "learners idle", ""):
+        grid.add_column(title, justify="right")
+    for choice in sorted(shown, key=lambda choice: (not choice.split.in_turn, choice.split.generators)):
+        enough = proposal.staleness if choice is proposal.choice else choice.enough(config.tolerance)
+        at = choice.outcomes[enough]
+        who = ("in turn", "in turn") if choice.split.in_turn else (choice.split.generators, choice.split.learners)
+        seconds = [choice.outcomes.get(s) for s in range(config.max_staleness + 1)]
+        cells = ["" if outcome is None else f"{outcome.step_seconds:.3g}" for outcome in seconds]
+        idle = ("", "") if choice.split.in_turn else (f"{at.generator_idle:.0%}", f"{at.learner_idle:.0%}")
+        grid.add_row(*map(str, who), *cells, str(enough), *idle, "<-" if choice is proposal.choice else "")
+    refused = [f"{_split(choice.split)}: {choice.why_not}" for choice in choices if choice.why_not]
+    more = [f"and {len(refused) - 3} more splits"] if len(refused) > 3 else []
+    console = Console(width=200, no_color=True, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(grid, markup=False)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join(lines + [f"Impossible: {line}" for line in refused[:3]] + more)
+
+
+def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
+    """What to set, what limits the speed, and what is gained: one sentence each."""
+    split, outcome = proposal.choice.split, proposal.outcome
+    rate = f", {short(source.prompts / outcome.step_seconds)} prompts/s" if source.prompts else ""
+    where = (
+        f"generation.placement: inline, parallel.ranks: {split.learners}"
+        if split.in_turn
+        else f"generation.workers: {split.generators} (or so many servers), parallel.ranks: {split.learners}"
+    )
+    lines = [f"Set staleness: {proposal.staleness}, {where}: {outcome.step_seconds:.3g} s a batch{rate}."]
+    lines += _memory(source.times, split)
+    if proposal.staleness == 0:
+        lines.append(f"Staleness would gain no more than {config.tolerance:.0%}.")
+        return "\n".join(lines)
+    idle = f"generators idle {outcome.generator_idle:.0%}, learners {outcome.learner_idle:.0%} of the time"
+    limit = "Training" if outcome.learner_idle < outcome.generator_idle else "Sampling"
+    lines.append(f"{limit} limits: {idle}.")
+    _, rival = proposal.synchronous
+    better = " (in_turn: true would propose that)" if proposal.speed_up < 1 else ""
+    lines.append(f"{proposal.speed_up:.2f} times as fast as the fastest synchronous choice, {_split(rival)}{better}.")
+    if proposal.staleness < config.max_staleness:
+        gain = outcome.step_seconds / proposal.choice.fastest - 1
+        lines.append(f"More staleness would gain {max(0.0, gain):.1%}.")
+    return "\n".join(lines)
+
+
+def _memory(times: Times, split: Split) -> list[str]:
+    """What a learner holds at its peak, if that is computed."""
+    if not isinstance(times, Roofline) or times.model.activations_gb is not None:
+        return []
+    recompute = times.recompute(split.learners)
+    needs = times.memory(split.learners, recompute).phases()
+    phases = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in needs.items())
+    with_it = ", with gradient_checkpointing: true" if recompute else ""
+    return [f"Each learner needs {max(needs.values()) / 1e9:.0f} GB at its peak{with_it} ({phases})."]
+
+
+def _check(source: Source, config: PlanConfig) -> list[str]:
+    """The simulation of the measured run itself, to show the simulation's error."""
+    run = source.run
+    if run is None:
+        return []
+    simulated = try_split(source.times, run.split, replace(config, max_staleness=run.staleness))
+    seconds = simulated.outcomes[run.staleness].step_seconds
+    off = seconds / run.step_seconds - 1
+    return [f"Check: the run itself took {run.step_seconds:.3g} s a batch; simulated, {seconds:.3g} ({off:+.1%})."]
+
+
+def report(choices: Sequence[Choice], proposal: Proposal, source: Source) -> dict[str, Any]:
+    """Everything that was simulated, as in plan.json."""
+    rows = []
+    for choice in choices:
+        shared = asdict(choice.split)
+        if choice.why_not:
+            rows.append({**shared, "why_not": choice.why_not})
+        for staleness, outcome in choice.outcomes.items():
+            rows.append(
+                {
+                    **shared,
+                    "staleness": staleness,
+                    "step_seconds": outcome.step_seconds,
+                    "prompts_per_second": source.prompts / outcome.step_seconds if source.prompts else None,
+                    "generator_idle": outcome.generator_idle,
+                    "learner_idle": outcome.learner_idle,
+                    "efficiency": outcome.efficiency,
+                }
+            )
+    seconds, rival = proposal.synchronous
+    best = {**asdict(proposal.choice.split), "staleness": proposal.staleness}
+    best |= {"step_seconds": proposal.outcome.step_seconds, "speed_up": proposal.speed_up}
+    return {"best": best, "synchronous": {**asdict(rival), "step_seconds": seconds}, "choices": rows}
+
+
+def write_trace(proposal: Proposal, path: Path) -> None:
+    """The proposed schedule, simulated, in the format of a run's own trace."""
+    with closing(trace.Trace()) as spans:
+        spans.write_to(path)
+        for span in proposal.outcome.spans:
+            track = _TRACKS.get(span.track, f"generator {span.track}")
+            spans.add(span.name, span.started, span.ended, track, batch=span.batch)

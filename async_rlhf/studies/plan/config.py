@@ -1,0 +1,251 @@
+"""Configuration of ``async-rlhf plan``: where the times come from, and which choices to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from async_rlhf.config.base import FOLDER, Checked, Rule, above, at_least, at_most, inside, key, require
+from async_rlhf.config.online import MAX_STALENESS, SEED
+
+_SHARE = Rule(lambda x: 0 < x <= 1, "must be above 0 and at most 1, a share")
+_SHARE_OF_TIME = inside("[0, 1]", ", a share of the time")
+
+
+@dataclass(frozen=True)
+class SecondsConfig(Checked):
+    """Seconds that one batch takes, if you know them and no run has measured them."""
+
+    generate: float | None = key(None, above(0), main="where times come from")
+    """Time of each generator for its share, including loading the weights."""
+    rewards: float = key(0.0, at_least(0))
+    """Seconds of the reward functions of a batch. They judge a batch as soon as it is sampled, beside training."""
+    score: float = key(0.0, at_least(0))
+    """Time of rewards, and of the reference and value models' passes over the batch."""
+    train: float | None = key(None, above(0), main="where times come from")
+    """Time of the update."""
+    publish: float = key(0.0, at_least(0))
+    """Time of publishing the weights, for which the learner waits."""
+    transfer: float = key(0.0, at_least(0))
+    """Time from then until the generators have the weights, beside the learner's work."""
+    other: float = key(0.0, at_least(0))
+    """Time of whatever else the learner does between two batches, such as logging."""
+
+    def check(self) -> None:
+        right = "must be given together with train: seconds of one batch each"
+        require((self.generate is None) == (self.train is None), "seconds.generate", self.generate, right)
+
+
+@dataclass(frozen=True)
+class ScalingConfig(Checked):
+    """How measured or given seconds change with the number of devices; not used when times come from ``model`` sizes.
+
+    With G generators instead of the G0 measured, sampling takes ``fixed + (1 - fixed) x G0 / G`` of its time; likewise
+    for learners. Every decoding step reads all weights however few the rows, so sampling shrinks less than training.
+    """
+
+    generators: int | None = key(None, at_least(1))
+    """With how many generators the seconds were measured; null for those of the run, else 1."""
+    learners: int = key(1, at_least(1))
+    """With how many learners they were measured."""
+    generate_fixed: float = key(0.3, _SHARE_OF_TIME)
+    """Share of sampling time that stays however few prompts a generator has."""
+    learn_fixed: float = key(0.05, _SHARE_OF_TIME)
+    """Share of scoring and training time that stays however many learners there are."""
+    speeds: list[float] = key([], Rule(lambda speeds: all(speed > 0 for speed in speeds), "must be above 0, each"))
+    """Speeds of the generators, if they differ; the seconds are those of speed 1, and so are generators without one."""
+
+    _group = "scaling."
+
+
+@dataclass(frozen=True)
+class VariationConfig(Checked):
+    """How much the times vary from batch to batch: lognormal, with the given mean."""
+
+    generate: float | None = key(None, at_least(0))
+    """Standard deviation / mean of a generator's time for a batch, drawn for each generator; null resamples the
+    batches of a measured run, and is 0 without one."""
+    learn: float | None = key(None, at_least(0))
+    """The same of the learner's time for a batch."""
+    lengths: float = key(1.0, at_least(0))
+    """Standard deviation of the logarithm of a completion's length, for workload.in_flight: lognormal, with the mean
+    workload.response_tokens and cut off at workload.response_length."""
+
+
+@dataclass(frozen=True)
+class HardwareConfig(Checked):
+    """One device, and the shares of its peaks that are achieved; the defaults are an H100 80GB SXM."""
+
+    name: str = key("H100 80GB SXM", role="log")
+    """Name in the report."""
+    tflops: float = key(989.0, above(0))
+    """Peak of dense matrix products in the precision of training, in 1e12 operations a second."""
+    memory_gb: float = key(80.0, above(0))
+    """Memory of a device, in 1e9 bytes."""
+    memory_share: float = key(0.9, _SHARE)
+    """Share of it that can be used."""
+    memory_gbs: float = key(3350.0, above(0))
+    """Bandwidth of that memory, in 1e9 bytes a second."""
+    train_mfu: float = key(0.4, _SHARE)
+    """Share of the peak that forward and backward passes achieve."""
+    forward_mfu: float = key(0.5, _SHARE)
+    """Share of the peak that passes without gradient achieve, including a generator's prefill of prompts."""
+    decode_share: float = key(0.6, _SHARE)
+    """Share of the memory's bandwidth that decoding achieves."""
+    step_seconds: float = key(0.005, at_least(0))
+    """Overhead of each decoding step, in seconds: launching, sampling, scheduling."""
+    reduce_gbs: float = key(300.0, above(0))
+    """Bandwidth of summing gradients over the learners, as NCCL's tests report it ("bus bandwidth")."""
+    weights_gbs: float = key(10.0, above(0))
+    """Speed of bringing weights to the generators and of loading them, in 1e9 bytes a second: copies and checksums."""
+
+    _group = "hardware."
+
+
+@dataclass(frozen=True)
+class ModelSizeConfig(Checked):
+    """Sizes of the models, to estimate times that have not been measured."""
+
+    parameters: float | None = key(None, above(0), main="where times come from")
+    """Parameters of the policy, such as 8.0e9."""
+    layers: int = key(0, at_least(0), main="where times come from")
+    """Transformer blocks."""
+    kv_width: int = key(0, at_least(0), main="where times come from")
+    """Key heads x head size: the numbers that a token adds to each layer's cache, once for keys and once for values."""
+    hidden: int | None = key(None, at_least(1))
+    """Width of the residual stream; null for what parameters, layers and vocabulary imply, with 12 x hidden^2
+    parameters in a block."""
+    vocabulary: int = key(128_256, at_least(1))
+    """Rows of the embedding."""
+    feed_forward: int | None = key(None, at_least(1))
+    """Width of the feed-forward layer; null for 3.5 x hidden ("llama") or 4 x hidden ("gpt_neox")."""
+    block: Literal["llama", "gpt_neox"] = "llama"
+    """ "llama" has RMSNorm and a gated feed-forward layer, as Mistral and Qwen have; "gpt_neox" LayerNorm and GELU."""
+    tied: bool = False
+    """The output head is the embedding."""
+    reference_parameters: float | None = key(None, at_least(0))
+    """Parameters of the reference policy; null for the policy's, 0 for none."""
+    reward_parameters: float | None = key(None, at_least(0))
+    """Parameters of the reward model; null for the policy's, 0 for none."""
+    generator_bytes: float = key(2.0, above(0))
+    """Bytes per weight in a generator, and so in what is published."""
+    learner_bytes: float = key(16.0, above(0))
+    """Bytes per weight in the learner: float32 weight, gradient and two moments are 16."""
+    frozen_bytes: float | None = key(None, at_least(0))
+    """Bytes per weight of reference and reward model; null for 2 with bf16, else 4."""
+    gradient_bytes: float = key(4.0, at_least(0))
+    """Bytes of each gradient number that the learners sum up."""
+    sharded: bool = True
+    """The learners share weights, moments, reference and reward model (FSDP, ZeRO-3); else each holds all."""
+    bf16: bool = True
+    """The learner computes in bfloat16, under autocast."""
+    activations_gb: float | None = key(None, at_least(0))
+    """Memory that a learner needs at its peak besides learner_bytes and frozen_bytes, in 1e9 bytes; null computes it:
+    activations, logits, weights gathered from other learners and copies to compute with."""
+    recompute: bool | None = None
+    """Gradient checkpointing: less memory, one more forward pass. null for what the recipe says, or else where it does
+    not fit without."""
+
+    def check(self) -> None:
+        for name in ("layers", "kv_width"):
+            value = getattr(self, name)
+            right = "must be at least 1 with model.parameters: it sizes the keys and values"
+            require(self.parameters is None or value >= 1, f"model.{name}", value, right)
+
+
+@dataclass(frozen=True)
+class WorkloadConfig(Checked):
+    """Size of a batch. null takes a value from the recipe that ``run`` names."""
+
+    prompts: int | None = key(None, at_least(1), main="size of a batch")
+    """Prompts of a batch."""
+    samples_per_prompt: int | None = key(None, at_least(1), main="size of a batch")
+    """K, completions of a prompt."""
+    prompt_tokens: float | None = key(None, above(0))
+    """Mean length of a prompt; null for the recipe's longest."""
+    response_length: int | None = key(None, at_least(1), main="size of a batch")
+    """Most tokens of a completion, and the number of decoding steps, as one of many completions gets there."""
+    response_tokens: float | None = key(None, above(0))
+    """Mean length of a completion; null for response_length."""
+    trained_per_prompt: int | None = key(None, at_least(1))
+    """Completions of a prompt that are trained on; null for K (DPO: 2, best-of-K: 1)."""
+    longest_prompt: int | None = key(None, at_least(1))
+    """Most tokens of a prompt, for the memory of a pass; null for the recipe's longest, or else prompt_tokens."""
+    train_rows: int | None = key(None, at_least(1))
+    """Completions of a pass with gradient on each learner; null for the recipe's, else 8."""
+    annotate_rows: int | None = key(None, at_least(1))
+    """Completions of a pass without gradient; null for the recipe's annotate_batch_size, else 64."""
+    num_epochs: int | None = key(None, at_least(1))
+    """T, epochs over each batch; without a recipe, 1."""
+    num_mini_batches: int | None = key(None, at_least(1))
+    """N, optimiser steps per epoch; without a recipe, 1."""
+    prompts_per_request: int | None = key(None, at_least(1))
+    """Prompts that a free generator takes at a time; null for the recipe's generation.prompts_per_request, or else as
+    many requests as there are generators."""
+    in_flight: bool | None = None
+    """Requests of the next batches fill the places that ended answers leave; null for the recipe's
+    generation.in_flight, or else false."""
+    places: int | None = key(None, at_least(1))
+    """Completions that a generator decodes together, if in_flight; null for the recipe's generation.batch_size, or else
+    all of its share of a batch."""
+    eval_completions: int | None = key(None, at_least(1))
+    """Completions of an evaluation, which generators sample; null for no evaluations."""
+    eval_steps: int | None = key(None, at_least(1))
+    """Batches between two evaluations; null for the recipe's."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(Checked):
+    """Predict the speed of a run, and the best split of its devices: ``async-rlhf plan``.
+
+    The times come from one of three sources: an earlier run (``run`` names its folder), ``seconds``, or the sizes in
+    ``model``.
+    """
+
+    run: str | None = key(None, main="where times come from")
+    """The output folder of a run, whose batches give the measured times; or a run's YAML file, from which ``workload``
+    takes batch size and lengths."""
+    devices: int | None = key(
+        None, at_least(1), at_most(100_000, "each is simulated, for every choice"), main="choices"
+    )
+    """Devices to split between generators and learners; null for as many as were measured."""
+    max_staleness: int = key(4, at_least(0), at_most(MAX_STALENESS, "train takes no more"), main="choices")
+    """The largest S to try."""
+    in_turn: bool = False
+    """Also propose that all devices alternate between sampling and training, synchronously; false only compares with
+    it. With several devices this needs a learner that samples on every one of them."""
+    overlap_slowdown: float = key(1.0, at_least(1))
+    """How many times longer sampling and training take while both go on at once: 1 on separate devices, more if they
+    share a GPU or the memory of a CPU."""
+    batches: int = key(200, at_most(100_000, "each is simulated, for every choice"))
+    """Batches to simulate for each choice."""
+    warm_up: int = key(4, at_least(0))
+    """First batches of a measured run to leave out."""
+    tolerance: float = key(0.02, inside("[0, 1)", ", a share of the time"))
+    """Choices whose times differ by a smaller share are equal; the one with the smallest S is proposed."""
+    rows: int = key(8, at_least(1), role="log")
+    """How many of the fastest splits to show."""
+    seed: int = key(0, *SEED)
+    """Seed of the variation."""
+    output_dir: str | None = key(None, FOLDER, role="place", main="output")
+    """Where plan.json goes, and trace.json, the proposed schedule as ui.perfetto.dev shows it; null for nowhere."""
+    seconds: SecondsConfig = key(SecondsConfig)
+    """Seconds of a batch, if you know them."""
+    scaling: ScalingConfig = key(ScalingConfig)
+    """How measured or given seconds scale with devices."""
+    variation: VariationConfig = key(VariationConfig)
+    """How times vary from batch to batch."""
+    hardware: HardwareConfig = key(HardwareConfig)
+    """Properties of one device."""
+    model: ModelSizeConfig = key(ModelSizeConfig)
+    """Sizes of the models."""
+    workload: WorkloadConfig = key(WorkloadConfig)
+    """Size of a batch."""
+
+    def check(self) -> None:
+        self.keeps("batches", at_least(8 * (self.max_staleness + 1)))
+        given = self.seconds.generate is not None
+        right = "must be null with seconds: the times are either given or estimated"
+        require(self.model.parameters is None or not given, "model.parameters", self.model.parameters, right)
+        right = "must be given with model.parameters: how many devices are to be split?"
+        require(self.model.parameters is None or self.devices is not None, "devices", self.devices, right)

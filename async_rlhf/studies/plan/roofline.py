@@ -1,0 +1,287 @@
+"""Estimates times that were not measured, from model sizes, hardware speed and batch size.
+
+Each phase takes the time of its arithmetic or of its memory traffic, at the stated share of the peak. Left out: the
+arithmetic of attention (3% at 600 tokens), the optimiser's own step, rewards in Python, gathers of sharded weights
+(assumed to overlap with arithmetic), and waking an engine that takes turns with training, beyond loading weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from async_rlhf.algorithms.table import find
+from async_rlhf.config.base import require
+from async_rlhf.models.memory import LearnerMemory, Pass, Shape
+from async_rlhf.run.config import RunConfig
+from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
+from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, parts
+
+_WEIGHT_BYTES = 4.0  # the learner's are float32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The size of a batch, with no field open. The fields are those of WorkloadConfig."""
+
+    prompts: int
+    samples_per_prompt: int
+    prompt_tokens: float
+    response_length: int
+    response_tokens: float
+    trained_per_prompt: int
+    num_epochs: int
+    num_mini_batches: int
+    longest_prompt: float
+    train_rows: int
+    annotate_rows: int
+    recompute: bool | None = None
+    """Gradient checkpointing, if the recipe says."""
+    prompts_per_request: int | None = None
+    eval_completions: int | None = None
+
+
+def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
+    """The workload, with the recipe's values where it leaves them open.
+
+    Raises:
+        ConfigError: neither gives a value.
+    """
+    whole = filled(workload, recipe)
+    for key in ("prompts", "samples_per_prompt", "prompt_tokens", "response_length"):
+        right = "must be given with model.parameters, or run must name the YAML file of a run to take it from"
+        require(getattr(whole, key) is not None, f"workload.{key}", None, right)
+    assert whole.prompts is not None
+    assert whole.samples_per_prompt is not None
+    assert whole.prompt_tokens is not None
+    assert whole.response_length is not None
+    tokens, samples = whole.response_tokens or whole.response_length, whole.samples_per_prompt
+    right = f"must be at most workload.response_length ({whole.response_length})"
+    require(tokens <= whole.response_length, "workload.response_tokens", tokens, right)
+    trained = whole.trained_per_prompt or samples
+    require(trained <= samples, "workload.trained_per_prompt", trained, f"must be at most the {samples} of a prompt")
+    recompute = None if recipe is None else recipe.train.gradient_checkpointing
+    return Batch(
+        whole.prompts,
+        samples,
+        whole.prompt_tokens,
+        whole.response_length,
+        tokens,
+        trained,
+        whole.num_epochs or 1,
+        whole.num_mini_batches or 1,
+        whole.longest_prompt or whole.prompt_tokens,
+        whole.train_rows or 8,
+        whole.annotate_rows or 64,
+        recompute if isinstance(recompute, bool) else None,
+        whole.prompts_per_request,
+        whole.eval_completions,
+    )
+
+
+def filled(workload: WorkloadConfig, recipe: RunConfig | None) -> WorkloadConfig:
+    """The workload, with the recipe's values where it leaves them open."""
+    own = {key: value for key, value in asdict(workload).items() if value is not None}
+    return workload if recipe is None else replace(_workload(recipe), **own)
+
+
+def _workload(recipe: RunConfig) -> WorkloadConfig:
+    """What a recipe says of its batches."""
+    train, algorithm = recipe.train, find(recipe.algorithm)
+    return WorkloadConfig(
+        prompts=train.batch_size,
+        samples_per_prompt=train.samples_per_prompt,
+        prompt_tokens=float(train.prompt_cap),
+        response_length=train.generation.response_length,
+        trained_per_prompt=algorithm.rows_per_prompt(train),
+        longest_prompt=train.prompt_cap,
+        train_rows=train.rows_of_pass(algorithm.rows_per_unit),
+        annotate_rows=train.rows_annotated,
+        num_epochs=train.num_epochs,
+        num_mini_batches=train.num_mini_batches,
+        prompts_per_request=train.generation.prompts_per_request,
+        in_flight=train.generation.in_flight,
+        places=train.generation.batch_size,
+        eval_steps=train.eval_steps or None,
+    )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of a batch on the stated hardware; all batches are alike.
+
+    Args:
+        hardware: of one device.
+        model: sizes of the models.
+        batch: size of a batch.
+    """
+
+    hardware: HardwareConfig
+    model: ModelSizeConfig
+    batch: Batch
+
+    def batches(self, split: Split) -> Sequence[BatchTimes]:
+        """One batch, as all are alike."""
+        if split.generators > self.batch.prompts:
+            prompts = self.batch.prompts
+            raise DoesNotFitError(f"{split.generators} generators are more than the {prompts} prompts of a batch")
+        # In turn, an engine gets the memory that the learner leaves; activations are freed by then.
+        held, peak = self.learner_bytes(split.learners)
+        room = self._room() - (held if split.in_turn else 0.0)
+        generate = self.generate_seconds(split.generators, room)
+        if peak > self._room():
+            raise DoesNotFitError(
+                f"a learner of {split.learners} needs {peak / 1e9:.0f} GB on each device, which has "
+                f"{self._room() / 1e9:.0f}"
+            )
+        moved = self._weights() / (self.hardware.weights_gbs * 1e9)
+        learn = self.learn_seconds(split.learners)
+        requests, evaluate = self._requests(split.generators, generate, moved, room)
+        if split.in_turn:
+            return [BatchTimes(requests, learn, publish=0.0, evaluate=evaluate)]
+        publish = self.publish_seconds(split.learners)
+        return [BatchTimes(requests, learn, publish, transfer=moved, evaluate=evaluate)]
+
+    def _requests(
+        self, generators: int, share: float, moved: float, room: float
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of each request of a batch and of an evaluation. Every generator loads the weights once a batch."""
+        batch = self.batch
+        evaluate: tuple[float, ...] = ()
+        if batch.eval_completions is not None:
+            prompts = batch.eval_completions / batch.samples_per_prompt / generators
+            evaluate = (self.sample_seconds(math.ceil(prompts), room),) * generators
+        if batch.prompts_per_request is None:
+            return (moved + share,) * generators, evaluate
+        sizes = parts(batch.prompts, batch.prompts_per_request)
+        load = moved * min(1.0, generators / len(sizes))
+        return tuple(load + self.sample_seconds(size, room) for size in sizes), evaluate
+
+    def publish_seconds(self, learners: int) -> float:
+        """Seconds of the learner for a version: a copy in its own memory, of gathered weights if they are sharded."""
+        hardware, gathered = self.hardware, (learners - 1) / learners * self.model.sharded
+        copied = self._policy * (_WEIGHT_BYTES + self.model.generator_bytes)
+        return copied / (hardware.memory_gbs * 1e9) + gathered * self._weights() / (hardware.reduce_gbs * 1e9)
+
+    def generate_seconds(self, generators: int, room: float | None = None) -> float:
+        """Seconds of one generator for its share of the prompts; see :meth:`sample_seconds`."""
+        return self.sample_seconds(math.ceil(self.batch.prompts / generators), room)
+
+    def sample_seconds(self, prompts: int, room: float | None = None) -> float:
+        """Seconds of one generator for so many prompts.
+
+        Every step reads all weights, and the keys and values of the completions under way; as many of these run at once
+        as their keys and values have room for. A step takes the longer of its memory traffic and its arithmetic.
+
+        Args:
+            prompts: sampled together.
+            room: bytes of the device for weights, keys and values; None for all that can be used.
+        """
+        batch, hardware, model = self.batch, self.hardware, self.model
+        rows = prompts * batch.samples_per_prompt
+        token = 2 * model.layers * model.kv_width * model.generator_bytes
+        room = (self._room() if room is None else room) - self._weights()
+        at_once = math.floor(room / (token * (batch.prompt_tokens + batch.response_length)))
+        if at_once < 1:
+            raise DoesNotFitError(
+                f"a generator needs {self._weights() / 1e9:.0f} GB for weights and more for a completion, and finds "
+                f"{max(0.0, room + self._weights()) / 1e9:.0f}"
+            )
+        operations = 2 * self._policy / (hardware.tflops * 1e12 * hardware.forward_mfu)  # seconds per token
+        steps = batch.response_length * math.ceil(rows / at_once)
+        read = batch.response_tokens * (batch.prompt_tokens + batch.response_tokens / 2) * token * rows
+        traffic = (steps * self._weights() + read) / (hardware.memory_gbs * 1e9 * hardware.decode_share)
+        arithmetic = rows * batch.response_tokens * operations
+        prefill = prompts * batch.prompt_tokens * operations
+        return prefill + max(traffic, arithmetic) + steps * hardware.step_seconds
+
+    def learn_seconds(self, learners: int) -> float:
+        """Seconds of reward model, reference and update with this many learners."""
+        batch, hardware, model = self.batch, self.hardware, self.model
+        length = batch.prompt_tokens + batch.response_tokens
+        peak = hardware.tflops * 1e12 * learners
+        scored = batch.prompts * batch.samples_per_prompt * length
+        trained = batch.prompts * batch.trained_per_prompt * length * batch.num_epochs
+        forward = 2 * self._frozen * scored / (peak * hardware.forward_mfu)
+        update = (8 if self.recompute(learners) else 6) * self._policy * trained / (peak * hardware.train_mfu)
+        summed = 2 * (learners - 1) / learners * self._policy * model.gradient_bytes / (hardware.reduce_gbs * 1e9)
+        return forward + update + summed * batch.num_epochs * batch.num_mini_batches
+
+    @property
+    def _policy(self) -> float:
+        assert self.model.parameters is not None
+        return self.model.parameters
+
+    @property
+    def _frozen(self) -> float:
+        """Parameters of reference and reward model together."""
+        both = (self.model.reference_parameters, self.model.reward_parameters)
+        return sum(self._policy if parameters is None else parameters for parameters in both)
+
+    @property
+    def _frozen_bytes(self) -> float:
+        given = self.model.frozen_bytes
+        return given if given is not None else 2.0 if self.model.bf16 else 4.0
+
+    def _room(self) -> float:
+        return self.hardware.memory_gb * 1e9 * self.hardware.memory_share
+
+    def _weights(self) -> float:
+        return self._policy * self.model.generator_bytes
+
+    def learner_bytes(self, learners: int) -> tuple[float, float]:
+        """Bytes on each of this many learners: what it holds between batches, and at its peak."""
+        if self.model.activations_gb is None:
+            memory = self.memory(learners, self.recompute(learners))
+            return memory.held(), memory.peak()
+        held = self.model.learner_bytes * self._policy + self._frozen_bytes * self._frozen
+        held /= learners if self.model.sharded else 1
+        return held, held + self.model.activations_gb * 1e9
+
+    def recompute(self, learners: int) -> bool:
+        """Whether this many learners compute activations again: as configured, or else where it would not fit."""
+        asked = self.batch.recompute if self.model.recompute is None else self.model.recompute
+        if asked is not None or self.model.activations_gb is not None:
+            return bool(asked)
+        return self.memory(learners, recompute=False).peak() > self._room()
+
+    def memory(self, learners: int, recompute: bool) -> LearnerMemory:
+        """What each of this many learners holds, term by term."""
+        model, batch = self.model, self.batch
+        tokens = batch.longest_prompt + batch.response_length
+        annotate, update = (
+            Pass(rows * tokens, rows * batch.response_length) for rows in (batch.annotate_rows, batch.train_rows)
+        )
+        return LearnerMemory(
+            shape_of(model),
+            self._frozen,
+            learners,
+            model.sharded,
+            recompute,
+            model.bf16,
+            annotate,
+            update,
+            self._frozen_bytes,
+            model.learner_bytes,
+        )
+
+
+def shape_of(model: ModelSizeConfig) -> Shape:
+    """The sizes, with no field open."""
+    assert model.parameters is not None
+    embeddings = model.vocabulary * (1 if model.tied else 2)
+    # parameters = 12 x layers x hidden^2 + embeddings x hidden
+    root = math.sqrt(embeddings**2 + 48 * model.layers * model.parameters)
+    hidden = model.hidden or round((root - embeddings) / (24 * model.layers))
+    feed_forward = model.feed_forward or round(hidden * (3.5 if model.block == "llama" else 4))
+    return Shape(
+        model.parameters,
+        model.layers,
+        hidden,
+        model.vocabulary,
+        model.kv_width,
+        feed_forward,
+        model.block,
+        model.tied,
+    )

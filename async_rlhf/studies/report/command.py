@@ -1,0 +1,136 @@
+"""Makes one page of runs, and follows them while they train."""
+
+from __future__ import annotations
+
+import logging
+import time
+import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import require
+from async_rlhf.reports.charts import INSTALL, can_draw
+from async_rlhf.run.folder import METRICS, REPORT, is_report
+from async_rlhf.studies.report.config import ReportConfig
+from async_rlhf.studies.report.html import page
+from async_rlhf.studies.report.reading import EVALUATION, ReadRun, evaluations_of, read_run
+from async_rlhf.system.files import whole_file
+
+logger = logging.getLogger(__name__)
+
+
+def run_report(config: ReportConfig) -> Path:
+    """Write the page, and with ``live`` again and again. Returns its path.
+
+    Raises:
+        ConfigError: a folder is of no run, the file is not a page of ours, or vl-convert is not installed.
+    """
+    if not can_draw():
+        raise ConfigError(f"report: the charts need vl-convert-python; install it with: {INSTALL}")
+    folders = [Path(name).expanduser() for name in config.runs]
+    names = _names([folder for folder in folders if not _is_evaluation(folder)])
+    right = "must have at least one output folder of a run; of evaluations alone there is evaluation.txt"
+    require(len(names) > 0, "runs", config.runs, right)
+    given = [folder for folder in folders if _is_evaluation(folder)]
+    out = Path(config.out).expanduser() if config.out is not None else _place(list(names))
+    _require_ours(out)
+    runs = _write(names, given, out, config.every if config.live else None)
+    logger.info("report: %s", out)
+    if config.open:
+        webbrowser.open(out.absolute().as_uri())
+    if config.live:
+        _follow(names, given, out, config.every, runs)
+    return out
+
+
+def report_of_run(folder: Path) -> str:
+    """After a run has ended: write its page if that is possible here, and say where it is or how to get it.
+
+    A run that went well must not fail because its page did.
+    """
+    command = f"async-rlhf report {folder}"
+    if not can_draw():
+        return f"curves, timeline and samples: {command} (after {INSTALL})"
+    try:
+        _require_ours(folder / REPORT)
+        _write({folder: folder.name}, [], folder / REPORT, None, ended=True)
+    except Exception as error:
+        logger.warning("WARNING: no page was made of the run: %s: %s; try: %s", type(error).__name__, error, command)
+        return f"curves, timeline and samples: {command}"
+    return f"curves, timeline and samples: {folder / REPORT}"
+
+
+def report_of_runs(folders: Sequence[Path], out: Path) -> Path:
+    """The page of several finished runs, and of the evaluations beside them.
+
+    Raises:
+        ConfigError: a folder is of no run, or the file is not a page of ours.
+        ImportError: vl-convert is not installed.
+    """
+    _require_ours(out)
+    _write(_names(folders), [], out, None)
+    return out
+
+
+def _write(
+    names: dict[Path, str], given: Sequence[Path], out: Path, refresh: float | None, ended: bool = False
+) -> list[ReadRun]:
+    runs = [read_run(folder, name, ended) for folder, name in names.items()]
+    follows = refresh is not None and any(run.state == "running" for run in runs)
+    text = page(runs, evaluations_of(runs, given), refresh if follows else None)
+    # Two processes may write it: the run that has just ended, and a report that follows it.
+    with whole_file(out) as file:
+        file.write(text)
+    return runs
+
+
+def _follow(names: dict[Path, str], given: Sequence[Path], out: Path, every: float, runs: list[ReadRun]) -> None:
+    """Write the page whenever a run has written something, until all have ended."""
+    seen = _news(names)
+    with suppress(KeyboardInterrupt):
+        while any(run.state == "running" for run in runs):
+            time.sleep(every)
+            if (now := _news(names)) != seen or not all(run.state == "running" for run in runs):
+                seen, runs = now, _write(names, given, out, every)
+        logger.info("report: no run is training (any more); %s is the last state", out)
+        return
+    _write(names, given, out, None)
+    logger.info("report: %s does not follow any more", out)
+
+
+def _news(names: dict[Path, str]) -> list[tuple[str, int, int]]:
+    """What changes when a run writes, or ends."""
+    found = []
+    for folder in names:
+        for path in sorted(folder.iterdir()):
+            with suppress(OSError):
+                if not path.name.startswith((".report", REPORT)):
+                    found.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
+    return found
+
+
+def _is_evaluation(folder: Path) -> bool:
+    return (folder / EVALUATION).is_file() and not (folder / METRICS).is_file()
+
+
+def _place(folders: Sequence[Path]) -> Path:
+    return folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
+
+
+def _names(folders: Sequence[Path]) -> dict[Path, str]:
+    """Each folder's name, with as many of its parents as tell it from the others."""
+    places = [folder.absolute() for folder in folders]
+    deep = 1
+    while len({place.parts[-deep:] for place in places}) < len({*places}) and deep < 50:
+        deep += 1
+    require(len({*places}) == len(places), "runs", [str(folder) for folder in folders], "must name each once")
+    return {folder: "/".join(place.parts[-deep:]) for folder, place in zip(folders, places, strict=True)}
+
+
+def _require_ours(out: Path) -> None:
+    """A file that is no page of ours is not replaced."""
+    if not out.exists() or is_report(out):
+        return
+    raise ConfigError(f"out: got {str(out)!r}; is there and is no page of async-rlhf report; choose another name")

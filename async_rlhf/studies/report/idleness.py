@@ -1,0 +1,104 @@
+"""Who worked and who waited, from the spans of a run's traces."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from async_rlhf.reports.trace import LEARNER
+from async_rlhf.studies.report.reading import Span
+
+Interval = tuple[float, float]
+GENERATES = ("generate", "load", "evaluate")
+"""What a generator does."""
+
+
+@dataclass(frozen=True)
+class Idleness:
+    """Shares of time, of all starts of a run together.
+
+    Args:
+        learner: name of a span, "wait" or "other" -> share of the learner's time, from its first span to its last.
+            "wait" is what is left of it without what the learner did meanwhile.
+        generators: the share of their time, each from its first span to its last, in which they did nothing; None if
+            none has a track of its own, because the learner samples itself.
+        count: how many generators.
+    """
+
+    learner: Mapping[str, float]
+    generators: float | None
+    count: int
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        waited = f"The learner waited {self.learner.get('wait', 0.0):.0%} of the time"
+        if self.generators is None:
+            own = self.learner.get("generate", 0.0)
+            return f"{waited} and sampled itself for {own:.0%} of it: both sides took turns."
+        who = "its generator" if self.count == 1 else f"its {self.count} generators"
+        return f"{waited}, {who} {self.generators:.0%}."
+
+
+def idleness(traces: Iterable[Sequence[Span]]) -> Idleness | None:
+    """Who waited how long; None if no trace has a span of the learner."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    whole = there = busy = 0.0
+    names: set[str] = set()
+    for spans in traces:
+        mine = [span for span in spans if span.track == LEARNER]
+        if mine:
+            whole += max(span.end for span in mine) - min(span.start for span in mine)
+            for name, seconds in _learner_seconds(mine).items():
+                spent[name] += seconds
+        for name, own in _by_generator(spans).items():
+            names.add(name)
+            there += max(end for _, end in own) - min(start for start, _ in own)
+            busy += length(union(own))
+    if whole <= 0:
+        return None
+    shares = {name: seconds / whole for name, seconds in spent.items()}
+    shares["other"] = max(0.0, 1 - sum(shares.values()))
+    return Idleness(shares, 1 - busy / there if there > 0 else None, len(names))
+
+
+def _learner_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of each kind of span, each moment counted once: an evaluation waits, and while it waits the learner may
+    sample or compare."""
+    kinds: defaultdict[str, list[Interval]] = defaultdict(list)
+    for span in spans:
+        kinds[span.name].append((span.start, span.end))
+    seconds: dict[str, float] = {}
+    taken: list[Interval] = []
+    # From what is inside to what is around it.
+    for name in sorted(kinds, key=lambda name: {"wait": 1, "evaluate": 2}.get(name, 0)):
+        before = length(taken)
+        taken = union([*taken, *kinds[name]])
+        seconds[name] = length(taken) - before
+    return seconds
+
+
+def _by_generator(spans: Sequence[Span]) -> dict[str, list[Interval]]:
+    """The work of each generator; one that has several batches under way has several tracks."""
+    found: defaultdict[str, list[Interval]] = defaultdict(list)
+    for span in spans:
+        if span.track != LEARNER and span.name in GENERATES:
+            found[span.track.partition(", ")[0]].append((span.start, span.end))
+    return found
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments, as intervals that do not overlap, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds of intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)

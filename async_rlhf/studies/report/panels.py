@@ -1,0 +1,315 @@
+"""The charts of the page: which numbers, in which section, and what each says in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.reports.charts import Axis, Key, Series, Spec, curves, thinned, timeline
+from async_rlhf.reports.plots import against_kl, over_checkpoints
+from async_rlhf.studies.report.idleness import idleness
+from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
+
+PATH_POINTS = 20
+"""Points of a path of score against KL: each is the mean of neighbouring batches, but the first."""
+BATCHES_SHOWN = 8
+"""Of a timeline, before it is moved."""
+MAX_SPANS = 4000
+"""Of one timeline. The newest are shown."""
+_SHARE = "Share of tokens or completions."
+WORK_OF = {
+    "generate": "sampling",
+    "load": "sampling",
+    "mismatch": "sampling",
+    "evaluate": "evaluation",
+    "rewards": "rewards",
+    "score": "rewards",
+    "hand out": "publishing",
+    "publish": "publishing",
+    "annotate": "training",
+    "train": "training",
+    "save": "saving",
+}
+"""Span -> kind of work. Waiting is where there is no bar."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart with its words.
+
+    Args:
+        name: unique on the page.
+        title: its heading.
+        spec: what is drawn.
+        says: what it shows and how to read it.
+        ends: the last value of each run, for those who cannot see it.
+    """
+
+    name: str
+    title: str
+    spec: Spec
+    says: str
+    ends: str = ""
+
+
+class Curve:
+    """A metric over training.
+
+    Args:
+        field: its name in metrics.jsonl; of several, the first that a run has.
+        title: heading.
+        says: what it is.
+        low: with ``high``, the metrics that bound a band around it.
+        high: see ``low``.
+        zero: whether 0 is on its axis.
+        at_start: its value before the first batch, if that is known of a run.
+        format: of its axis.
+        log: logarithmic axis.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        title: str,
+        says: str,
+        low: str | None = None,
+        high: str | None = None,
+        zero: bool = False,
+        at_start: Callable[[ReadRun], float | None] = lambda run: None,
+        format: str | None = None,
+    ) -> None:
+        self.field, self.title, self.says = field, title, says
+        self.low, self.high, self.zero, self.at_start, self.format = low, high, zero, at_start, format
+
+
+def _no_distance(run: ReadRun) -> float | None:
+    return 0.0 if run.starts_at_reference else None
+
+
+CURVES = [
+    Curve("objective/scores", "Score", "Mean reward of a batch's completions, penalties included."),
+    Curve("eval_objective/scores", "Score on held-out prompts", "The same on prompts that are not trained on."),
+    Curve(
+        "objective/kl",
+        "KL to the reference",
+        "Nats per completion: how far the policy that sampled has moved.",
+        zero=True,
+        at_start=_no_distance,
+    ),
+    Curve("policy/entropy_avg", "Entropy", "Nats per token: how open the policy still is. Near 0 it has one answer."),
+    Curve("val/response_length", "Length", "Mean tokens of a completion.", zero=True),
+    Curve("val/ended_share", "Ended by themselves", "The other completions were cut off.", format="%"),
+    Curve("loss/policy_avg", "Loss", "Mean over the batch's optimiser steps. Losses of two algorithms do not compare."),
+    Curve("loss/value_avg", "Value loss", "Of the value model."),
+    Curve("grad_norm", "Gradient norm", "Mean of the batch's steps, before clipping.", zero=True),
+    Curve("lr", "Learning rate", "Of the next step.", zero=True),
+]
+STALENESS = [
+    Curve("schedule/lag_mean", "Lag", "Batches between the weights that sampled a token and the newest.", zero=True),
+    Curve(
+        "val/ess_token",
+        "Effective sample size by token",
+        "Share of the tokens that the batch is worth, as the importance weights say. 1 is on-policy.",
+        format="%",
+    ),
+    Curve("val/ess_sequence", "Effective sample size by completion", "The same with completions.", format="%"),
+    Curve(
+        "val/ratio_p50",
+        "Ratio of trained and sampling policy",
+        "Over tokens: the median, and a band from the 1st to the 99th percentile.",
+        low="val/ratio_p01",
+        high="val/ratio_p99",
+    ),
+    Curve("policy/importance_capped", "Importance weights at the cap", _SHARE, zero=True, format="%"),
+    Curve("policy/clipfrac_avg", "Clipped ratios", _SHARE, zero=True, format="%"),
+    Curve("policy/behaviour_kl_k3", "KL from sampling to trained policy", "Nats per token.", zero=True),
+    Curve(
+        "engine/logprob_difference",
+        "Engine against learner",
+        "Mean absolute difference of log-probabilities with the same weights, nats per token.",
+        zero=True,
+    ),
+]
+
+
+def x_axis(runs: Sequence[ReadRun]) -> Axis:
+    """Batches, or episodes if a batch is not the same in all runs."""
+    newest = [run.rows[-1] for run in runs if run.rows]
+    sizes = {round(row["episode"] / row["batch"], 3) for row in newest if row.get("episode")}
+    if len(sizes) > 1:
+        return Axis("episode", "episodes (prompts)", zero=True)
+    return Axis("batch", "batches", zero=True)
+
+
+def over_training(curves_wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
+    """The curves that any run has, each with at most ``points`` points a run."""
+    x = x_axis(runs)
+    for curve in curves_wanted:
+        rows: list[dict[str, Any]] = []
+        ends = []
+        for run in runs:
+            found = _points(curve, run, x, points)
+            rows += found
+            if found:
+                ends.append(f"{run.name} {_number(found[-1]['value'], curve.format)}")
+        if rows:
+            y = Axis("value", "", zero=curve.zero, format=curve.format)
+            yield Panel(
+                "".join(letter if letter.isalnum() else "-" for letter in curve.field),
+                curve.title,
+                curves(rows, key, x, y),
+                curve.says,
+                "At the end: " + ", ".join(ends) + ".",
+            )
+
+
+def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, Any]]:
+    source = run.evals if curve.field.startswith("eval_") else run.rows
+    rows = []
+    for row in source:
+        if isinstance(row.get(curve.field), (int, float)) and x.field in row:
+            point: dict[str, Any] = {"series": run.name, x.field: row[x.field], "value": row[curve.field]}
+            if curve.low and curve.high and curve.low in row and curve.high in row:
+                point |= {"low": row[curve.low], "high": row[curve.high]}
+            rows.append(point)
+    start = curve.at_start(run) if rows and rows[0][x.field] > 0 else None
+    began = [] if start is None else [{"series": run.name, x.field: 0, "value": start}]
+    return began + [_short(row) for row in thinned(rows, points, ("value", "low", "high"))]
+
+
+def rewards(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
+    """Each part of the reward, where there are several."""
+    names = sorted({key for run in runs for row in run.rows[-1:] for key in row if key.startswith("reward/")})
+    names = [name for name in names if name != "reward/skipped"]
+    if len(names) > 1:
+        parts = [Curve(name, f"Reward: {name[7:]}", "Mean, before its weight.") for name in names]
+        yield from over_training(parts, runs, key, points)
+
+
+def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Panel | None:
+    """The path of each run through score and KL."""
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        found = [
+            {"series": run.name, "kl": row["objective/kl"], "score": row["objective/scores"]}
+            for row in run.rows
+            if "objective/kl" in row and "objective/scores" in row
+        ]
+        # The first as it is: it was sampled by the weights that training began with.
+        rows += map(_short, [*found[:1], *thinned(found[1:], PATH_POINTS, ("kl", "score"))])
+    if not rows:
+        return None
+    spec = curves(
+        rows, key, Axis("kl", "KL to the reference (nats per completion)", zero=True), Axis("score", "score"), path=True
+    )
+    says = (
+        "What a run gets for moving away from the reference: up is good, right is dear. A path begins at its first "
+        f"batch, at a KL of 0 if it began as its own reference, and has at most {PATH_POINTS + 1} points, which are "
+        "means of neighbouring batches."
+    )
+    return Panel("score-kl", "Score against KL", spec, says)
+
+
+def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> Iterator[tuple[Panel, Key]]:
+    """Gold reward against KL, and over checkpoints. The reference model is grey, a run keeps its colour."""
+    mine, results = of_runs(evaluation, runs), evaluation.results
+    if len(set(mine.values())) == len(mine):  # a model for each run: under the name of the run
+        models = {mine.get(name, name): one for name, one in results["models"].items()}
+        results = {**results, "models": models, "reference": mine.get(results["reference"], results["reference"])}
+    names = {run.name for run in runs}
+    others = [name for name in results["models"] if name not in names and not name.startswith("checkpoint-")]
+    more = [Series(name, reference=name == results["reference"]) for name in others]
+    if any(name.startswith("checkpoint-") for name in results["models"]):
+        whose = next((run for run in runs if run.name in mine.values()), None)
+        more.append(Series("checkpoints", whose.algorithm if whose else "", whose.staleness if whose else None))
+    key = Key([*(run.series for run in runs), *more])
+    says = "Bars are 95% intervals over prompts."
+    yield Panel(f"gold-{number}", "Gold reward against KL", against_kl(results, key), says), key
+    if (spec := over_checkpoints(results, key)) is not None:
+        yield Panel(f"gold-batches-{number}", "Over the checkpoints", spec, says), key
+
+
+def work(run: ReadRun, number: int, share: float = 1.0) -> Panel | None:
+    """The timeline of the newest start of a run, that can be moved; with a ``share`` of the spans that it may have."""
+    if not run.traces:
+        return None
+    name, spans = list(run.traces.items())[-1]
+    rows = _bars(spans)
+    if not rows:
+        return None
+    shown, end = rows[-max(1, int(share * MAX_SPANS)) :], max(row["end"] for row in rows)
+    begin = min(row["start"] for row in shown)
+    tracks = sorted({row["track"] for row in shown}, key=_track_place)
+    wide = min(end - begin, _seconds_of(spans, BATCHES_SHOWN))
+    x = Axis("start", "seconds since the start")
+    spec = timeline(shown, tracks, x, wide)
+    last = max(begin, end - wide)
+    spec["params"] = [
+        {
+            "name": "from",
+            "value": round(begin + (last - begin) / 2, 2),
+            "bind": {
+                "input": "range",
+                "min": round(begin, 2),
+                "max": round(last, 2),
+                "step": round(max(wide / 20, 1e-3), 3),
+                "name": "move along the run ",
+            },
+        }
+    ]
+    for layer in spec["layer"]:
+        layer["encoding"]["x"]["scale"] = {
+            "zero": False,
+            "nice": False,
+            "domainMin": {"expr": "from"},
+            "domainMax": {"expr": f"from + {wide:.4f}"},
+        }
+    found = idleness(run.traces.values())
+    says = "" if found is None else found.text
+    says += " Shares are of each side's time from its first piece of work to its last."
+    if len(run.traces) > 1:
+        says += f" They are of all {len(run.traces)} starts; the picture is of the newest, {name}."
+    if len(rows) > len(shown):
+        says += f" The picture has the newest {len(shown)} of {len(rows)} pieces of work; {name} has all."
+    return Panel(f"work-{number}", run.name, spec, says + " A bar's number is its batch.")
+
+
+def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    found = sorted((span for span in spans if span.name in WORK_OF), key=lambda span: span.start)
+    first = found[0].start if found else 0.0
+    return [
+        {
+            "track": span.track,
+            "work": WORK_OF[span.name],
+            "what": span.name,
+            "start": round(span.start - first, 4),
+            "end": round(span.end - first, 4),
+            "text": str(span.batch) if span.batch else "",
+        }
+        for span in found
+        if span.end - span.start > 1e-3 or span.name != "publish"
+    ]
+
+
+def _seconds_of(spans: Sequence[Span], batches: int) -> float:
+    """How long so many batches take, about."""
+    ends = sorted(span.end for span in spans if span.name == "train")
+    if len(ends) < 2:
+        return max((span.end for span in spans), default=1.0)
+    return max(1e-3, batches * (ends[-1] - ends[0]) / (len(ends) - 1))
+
+
+def _track_place(track: str) -> tuple[int, str]:
+    """Generators, rewards, publisher, learner: as the work flows."""
+    order = ("generator", "rewards", "publisher", "learner")
+    return next((i for i, name in enumerate(order) if track.startswith(name)), 0), track
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Six digits are more than a screen shows."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _number(value: float, format: str | None) -> str:
+    return f"{value:.1%}" if format == "%" else f"{value:.4g}"

@@ -1,0 +1,349 @@
+"""What the folder of a run says, whatever state the run is in. Nothing is written, and nothing is required but a log.
+
+A run may be training, have been killed while it wrote a line, have been resumed, or miss files. What cannot be read is
+left out, and :attr:`ReadRun.problems` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.yaml_text import read_yaml
+from async_rlhf.reports.charts import Series
+from async_rlhf.run.callbacks import TRAINER_STATE
+from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints, refuse_second
+from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, without_text_arguments
+from async_rlhf.system.lock import InUseError
+
+State = Literal["running", "finished", "interrupted"]
+EVALUATION = "evaluation.json"
+FREE_FORM = ("generation.vllm.options", "ray.runtime_env", "parallel.deepspeed")
+"""Groups of keys that are other programs'. They may hold secrets that we cannot recognise: the page leaves them out."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a process did.
+
+    Args:
+        track: which one did it.
+        name: what.
+        start: seconds from the first span of its file.
+        end: the same.
+        batch: 0 for none.
+        why: of a fault, which has no length; empty for work.
+    """
+
+    track: str
+    name: str
+    start: float
+    end: float
+    batch: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation.json and the samples.jsonl beside it.
+
+    Args:
+        folder: of both.
+        config: what was asked for, with dotted keys.
+        results: of :func:`~async_rlhf.commands.evaluate.run_evaluate`.
+        samples: rows.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    results: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ReadRun:
+    """A run's folder as it is now.
+
+    Args:
+        folder: of the run.
+        name: unique on the page.
+        config: dotted keys, those of training without a prefix, without secrets; empty without a run.yml.
+        rows: of metrics.jsonl, those of training.
+        evals: those of evaluations.
+        samples: of samples.jsonl.
+        eval_samples: of eval_samples.jsonl.
+        starts: of environment.json.
+        traces: spans of each trace, by file name, in the order of the starts.
+        faults: of each trace, by file name: generators that were started again or given up.
+        state: how it ended, if it has.
+        parameters: of the newest policy in the folder; None if there is none.
+        problems: what could not be read.
+    """
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, float]] = ()
+    evals: Sequence[Mapping[str, float]] = ()
+    samples: Sequence[Mapping[str, Any]] = ()
+    eval_samples: Sequence[Mapping[str, Any]] = ()
+    starts: Sequence[Mapping[str, Any]] = ()
+    traces: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    faults: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    state: State = "finished"
+    parameters: int | None = None
+    problems: Sequence[str] = ()
+
+    @property
+    def algorithm(self) -> str:
+        """Its name; "" if it is not known."""
+        return str(self.config.get("algorithm") or "")
+
+    @property
+    def staleness(self) -> int | None:
+        """S as configured; None if it is not known."""
+        found = self.config.get("staleness")
+        return found if isinstance(found, int) else None
+
+    @property
+    def series(self) -> Series:
+        """As charts show it."""
+        return Series(self.name, self.algorithm, self.staleness)
+
+    @property
+    def batches(self) -> int:
+        """Trained on, as far as they were logged."""
+        return int(max((row["batch"] for row in self.rows), default=0))
+
+    @cached_property
+    def planned(self) -> int | None:
+        """Batches that it is to train on; None if that is not known."""
+        if isinstance(found := self.config.get("batches"), int):
+            return found
+        episodes, last = self.config.get("total_episodes"), self.rows[-1] if self.rows else {}
+        if self.config.get("num_train_epochs") is not None or not isinstance(episodes, int) or not last.get("episode"):
+            return None
+        return max(1, round(episodes * last["batch"] / last["episode"]))
+
+    @property
+    def starts_at_reference(self) -> bool:
+        """Whether the KL before the first batch is known to be 0: the reference is the model that training began at."""
+        started_elsewhere = self.config.get("ref_model") is not None or self.config.get("resume_from") is not None
+        return bool(self.config) and not started_elsewhere
+
+
+def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
+    """Read the folder of a run.
+
+    Args:
+        folder: the output folder.
+        name: how the page calls it.
+        ended: the caller knows that nobody trains there any more.
+
+    Raises:
+        ConfigError: there is no metrics.jsonl.
+    """
+    if not (folder / METRICS).is_file():
+        right = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
+        raise ConfigError(f"runs: got {str(folder)!r}; {right}")
+    problems: list[str] = []
+    found = list(_json_lines(folder / METRICS, problems))
+    lines = [row for row in found if "batch" in row]
+    if found and not lines:
+        raise ConfigError(f"runs: got {str(folder)!r}; its {METRICS} is of another command than train")
+    rows = [row for row in lines if not any(key.startswith("eval_") for key in row)]
+    evals = [row for row in lines if any(key.startswith("eval_") for key in row)]
+    config = _config(folder, problems)
+    samples, eval_samples = (list(_json_lines(folder / name, problems)) for name in (SAMPLES, EVAL_SAMPLES))
+    starts, traces = _starts(folder, problems), dict(_traces(folder, problems))
+    return ReadRun(
+        folder,
+        name,
+        config,
+        rows,
+        evals,
+        samples,
+        eval_samples,
+        starts,
+        {name: [span for span in spans if not span.why] for name, spans in traces.items()},
+        {name: lost for name, spans in traces.items() if (lost := [span for span in spans if span.why])},
+        _state(folder, int(max((row["batch"] for row in rows), default=0)), ended),
+        _parameters(folder, problems),
+        problems,
+    )
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """An evaluation's folder; None if there is none, or it is not whole."""
+    try:
+        found = _from_json((folder / EVALUATION).read_text(encoding="utf-8"))
+        config, results = found.get("config", {}), found["results"]
+        if not results["models"]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Evaluation(folder, config, results, list(_json_lines(folder / SAMPLES, [])))
+
+
+def evaluations_of(runs: Sequence[ReadRun], given: Sequence[Path] = ()) -> list[Evaluation]:
+    """Those that were given, and those of these runs that lie in their folders or beside them."""
+    places = [folder.resolve() for folder in given]
+    for run in runs:
+        for near in (run.folder, run.folder.resolve().parent):
+            places += [path.parent.resolve() for path in sorted(near.glob(f"*/{EVALUATION}"))]
+    found = [(place, read_evaluation(place)) for place in dict.fromkeys(places)]
+    asked = {folder.resolve() for folder in given}
+    return [one for place, one in found if one is not None and (place in asked or of_runs(one, runs))]
+
+
+def of_runs(evaluation: Evaluation, runs: Sequence[ReadRun]) -> dict[str, str]:
+    """Model of an evaluation -> the run that it is of."""
+    whole = evaluation.config.get("run")
+    found = {}
+    for model in evaluation.results["models"]:
+        place = evaluation.config.get(f"models.{model}") or (None if whole is None else f"{whole}/{model}")
+        for run in runs:
+            if place is not None and Path(place).absolute().is_relative_to(run.folder.absolute()):
+                found[model] = run.name
+    return found
+
+
+def _from_json(text: str, **how: Any) -> Any:
+    """The value of a JSON text. Raises ValueError, also for one that is nested more deeply than Python can read."""
+    try:
+        return json.loads(text, **how)
+    except RecursionError as error:
+        raise ValueError("lists or objects are too deep within each other") from error
+
+
+def _json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file that may still be written."""
+    if not path.is_file():
+        return
+    broken = 0
+    not_finite: list[str] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return  # still being written, or its writer was killed
+            try:
+                row = _from_json(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield {key: value for key, value in row.items() if value is not None} if not_finite else row
+            else:
+                broken += 1
+    if broken:
+        problems.append(f"{path.name}: {broken} lines are not JSON objects and are left out")
+    if not_finite:
+        problems.append(f"{path.name}: {len(not_finite)} values are NaN or infinite and are left out")
+
+
+def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    path = folder / RUN_FILE
+    if not path.is_file():
+        problems.append(f"{RUN_FILE} is missing: algorithm and sizes are not known")
+        return {}
+    try:
+        values = read_yaml(str(path), "runs")
+        flat = Record(values).flat()
+    except (ConfigError, OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        problems.append(f"{RUN_FILE} cannot be read: {error}")
+        return {}
+    flat["reward_funcs"] = [without_text_arguments(str(name)) for name in values.get("reward_funcs") or []]
+    flat["callbacks"] = [without_text_arguments(str(name)) for name in values.get("callbacks") or []]
+    return {key: value for key, value in flat.items() if not f"{key}.".startswith(tuple(f"{g}." for g in FREE_FORM))}
+
+
+def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
+    path = folder / ENVIRONMENT
+    if not path.is_file():
+        problems.append(f"{ENVIRONMENT} is missing: versions and starts are not known")
+        return []
+    try:
+        found = _from_json(path.read_text(encoding="utf-8"))
+        return [one for one in found if isinstance(one, dict)]
+    except (OSError, ValueError, TypeError) as error:
+        problems.append(f"{ENVIRONMENT} cannot be read: {error}")
+        return []
+
+
+def _state(folder: Path, batches: int, ended: bool) -> State:
+    try:
+        if not ended:
+            refuse_second(folder)
+    except InUseError:
+        return "running"
+    try:
+        saved = _from_json((folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
+        return "finished" if saved["global_step"] >= batches else "interrupted"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "finished" if (folder / FINAL).is_dir() else "interrupted"
+
+
+def _traces(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[Span]]]:
+    files = [folder / "trace.json", *sorted(folder.glob("trace-from-*.json"), key=_from_batch)]
+    for path in files:
+        if path.is_file() and (spans := list(_spans(path))):
+            yield path.name, spans
+    if not any(path.is_file() for path in files):
+        problems.append("trace.json is missing: there is no timeline")
+
+
+def _from_batch(path: Path) -> int:
+    number = path.stem.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _spans(path: Path) -> Iterator[Span]:
+    """The whole spans of a trace, which is cut off if the run was killed."""
+    tracks: dict[Any, str] = {}
+    first: float | None = None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = _from_json(line.rstrip().rstrip(","))
+                kind = event["ph"]
+                if kind == "M":
+                    tracks[event["tid"]] = str(event["args"]["name"])
+                details = event.get("args", {})
+                why = str(details.get("why", "")) if kind == "i" else ""
+                if kind != "X" and not why:
+                    continue
+                start, seconds = event["ts"] / 1e6, event["dur"] / 1e6 if kind == "X" else 0.0
+                track, batch = tracks.get(event["tid"], ""), int(details.get("batch", 0))
+            except (ValueError, KeyError, TypeError):
+                continue
+            first = start if first is None else first
+            yield Span(track, str(event["name"]), start - first, start - first + seconds, max(batch, 0), why)
+
+
+def _parameters(folder: Path, problems: list[str]) -> int | None:
+    """Numbers in the newest policy, from the headers of its files."""
+    for place in (folder / FINAL, *reversed(Checkpoints(folder).all())):
+        files = sorted(place.glob("*.safetensors"))
+        if not files or (place / "adapter_config.json").exists():
+            continue
+        count = 0
+        try:
+            for path in files:
+                with safe_open(path, framework="numpy") as tensors:
+                    for name in list(tensors.keys()):
+                        size = 1
+                        for length in tensors.get_slice(name).get_shape():
+                            size *= length
+                        count += size
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{place.name}: its weights cannot be read: {error}")
+            continue
+        return count
+    return None

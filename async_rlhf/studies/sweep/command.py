@@ -1,0 +1,158 @@
+"""Many runs: trains and judges them, and shows them together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.config import ConfigError
+from async_rlhf.data import cache
+from async_rlhf.models.loading import check_source
+from async_rlhf.reports.charts import INSTALL, can_draw
+from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
+from async_rlhf.studies.sweep.one_trial import Start, run_start, run_trial, stage_of
+from async_rlhf.studies.sweep.pictures import draw
+from async_rlhf.studies.sweep.results import Results, summaries, table
+from async_rlhf.studies.sweep.running import Job, Outcome, run_alone, run_jobs
+from async_rlhf.studies.sweep.trials import Trial, labels_of, trials_of
+from async_rlhf.system.errors import UserCodeError
+from async_rlhf.system.files import whole_file
+from async_rlhf.system.lock import hold
+
+TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
+
+_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+logger = logging.getLogger(__name__)
+
+
+class FailedRunsError(UserCodeError):
+    """Some runs of a sweep have failed."""
+
+
+def run_sweep(config: SweepConfig) -> dict[str, Any]:
+    """Run what is not done yet, then write the table, the picture and results.jsonl, and print the table.
+
+    Returns:
+        Run's name -> its results; with a share, of the runs in it.
+
+    Raises:
+        ConfigError: a setting that cannot be run, before any model is loaded.
+        FailedRunsError: some runs failed; all others are done, and the table has them.
+    """
+    trials = trials_of(config)
+    check_trials(trials)
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = share_of(trials, config.share)
+    lock = ".sweep.lock" if config.share is None else f".sweep-{config.share.replace('/', '-of-')}.lock"
+    found: dict[str, Results] = {}
+    failed: dict[str, str] = {}
+    with hold(folder / lock, "output_dir", folder):
+        starts = start_jobs(config, trials) if config.share is None else []
+        for name, results, error in run_trials(ours, config, starts):
+            if results is None:
+                failed[name] = error
+            else:
+                found[name] = results
+        if config.share is None:
+            _show(config, trials, found)
+    if failed:
+        told = "\n  ".join(f"{name}: {error}" for name, error in failed.items())
+        raise FailedRunsError(f"{len(failed)} runs failed; start the sweep again to repeat them:\n  {told}")
+    return found
+
+
+def run_trials(
+    trials: Sequence[Trial], config: ManyRunsConfig, first: Sequence[Job] = ()
+) -> Generator[tuple[str, Results | None, str]]:
+    """Run trials, and other jobs before them; those that are done are read back at once.
+
+    Yields:
+        Name, results and error, as each ends; either results or the error is there.
+    """
+    jobs = list(first)
+    before = {trial.name: stage_of(trial).done() for trial in trials if not trial.overwrite}
+    known = {name: results for name, results in before.items() if results is not None}
+    yield from ((name, results, "") for name, results in known.items())
+    jobs += [Job(one.name, run_trial, one, Path(one.folder)) for one in trials if one.name not in known]
+    if known:
+        logger.info("%d of %d runs are done already", len(known), len(trials))
+    for number, outcome in enumerate(_outcomes(jobs, config), start=1):
+        gold = (outcome.results or {}).get("gold")
+        told = f"failed: {outcome.error}" if gold is None else f"gold reward {gold['estimate']:.3f}"
+        logger.info("%d of %d: %s: %s", number, len(jobs), outcome.job.name, told)
+        yield outcome.job.name, outcome.results, outcome.error
+
+
+def _outcomes(jobs: Sequence[Job], config: ManyRunsConfig) -> Iterator[Outcome]:
+    if config.executor == "local" or not jobs:
+        yield from run_jobs(jobs, config.parallel, config.threads, config.devices)
+        return
+    from async_rlhf.cluster.ray_tasks import run_tasks
+
+    work = partial(run_alone, threads=config.threads)
+    for job, outcome, error in run_tasks(work, jobs, config.threads, config.gpus):
+        yield Outcome(job, None, error) if outcome is None else outcome
+
+
+def share_of(trials: Sequence[Trial], share: str | None) -> list[Trial]:
+    """Those of the trials that "i/n" takes."""
+    first, _, step = (share or "0/1").partition("/")
+    return list(trials[int(first) :: int(step)])
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Require that what the runs read is there. Raises ConfigError."""
+    for name in ("model", "reward_model", "ref_model", "value_model"):
+        for source in dict.fromkeys(getattr(trial.run, name) for trial in trials):
+            check_source(source, f"base.{name}")
+    sources = {(f"base.data.{name}", getattr(trial.run.data, name)) for trial in trials for name in ("train", "eval")}
+    sources |= {("held_out.data", trial.held_out.data) for trial in trials}
+    for key, source in sorted(sources, key=str):
+        local = source is not None and (source.startswith((".", "/", "~")) or Path(source).suffix in _FILES)
+        if local and not Path(source).expanduser().exists():
+            raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
+
+
+def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:
+    """The judging of each model that the trials start from."""
+    found = {}
+    for trial in trials:
+        folder = Path(config.output_dir) / _start_name(trial)
+        start = Start(trial.run.model, trial.held_out, str(folder), config.overwrite)
+        found[folder] = Job(_start_name(trial), run_start, start, folder)
+    return list(found.values())
+
+
+def _start_name(trial: Trial) -> str:
+    """The folder of a starting model's judging: its name, and a checksum of where it is."""
+    model = trial.run.model
+    return f"start-{Path(model).name}-{cache.digest_of(str(Path(model).expanduser().resolve()))[:8]}"
+
+
+def _show(config: SweepConfig, trials: Sequence[Trial], found: Mapping[str, Results]) -> None:
+    """Write table, picture and all results, and print the table."""
+    done = [trial for trial in trials if trial.name in found]
+    settings = list(dict.fromkeys(tuple(trial.setting.items()) for trial in trials))
+    done.sort(key=lambda trial: settings.index(tuple(trial.setting.items())))
+    if not done:
+        return
+    starts = {trial.name: found[_start_name(trial)] for trial in done if _start_name(trial) in found}
+    told = summaries([found[trial.name] for trial in done], starts, labels_of(config.baseline))
+    folder, text = Path(config.output_dir), table(told, labels_of(config.baseline))
+    with whole_file(folder / TABLE) as file:
+        file.write(text)
+    with whole_file(folder / RESULTS) as file:
+        file.write(json_lines(found[trial.name] for trial in done))
+    files = {"table": TABLE, "every run": RESULTS}
+    if not can_draw():
+        logger.info("no picture: %s brings what draws it", INSTALL)
+    elif draw(told, config.plot_axis, folder / PICTURE):
+        files["picture"] = PICTURE
+    print(text)
+    logger.info("%s", "\n".join(f"{what}: {folder / name}" for what, name in files.items()))

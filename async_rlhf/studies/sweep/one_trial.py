@@ -1,0 +1,133 @@
+"""One run of many, in a process of its own: trains a policy, judges it, and keeps what is asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from async_rlhf.commands.stage import Stage
+from async_rlhf.config import EvaluateConfig
+from async_rlhf.config.base import REQUIRED, Checked, key
+from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
+from async_rlhf.run.manifest import delete_whole
+from async_rlhf.studies.sweep.trials import Trial
+
+POLICY = "policy"
+LAST_SHARE = 0.1
+"""Of the batches, at the end of the run, over which metrics are averaged."""
+
+
+@dataclass(frozen=True)
+class Start(Checked):
+    """A model that runs start from, judged as their policies are."""
+
+    model: str
+    held_out: EvaluateConfig
+    folder: str = key(REQUIRED, role="place")
+    overwrite: bool = key(False, role="place")
+
+
+def stage_of(trial: Trial) -> Stage:
+    """The marker of a finished trial: ``trial.json`` in its folder, with its results."""
+    run, held_out = trial.run, trial.held_out
+    inputs: dict[str, Any] = {f"run.{name}": getattr(run, name) for name in ("model", "ref_model", "value_model")}
+    inputs |= {"run.reward_model": run.reward_model, "run.reward_funcs": run.reward_funcs}
+    inputs |= {"run.data.train": run.data.train, "run.data.eval": run.data.eval, "held_out.data": held_out.data}
+    inputs |= {f"held_out.{name}": getattr(held_out, name) for name in ("reward_model", "reward_funcs")}
+    if run.callbacks:
+        inputs["run.callbacks"] = run.callbacks
+    return Stage(Path(trial.folder), "trial", trial, inputs, one_of_many=True)
+
+
+def run_trial(trial: Trial) -> dict[str, Any]:
+    """Train and judge, unless that is done; returns the results, which the marker holds too.
+
+    Returns:
+        "name", "setting", "seed"; "gold", "kl", "win_rate_vs_human" (if there are human answers), "length", "ended":
+        of the final policy on the held-out prompts, with intervals over prompts; "path": the same of each checkpoint;
+        "scores": gold reward of each prompt; "metrics": means of the last tenth of the batches.
+    """
+    stage = stage_of(trial)
+    if (results := stage.done()) is not None:
+        return results
+    from async_rlhf.commands.evaluate import run_evaluate
+    from async_rlhf.commands.train import run_train
+
+    folder, run = Path(trial.folder), trial.run
+    if trial.overwrite:
+        run = replace(run, train=replace(run.train, resume=False, overwrite_output_dir=True))
+    run_train(run)
+    trained = Path(run.train.output_dir)
+    models = {POLICY: str(trained / FINAL)}
+    if trial.checkpoints:
+        earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != run.train.num_batches]
+        models |= {path.name: str(path) for path in earlier}
+    held_out = replace(
+        trial.held_out,
+        models=models,
+        ref_model=trial.held_out.ref_model or run.ref_model or run.model,
+        output_dir=str(folder / "evaluation"),
+        overwrite=trial.overwrite,
+    )
+    found = run_evaluate(held_out)["models"]
+    results = {
+        "name": trial.name,
+        "setting": trial.setting,
+        "seed": trial.seed,
+        **_judged(found[POLICY]),
+        "path": {name: _judged(one) for name, one in found.items() if name != POLICY},
+        "scores": scores_of(folder / "evaluation", POLICY),
+        "metrics": last_metrics(trained / METRICS),
+    }
+    stage.publish_files({}, results)
+    _tidy(trained, trial.keep)
+    return results
+
+
+def run_start(start: Start) -> dict[str, Any]:
+    """Judge a model that runs start from; the same keys as :func:`run_trial`."""
+    from async_rlhf.commands.evaluate import run_evaluate
+
+    models = {POLICY: start.model}
+    found = run_evaluate(replace(start.held_out, models=models, output_dir=start.folder, overwrite=start.overwrite))[
+        "models"
+    ]
+    return {**_judged(found[POLICY]), "scores": scores_of(Path(start.folder), POLICY)}
+
+
+def _judged(found: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of an evaluation of one model."""
+    names = {"gold": "gold_mean", "kl": "kl_to_reference", "win_rate_vs_human": "win_rate_vs_reference_response"}
+    kept = {name: found[key] for name, key in names.items() if key in found}
+    return kept | {"length": found["mean_length"], "ended": found["ended_share"]}
+
+
+def scores_of(evaluation: Path, model: str) -> list[float]:
+    """The gold reward of a model's answer to each prompt, in the order of the prompts."""
+    with (evaluation / "samples.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line)["models"][model]["score"] for line in file]
+
+
+def last_metrics(path: Path) -> dict[str, float]:
+    """Means of each metric over those of the last tenth of the logged batches that have it: one with nothing but ties,
+    for example, has none of training."""
+    with path.open(encoding="utf-8") as file:
+        rows = [row for row in map(json.loads, file) if "objective/scores" in row]
+    rows = rows[-max(1, round(LAST_SHARE * len(rows))) :]
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                found.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in found.items()}
+
+
+def _tidy(trained: Path, keep: str) -> None:
+    """Delete weights that are not to be kept."""
+    if keep == "all":
+        return
+    for path in [*Checkpoints(trained).all(), *([trained / FINAL] if keep == "results" else [])]:
+        delete_whole(path)

@@ -1,0 +1,232 @@
+"""Which runs a sweep has: their settings, names and whole configurations."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_rlhf.config import ConfigError, EvaluateConfig
+from async_rlhf.config.base import REQUIRED, Checked, dotted, key, require
+from async_rlhf.config.parsing import parse
+from async_rlhf.config.yaml_text import read_yaml
+from async_rlhf.run.config import RunConfig
+from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
+
+RESERVED = {
+    "train.seed": "seeds says which",
+    "train.output_dir": "each run has a folder of its own in output_dir",
+    "train.num_threads": "threads says how many",
+    "train.generation.num_threads": "threads says how many",
+    "train.resume": "a run that was interrupted is resumed",
+    "train.overwrite_output_dir": "overwrite says whether runs are done again",
+}
+"""Keys of ``train`` that no setting may have, and what decides them."""
+_LONGEST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Trial(Checked):
+    """One run of many, and how its policy is judged."""
+
+    name: str
+    """Of its folder."""
+    setting: dict[str, str]
+    """Axis -> label; runs that differ in the seed alone have the same."""
+    seed: int
+    """Of the run. The seed of the judging is the same for all."""
+    run: RunConfig
+    """What is trained."""
+    held_out: EvaluateConfig
+    """How it is judged, without the policies."""
+    folder: str = key(REQUIRED, role="place")
+    """Where everything of it goes."""
+    threads: int = 1
+    """CPU threads."""
+    checkpoints: bool = False
+    """Whether its checkpoints are judged too."""
+    keep: str = key("final", role="place")
+    """See :class:`ManyRunsConfig`."""
+    overwrite: bool = key(False, role="place")
+    """Do it again even if it is done."""
+
+
+def trials_of(config: SweepConfig) -> list[Trial]:
+    """All runs of a sweep: of the first seed all settings, then of the next, so that settings can be compared if it is
+    stopped early.
+
+    Raises:
+        ConfigError: a setting that cannot be run; the message names it.
+    """
+    held_out = parsed_held_out(config)
+    _check_labels(config, [labels for labels, _ in settings_of(config)])
+    found = [
+        trial
+        for labels, keys in settings_of(config)
+        for trial in of_setting(config, held_out, labels, keys, config.seeds, config.checkpoints)
+    ]
+    twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
+    right = "must differ from each other: two settings have the same name"
+    require(not twice, "settings", twice[:1], right)
+    return sorted(found, key=lambda one: config.seeds.index(one.seed))
+
+
+def _check_labels(config: SweepConfig, settings: Sequence[Mapping[str, str]]) -> None:
+    """Require that the baseline is among the settings, and that the axis of the picture has numbers."""
+    for axis, label in labels_of(config.baseline).items():
+        known = list(dict.fromkeys(labels.get(axis, "") for labels in settings))
+        require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
+    shown = config.plot_axis
+    drawn = dict.fromkeys(labels.get(shown, "") for labels in settings) if shown is not None else {}
+    words = [label for label in drawn if number_of(label) is None]
+    require(not words, "plot_axis", shown, f"must be an axis whose labels are numbers; one is {words[:1]}")
+
+
+def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """Of each setting, its labels by axis, and the keys that it sets."""
+    axes = []
+    for name, values in config.grid.items():
+        if isinstance(values, list):
+            axes.append([({name: label_of(value)}, {name: value}) for value in values])
+        else:
+            axes.append([({name: str(label)}, keys) for label, keys in values.items()])
+    listed = [(labels_of(one), one) for one in config.settings]
+    for parts in itertools.product(listed or [({}, {})], *axes):
+        labels, keys = dict[str, str](), dict[str, Any]()
+        for some_labels, some_keys in parts:
+            for name, value in some_keys.items():
+                require(name not in keys, name, value, "must be set by one axis alone, or by settings alone")
+                require(name not in RESERVED, name, value, f"must be left out: {RESERVED.get(name)}")
+            labels |= some_labels
+            keys |= some_keys
+        yield labels, keys
+
+
+def of_setting(
+    config: ManyRunsConfig,
+    held_out: EvaluateConfig,
+    labels: Mapping[str, str],
+    keys: Mapping[str, Any],
+    seeds: Sequence[int],
+    checkpoints: bool = False,
+) -> list[Trial]:
+    """The runs of one setting, one for each seed.
+
+    Args:
+        config: of the sweep.
+        held_out: of :func:`parsed_held_out`.
+        labels: axis -> label, for names and tables.
+        keys: dotted keys of ``train`` that the setting changes.
+        seeds: of the runs.
+        checkpoints: whether the runs' checkpoints are judged.
+    """
+    told = ", ".join(f"{name} {label}" for name, label in labels.items())
+    run = parsed_run(config, keys, told)
+    right = "must be above 0 with checkpoints: they are what is judged"
+    require(not checkpoints or run.train.save_steps > 0, "base.train.save_steps", run.train.save_steps, right)
+    right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
+    limit = run.train.save_total_limit
+    require(not checkpoints or limit is None, "base.train.save_total_limit", limit, right)
+    found = []
+    for seed in seeds:
+        name = name_of(labels, seed)
+        folder = Path(config.output_dir) / "runs" / name
+        train = replace(run.train, seed=seed, output_dir=str(folder / "train"), resume=True, report=False)
+        found.append(
+            Trial(
+                name,
+                dict(labels),
+                seed,
+                replace(run, train=train),
+                held_out,
+                str(folder),
+                config.threads,
+                checkpoints,
+                config.keep,
+                config.overwrite,
+            )
+        )
+    return found
+
+
+def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], told: str = "") -> RunConfig:
+    """The configuration of a run with these keys, from ``base``; its folder and seed are not those of any run yet."""
+    if isinstance(config.base, str):
+        right = "must be a file with the keys of train, or a mapping of them"
+        require(Path(config.base).is_file(), "base", config.base, right)
+        values = read_yaml(config.base, "base") or {}
+    else:
+        values = config.base
+    merged = deepcopy(values)
+    flat = dotted(merged)
+    for name in () if isinstance(config.base, str) else RESERVED:  # a file may be one that train runs, too
+        require(name not in flat, f"base.{name}", flat.get(name), f"must be left out: {RESERVED[name]}")
+    threads = {"train.num_threads": config.threads, "train.generation.num_threads": config.threads}
+    for name, value in {**threads, **keys, "train.output_dir": str(Path(config.output_dir) / "runs" / "any")}.items():
+        _put(merged, name, value)
+    try:
+        return _parsed(RunConfig, "train", merged)
+    except ConfigError as error:
+        raise ConfigError(f"{told}: {error}" if told else f"base: {error}") from error
+
+
+def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
+    """How policies are judged; the model in it is a placeholder."""
+    values = {**config.held_out, "models": {"policy": "policy"}, "output_dir": str(Path(config.output_dir) / "any")}
+    try:
+        held_out = _parsed(EvaluateConfig, "evaluate", values)
+    except ConfigError as error:
+        raise ConfigError(f"held_out: {error}") from error
+    right = "must be left out: policies are compared by a gold reward; give reward_funcs or reward_model"
+    require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, right)
+    return held_out
+
+
+def _parsed(kind: type[Any], command: str, values: Mapping[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:  # the parser reads only files
+        path = Path(folder) / "config.yml"
+        path.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
+        return parse(kind, command, ["--config", str(path)], translated=True)[0]
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted key in nested mappings."""
+    *groups, last = name.split(".")
+    for group in groups:
+        inner = values.setdefault(group, {})
+        require(isinstance(inner, dict), f"base.{group}", inner, "must be a group of keys")
+        values = inner
+    values[last] = value
+
+
+def number_of(label: str) -> float | None:
+    """The number that a label is, if it is one."""
+    try:
+        return float(label)
+    except ValueError:
+        return None
+
+
+def label_of(value: Any) -> str:
+    """A value as tables and names show it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def labels_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Axis -> label."""
+    return {axis: label_of(value) for axis, value in values.items()}
+
+
+def name_of(labels: Mapping[str, str], seed: int) -> str:
+    """A folder's name for one run: ``algorithm=ppo,staleness=4,seed=0``."""
+    parts = [f"{axis.rpartition('.')[2]}={label}" for axis, label in labels.items()]
+    name = re.sub(r"[^\w.=,+-]+", "_", ",".join([*parts, f"seed={seed}"]))
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 40]}...{name[-36:]}"

@@ -1,0 +1,185 @@
+"""The whole pipeline on the built-in docstring task, from source code to a report, on a laptop's CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.config import EvaluateConfig, GenerationConfig, NewModelConfig, PairsConfig, RewardConfig, SFTConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.parallel import launched_ranks
+from async_rlhf.config.rewards import GOLD_REWARD
+from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.run.folder import FINAL, METRICS, REPORT
+from async_rlhf.system.files import whole_file
+from async_rlhf.tasks.docstrings.config import DocstringsConfig, QuickstartConfig
+
+logger = logging.getLogger(__name__)
+
+RESPONSE_LENGTH = 32
+MAX_PROMPT_LENGTH = 128
+RUNS = {"synchronous": 0, "asynchronous": 1}
+"""Name of each online run, and its staleness."""
+
+
+def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
+    """The configuration of every stage, in the order in which they run."""
+    out, seed = Path(config.out), config.seed
+    data, pairs = out / "data", out / "pairs" / "pairs.jsonl"
+    sampling: dict[str, Any] = {
+        "response_length": RESPONSE_LENGTH,
+        "max_prompt_length": MAX_PROMPT_LENGTH,
+        "seed": seed,
+        "overwrite": config.overwrite,
+    }
+    stages: dict[str, Any] = {
+        "data": DocstringsConfig(out=str(data), source=list(config.source), overwrite=config.overwrite),
+        "sft": SFTConfig(
+            train=str(data / "sft.jsonl"),
+            eval=str(data / "heldout.jsonl"),
+            output_dir=str(out / "sft"),
+            new_model=NewModelConfig(),
+            num_epochs=2 * config.scale,
+            learning_rate=3e-3,
+            per_device_train_batch_size=16,
+            max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
+            seed=seed,
+            overwrite=config.overwrite,
+        ),
+        "pairs": PairsConfig(
+            model=str(out / "sft"),
+            prompts=str(data / "preference_prompts.jsonl"),
+            output=str(pairs),
+            reward_funcs=[GOLD_REWARD],
+            samples_per_prompt=8,
+            pairs_per_prompt=3,
+            max_prompts=max(100, round(1200 * config.scale)),
+            **sampling,
+        ),
+        "reward": RewardConfig(
+            model=str(out / "sft"),
+            train=str(pairs),
+            output_dir=str(out / "reward"),
+            num_epochs=1,
+            learning_rate=1e-3,
+            max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
+            center=False,  # few samples are trained on, and nothing here needs the zero point
+            seed=seed,
+            overwrite=config.overwrite,
+        ),
+    }
+    stages |= {name: _online(out, name, staleness, config) for name, staleness in RUNS.items()}
+    stages["evaluate"] = EvaluateConfig(
+        models={"sft": str(out / "sft"), **{name: str(out / name / FINAL) for name in RUNS}},
+        data=str(data / "heldout.jsonl"),
+        output_dir=str(out / "evaluation"),
+        max_prompts=1000,
+        reward_funcs=[GOLD_REWARD],
+        **sampling,
+    )
+    return stages
+
+
+def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> RunConfig:
+    return RunConfig(
+        model=str(out / "sft"),
+        reward_model=str(out / "reward"),
+        data=DataConfig(train=str(out / "data" / "rl.jsonl")),
+        train=OnlineDPOConfig(
+            output_dir=str(out / name),
+            overwrite_output_dir=config.overwrite,
+            # An interrupted run resumes from its last checkpoint.
+            resume=not config.overwrite and (out / name).exists(),
+            save_steps=20,
+            save_total_limit=1,
+            staleness=staleness,
+            completions_per_batch=128,
+            batches=max(2, round(40 * config.scale)),
+            # Small micro-batches, sorted by length, save more on padding than they lose by being small.
+            per_device_train_batch_size=8,
+            learning_rate=2e-4,
+            max_prompt_length=MAX_PROMPT_LENGTH,
+            annotate_batch_size=16,
+            seed=config.seed,
+            generation=GenerationConfig(response_length=RESPONSE_LENGTH),
+        ),
+    )
+
+
+def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
+    """Run every stage that is not done yet, and report. Returns the content of ``summary.json``."""
+    from async_rlhf.commands.evaluate import run_evaluate
+    from async_rlhf.commands.pairs import run_pairs
+    from async_rlhf.commands.reward import run_reward
+    from async_rlhf.commands.sft import run_sft
+    from async_rlhf.commands.train import run_train
+    from async_rlhf.tasks.docstrings.data import run_data
+
+    right = "must be 1: start quickstart without torchrun or accelerate"
+    require(launched_ranks() == 1, "the number of processes", launched_ranks(), right)
+    functions: dict[type, Callable[[Any], Any]] = {
+        DocstringsConfig: run_data,
+        SFTConfig: run_sft,
+        PairsConfig: run_pairs,
+        RewardConfig: run_reward,
+        RunConfig: run_train,
+        EvaluateConfig: run_evaluate,
+    }
+    stages = stage_configs(config)
+    results, seconds = {}, {}
+    for number, (name, stage) in enumerate(stages.items(), start=1):
+        logger.info("\n[%d/%d] %s", number, len(stages), name)
+        started = time.monotonic()
+        results[name] = functions[type(stage)](stage)
+        seconds[name] = round(time.monotonic() - started, 1)
+    summary = {"results": results, "seconds": seconds}
+    return _report(Path(config.out), summary)
+
+
+def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from async_rlhf.evaluation.tables import WIDTH, format_table
+    from async_rlhf.generation.placement import available_cores
+    from async_rlhf.reports.asynchrony import asynchrony, read_rows
+    from async_rlhf.reports.charts import INSTALL, Series
+    from async_rlhf.reports.plots import plot_training
+    from async_rlhf.studies.report.command import report_of_runs
+
+    evaluation = out / "evaluation" / "evaluation.json"
+    with whole_file(out / "summary.json") as file:
+        json.dump(summary, file, indent=2)
+    print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
+    picture, page = out / "training.png", out / REPORT
+    try:
+        plot_training(
+            {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}, picture, evaluation
+        )
+        report_of_runs([out / name for name in RUNS], page)
+    except ImportError:
+        logger.warning("no picture and no page: %s brings what draws them", INSTALL)
+    except Exception as error:  # of any kind: all stages are done, and what they found is still to be said
+        logger.warning("WARNING: no picture or no page was made: %s: %s", type(error).__name__, error)
+    accuracy = summary["results"]["reward"]["eval_accuracy"]
+    print(f"reward model: {accuracy:.1%} of held-out pairs right")
+    in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
+    print(asynchrony(in_turn, at_once, cores=available_cores(), gpus=torch.cuda.device_count()))
+    print(f"{sum(summary['seconds'].values()):.0f} s in all, by stage: {summary['seconds']}")
+    made = {
+        "summary": out / "summary.json",
+        "picture": picture,
+        "curves, timeline and samples of both runs": page,
+        "samples": out / "evaluation" / "samples.jsonl",
+        "traces for ui.perfetto.dev": out / "*" / "trace.json",
+        "models": out / "{sft,reward,synchronous/final,asynchronous/final}",
+    }
+    for text, path in made.items():
+        if path.exists() or path not in (picture, page):
+            print(f"{text}: {path}")
+    return summary
