@@ -8,44 +8,16 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import async_rlhf
+from async_rlhf.commands.table import COMMANDS, function_of, import_attribute
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
+from async_rlhf.config.parsing import parse, take_config_file
 from async_rlhf.system.errors import DiffersError, UserCodeError
 from async_rlhf.system.signals import RankError, ending_signals
-
-
-class Command(NamedTuple):
-    """A one-line description and the configuration; ``commands/NAME.py`` has the function ``run_NAME``."""
-
-    summary: str
-    config: str
-
-
-COMMANDS = {
-    "quickstart": Command("run the whole pipeline on the built-in task", "config.quickstart:QuickstartConfig"),
-    "data": Command("make the data of the built-in task from Python source code", "config.quickstart:DocstringsConfig"),
-    "sft": Command("fine-tune a language model on demonstrations", "config:SFTConfig"),
-    "pairs": Command("sample completions and label them into preference pairs", "config:PairsConfig"),
-    "reward": Command("train a reward model on preference pairs", "config:RewardConfig"),
-    "relabel": Command("label preference pairs anew by a gold reward", "config:RelabelConfig"),
-    "train": Command("train a policy online, synchronously or asynchronously", "run.config:RunConfig"),
-    "sweep": Command("train and judge many runs, and show them together", "config.sweep:SweepConfig"),
-    "certify": Command("decide what staleness costs, by pairs of runs", "config.certify:CertifyConfig"),
-    "plan": Command("predict speed and the best split of devices from measured or given times", "config:PlanConfig"),
-    "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
-    "explain": Command("repeat one update of a run, and say what moved it", "run.config:ExplainConfig"),
-    "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
-    "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),
-    "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
-    "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
-    "report": Command("make one HTML page of runs: curves, timeline, warnings, samples", "config.report:ReportConfig"),
-    "config": Command("migrate FILE: rewrite the original's YAML in our format", "commands.config:MigrateConfig"),
-}
 
 
 def usage() -> str:
@@ -97,14 +69,15 @@ def _run(name: str, words: list[str]) -> int:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         dry_run = "--dry-run" in words
-        from async_rlhf.compat.original import parse_either
-
         words = [word for word in _spelt_out(name, words) if word != "--dry-run"]
-        config, text = parse_either(_find(COMMANDS[name].config), name, words, export=not dry_run)
+        kind = import_attribute(COMMANDS[name].config)
+        has_file = take_config_file(words)[0] is not None  # which may be the original's
+        parse_words = import_attribute("compat.original:parse_either") if has_file else parse
+        config, text = parse_words(kind, name, words, export=not dry_run)
         if dry_run:
             print(text + _derived(config))
             return 0
-        _find(f"commands.{name}:run_{name}")(config)
+        function_of(name)(config)
     except KeyboardInterrupt:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130
@@ -161,11 +134,6 @@ def _flags(words: Sequence[str], *flags: str) -> list[str]:
         f"--{word[2:].replace('-', '_')}=true" if word in flags and after not in ("true", "false") else word
         for word, after in zip(words, [*words[1:], ""], strict=False)
     ]
-
-
-def _find(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(f"async_rlhf.{module}"), attribute)
 
 
 def _derived(config: Checked) -> str:

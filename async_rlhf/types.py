@@ -94,7 +94,7 @@ class Sample:
 
     @property
     def positions(self) -> np.ndarray:
-        """Offset of each drawn token from the end of the prompt, observations counted: int64, from 0."""
+        """Offset of each drawn token from the first one, observations counted: int64, from 0."""
         (places,) = np.nonzero(self.sampled)
         return places - places[:1]
 

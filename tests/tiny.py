@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -14,6 +16,7 @@ from transformers import (
     GPTNeoXForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 from async_rlhf.algorithms.table import find
@@ -78,6 +81,17 @@ def widened(model: Model) -> Model:
             if parameter.dim() > 1:
                 parameter.mul_(4)
     return model
+
+
+class StopAfter(TrainerCallback):
+    """SIGTERM in the middle of a batch, as a scheduler sends it."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.batch - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Drawn(NamedTuple):

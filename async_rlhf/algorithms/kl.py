@@ -12,7 +12,7 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d^2 / 2: biased, low variance; its gradient is that of the KL."""
+    """d^2 / 2: biased, low variance; its gradient on samples of pi is that of each token's KL given its prefix."""
     return (logprobs - reference_logprobs).square() / 2
 
 
@@ -24,6 +24,9 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 def corrected_k3(logprobs: Tensor, reference_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     """pi / mu times k3 for samples of mu: its mean over them is KL(pi || ref), its mean gradient that of this KL.
+
+    All of it is about one token given its prefix. The KL of whole texts has another gradient: it also credits a token
+    with the KL of the tokens that follow it.
 
     DeepSeek-V3.2, arXiv 2512.02556, section 3.1. The gradient of k3 alone, 1 - exp(-d) by the log-probability, is the
     gradient of KL(ref || pi) on samples of pi, and of neither KL on other samples.

@@ -38,10 +38,6 @@ class OnlineDPOConfig(OnlineConfig):
         used = self.pair_weights != "none" or self.pair_weight_cap == default
         require(used, "pair_weight_cap", self.pair_weight_cap, right)
 
-    @property
-    def rows_per_unit(self) -> int:
-        return 2
-
 
 def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experience:
     """The best and the worst scored sample of each prompt as a pair; of equal scores the first.
@@ -57,6 +53,8 @@ def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experienc
 
 def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
     """The preference loss of each pair, and metrics to monitor DPO."""
+    import torch
+
     from async_rlhf.algorithms.preference import preference_loss, ranked_right, stale_pair_weights
 
     assert pairs.reference_logprobs_BT is not None
@@ -66,6 +64,7 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
     losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
+    rounded = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     metrics = {}
     if config.pair_weights != "none":
         log_ratios_BT = (output.logprobs_BT.detach() - pairs.behaviour_logprobs_BT) * sampled_BT
@@ -76,7 +75,7 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
         "loss/policy_avg": losses_U,
         "rewards/chosen": config.beta * chosen_U,
         "rewards/rejected": config.beta * rejected_U,
-        "rewards/accuracies": ranked_right(chosen_U - rejected_U, logps_B, reference_B, sampled_BT),
+        "rewards/accuracies": ranked_right(chosen_U - rejected_U, logps_B, reference_B, sampled_BT, rounded),
         "rewards/margins": config.beta * (chosen_U - rejected_U),
         "logps/chosen": logps_B[0::2],
         "logps/rejected": logps_B[1::2],
@@ -93,4 +92,5 @@ ONLINE_DPO = Algorithm(
     online_dpo_loss,
     needs=lambda config: Needs(reference=True),
     rows_per_prompt=lambda config: 2,
+    rows_per_unit=2,
 )

@@ -73,12 +73,20 @@ def stale_pair_weights(
     return weights_B[0::2] * weights_B[1::2], (capped_B[0::2] + capped_B[1::2]) / 2
 
 
-def ranked_right(margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor) -> Tensor:
+def ranked_right(
+    margins_U: Tensor, logps_B: Tensor, reference_B: Tensor, mask_BT: Tensor, autocast: torch.dtype | None = None
+) -> Tensor:
     """1 for a positive margin, 0 for a negative one, 1/2 for one that may be rounding, as all are at the first step.
 
     The rounding assumed is the float32 spacing at the sums that form the margin, plus the spacing at 1 for each token:
-    log-probabilities near 0 inherit that much error from the logits.
+    log-probabilities near 0 inherit that much error from the logits. Under autocast each token has an error of the
+    size of that type's spacing, other in each pass whose rows differ; independent, they grow with the root of their
+    number.
     """
-    sizes_B = logps_B.abs() + reference_B.abs() + mask_BT.sum(dim=1)
-    rounding_U = torch.finfo(torch.float32).eps * (sizes_B[0::2] + sizes_B[1::2])
+    tokens_B = mask_BT.sum(dim=1)
+    sizes_B = logps_B.abs() + reference_B.abs() + tokens_B
+    sizes_U, tokens_U = sizes_B[0::2] + sizes_B[1::2], (tokens_B[0::2] + tokens_B[1::2]).clamp(min=1)
+    rounding_U = torch.finfo(torch.float32).eps * sizes_U
+    if autocast is not None:
+        rounding_U = rounding_U + torch.finfo(autocast).eps * sizes_U / (2 * tokens_U).sqrt()
     return (torch.where(margins_U.abs() <= rounding_U, 0.0, margins_U).sign() + 1) / 2

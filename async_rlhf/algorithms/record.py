@@ -71,6 +71,8 @@ class Algorithm:
     """config -> what the algorithm needs."""
     rows_per_prompt: Callable[[Any], int] = every_sample
     """config -> most samples of a prompt that are trained on; for the planner."""
+    rows_per_unit: int = 1
+    """Rows that share a pass in any case, as the experience that ``credit`` returns says: 2 for objectives on pairs."""
 
     def __post_init__(self) -> None:
         named = isinstance(self.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", self.name) is not None

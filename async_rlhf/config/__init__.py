@@ -5,7 +5,6 @@ from async_rlhf.config.evaluation import EvaluateConfig, GenerateConfig
 from async_rlhf.config.generation import GenerationConfig, ServeConfig, VLLMConfig
 from async_rlhf.config.online import AdapterConfig, LoRAConfig, OnlineConfig
 from async_rlhf.config.parallel import ParallelConfig
-from async_rlhf.config.plan import PlanConfig
 from async_rlhf.config.policy import GroupConfig, KLConfig, KLPenaltyConfig, OffPolicyConfig, RatioConfig
 from async_rlhf.config.ray import RayConfig
 from async_rlhf.config.rewards import JudgeConfig
@@ -33,7 +32,6 @@ __all__ = [
     "OnlineConfig",
     "PairsConfig",
     "ParallelConfig",
-    "PlanConfig",
     "RatioConfig",
     "RayConfig",
     "RelabelConfig",

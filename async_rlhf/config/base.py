@@ -189,9 +189,14 @@ def _no_file(value: str) -> bool:
 
 FOLDER = Rule(_no_file, "is there and is no folder; must name a folder")
 """A folder that exists or can be made."""
+_LAST_DEVICE = 127
+"""torch counts devices in 8 bits: it reads "cuda:128" as "cuda:-128"."""
 DEVICE = Rule(
-    lambda value: re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", value) is not None,
-    'must be "cpu", "cuda", "cuda:1" or the like, "mps" or "xpu"',
+    lambda value: (
+        (found := re.fullmatch(r"cpu|mps|(cuda|xpu)(:(0|[1-9][0-9]{0,2}))?", value)) is not None
+        and int(found[3] or 0) <= _LAST_DEVICE
+    ),
+    f'must be "cpu", "cuda", "cuda:1" or the like up to {_LAST_DEVICE}, "mps" or "xpu"',
 )
 
 EACH_ONCE = Rule(lambda names: len(set(names)) == len(names), "must name each once")

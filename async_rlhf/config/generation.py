@@ -121,7 +121,7 @@ class GenerationConfig(Checked):
     nowhere. A URL with a user and a password of its own (``https://user:password@host``) gets these instead."""
     weights_transport: Literal["folder", "network"] = key("folder", role="speed")
     """How weights reach servers: "folder" as files in weights_dir, "network" straight from the learner's memory to
-    theirs, by Gloo between CPUs and NCCL between GPUs."""
+    theirs: by NCCL from one GPU to another, else by TCP."""
     weights_dir: str | None = key(None, role="place")
     """Folder for the weights: the learner writes it and every server reads it under the same path; null for ``weights``
     in output_dir."""
@@ -149,7 +149,7 @@ class GenerationConfig(Checked):
     """Most completions decoded together."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
     """Where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the last first,
-    or shares the only GPU; if the learner is on the CPU, so are its workers."""
+    or shares the only GPU with a learner on one rank; if the learner is on the CPU, so are its workers."""
     dtype: Dtype = "float32"
     """Type of the generator's weights, and so of the published snapshots. Inline generation uses the learner's own."""
     num_threads: int | None = key(None, at_least(1), role="speed", must_stay=SUMS)

@@ -159,8 +159,8 @@ class OnlineConfig(Checked):
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
     """ "adamw" in float32, 8 bytes a parameter for its moments; "adamw_8bit" holds them in 2 bytes (bitsandbytes), and
     "paged_adamw_8bit" in the host's memory where a GPU is full; "adafactor" holds one number for each row and column;
-    "muon" trains matrices by Muon, with 4 bytes a parameter, and embeddings, head and vectors by AdamW. All but "adamw"
-    are for one rank and for "ddp"."""
+    "muon" trains matrices by Muon, with 4 bytes a parameter, and embeddings, head and vectors by AdamW. All take
+    steps about as large as AdamW's at the same learning_rate. All but "adamw" are for one rank and for "ddp"."""
     learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
     """Peak rate of the optimiser."""
     lr_scheduler_type: LRSchedule = "linear"
@@ -282,7 +282,8 @@ class OnlineConfig(Checked):
     report: bool = key(True, role="log")
     """At the end of the command, write a page about the run, report.html (``async-rlhf report``)."""
     seed: int = key(0, *SEED)
-    """Decides prompts, samples and mini-batches."""
+    """Decides prompts, samples and mini-batches. Python's, numpy's and torch's global random generators begin with it,
+    so that a reward function that draws from them does the same in every run."""
     deterministic: bool = False
     """On a GPU, compute with deterministic kernels only: a run can then be repeated and resumed bit for bit, as it
     always can on a CPU, but is slower. False: equal up to rounding."""
@@ -338,15 +339,13 @@ class OnlineConfig(Checked):
         """Most rows of a pass without gradient; None for any number."""
         return self.annotate_batch_size or (ANNOTATED_ROWS if self.annotate_max_tokens is None else None)
 
-    @property
-    def rows_per_unit(self) -> int:
-        """Rows that share a pass in any case: 2 for objectives on pairs."""
-        return 1
+    def rows_of_pass(self, rows_per_unit: int) -> int:
+        """Rows of the largest forward and backward pass, if all are as long as they can be.
 
-    @property
-    def rows_of_pass(self) -> int:
-        """Rows of the largest forward and backward pass, if all are as long as they can be."""
-        return self._rows(self.most_units, self.max_tokens_per_pass, self.rows_per_unit)
+        Args:
+            rows_per_unit: of the algorithm.
+        """
+        return self._rows(self.most_units, self.max_tokens_per_pass, rows_per_unit)
 
     @property
     def rows_annotated(self) -> int:
@@ -419,8 +418,8 @@ class OnlineConfig(Checked):
         """The penalty that keeps the policy near the reference policy; None if the objective has none."""
         return None
 
-    def with_kl_penalty(self, penalty: KLConfig) -> OnlineConfig:
-        """A copy with another penalty."""
+    def with_kl_coef(self, coef: float) -> OnlineConfig:
+        """A copy with the coefficient that a run has adapted, which is not checked again."""
         raise TypeError(f"{type(self).__name__} has no KL penalty")
 
     @property

@@ -14,15 +14,15 @@ import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.base import Checked, ConfigError, dotted, require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import check_file, check_words, keys_of
-from async_rlhf.config.yaml_text import key_lines, read_by_jsonargparse, read_yaml
+from async_rlhf.config.yaml_text import key_lines, read_by_jsonargparse, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
@@ -157,6 +157,7 @@ def parse(
     check_file(keys, whole, command, lambda key: places.get(key, "the file"))
     _check_environment(parser)
     try:
+        _check_numbers(whole, arguments, keys)
         with read_by_jsonargparse():
             values: Namespace = parser.parse_args(list(arguments))
             variables = environment.checked_environment(values.pop(environment.KEY))
@@ -169,6 +170,26 @@ def parse(
     if export:
         environment.export(variables)
     return config, text
+
+
+def _check_numbers(kind: type[Checked], arguments: Sequence[str], read: Mapping[str, Any]) -> None:
+    """Require text that stands for a number to look like one. Raises :class:`ConfigError`."""
+    written = dotted(read)
+    given = itertools.pairwise([*arguments, ""])
+    words = [(word.partition("="), after) for word, after in given if word.startswith("--")]
+    for key in _number_keys(kind):
+        told = [value if equals else after for (name, equals, value), after in words if name == f"--{key}"]
+        for text in (written.get(key), os.environ.get(_variable(key)), *told):
+            wrong = isinstance(text, str) and any(map(str.isdigit, text)) and not reads_as_number(text)
+            require(not wrong, key, text, "must be a number")
+
+
+def _number_keys(kind: type[Checked], prefix: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        if isinstance(hint, type) and issubclass(hint, Checked):
+            yield from _number_keys(hint, f"{prefix}{name}.")
+        elif {int, float} & {hint, *get_args(hint)} and get_origin(hint) is not list:
+            yield f"{prefix}{name}"
 
 
 def _places(config_file: str) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import Checked, above, at_least, at_most, below, key, require
@@ -24,8 +25,8 @@ class KLConfig(Checked):
     """Per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
     corrected: bool = False
     """In the loss, weight the k3 of each token by pi / mu, where mu sampled it, and let the gradient flow through that
-    weight: this gives the gradient of the KL. k3 alone does not, least of all with samples of older weights
-    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+    weight: this gives the gradient of the KL of each token given its prefix. k3 alone does not, least of all with
+    samples of older weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
     target: float | None = key(None, above(0), IN_LOSS)
     """Adapt the coefficient to keep the KL of a completion at this value (Ziegler et al., arXiv 1909.08593, section
     2.2); null leaves the coefficient fixed."""
@@ -83,8 +84,11 @@ class KLPenaltyConfig(OnlineConfig):
     def kl_penalty(self) -> KLConfig:
         return self.kl
 
-    def with_kl_penalty(self, penalty: KLConfig) -> KLPenaltyConfig:
-        return replace(self, kl=penalty)
+    def with_kl_coef(self, coef: float) -> KLPenaltyConfig:
+        own, kl = copy(self), copy(self.kl)
+        object.__setattr__(kl, "coef", coef)
+        object.__setattr__(own, "kl", kl)
+        return own
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from async_rlhf.config.base import Checked, Rule, above, at_least, key, require
 
 _ADDRESS = Rule(
-    lambda value: value in ("auto", "local") or re.fullmatch(r"[^\s/]+:\d+", value) is not None,
+    lambda value: value in ("auto", "local") or re.fullmatch(r"[^\s/]+:[0-9]+", value) is not None,
     'must be "auto", "local" or "host:port" of the head; Ray\'s client (ray://) cannot share weights',
 )
 _GPUS = Rule(lambda value: value <= 1 or value == int(value), "must be a part of one GPU, or a whole number")

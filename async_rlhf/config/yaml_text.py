@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import _loaders_dumpers
@@ -26,6 +26,10 @@ MAX_NODES = 20_000
 MAX_INTEGER = 2**63 - 1
 """The largest integer that fits 64 bits, as all programs below require."""
 _DOUBTFUL = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_PLAIN_NUMBER = re.compile(
+    r"(?![-+]?0[0-9_]+$)[-+]?(0x[0-9a-fA-F]+|0b[01]+|\.[0-9]+([eE][-+]?[0-9]+)?"
+    r"|([0-9]+|[0-9]{1,3}(_[0-9]{3})+)(\.[0-9]*)?([eE][-+]?[0-9]+)?)"
+)
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 
 
@@ -46,12 +50,23 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: str, key: str) -> Any:
+class Repeated(NamedTuple):
+    """A key that a mapping has again."""
+
+    key: str
+    lines: tuple[int, int]
+    """Where it stands before and again, from 1."""
+    values: tuple[str, str]
+    """The text of both values."""
+
+
+def read_yaml(path: str, key: str, repeated: list[Repeated] | None = None) -> Any:
     """The content of a YAML file.
 
     Args:
         path: of the file.
         key: the option that names the file, for errors.
+        repeated: takes the keys that are there again, of which the last value counts; None refuses them.
 
     Raises:
         ConfigError: it cannot be read, or is not YAML that a configuration can be; names file and line.
@@ -63,19 +78,22 @@ def read_yaml(path: str, key: str) -> Any:
         text = raw.decode("utf-8-sig")
     except (OSError, ValueError) as error:  # UnicodeDecodeError is one
         raise ConfigError(f"{place}: {error}; must be a text file in UTF-8") from error
-    return parse_yaml(text, place)
+    return parse_yaml(text, place, repeated)
 
 
-def parse_yaml(text: str, place: str) -> Any:
+def parse_yaml(text: str, place: str, repeated: list[Repeated] | None = None) -> Any:
     """The value of a YAML text.
 
     Args:
         text: all of it.
         place: what errors begin with.
+        repeated: see :func:`read_yaml`.
 
     Raises:
         ConfigError: it is not YAML that a configuration can be; names the line.
     """
+    if text.startswith("\ufeff"):  # YAML would skip it
+        raise ConfigError(f"{place} begins with a byte-order mark; must be without it")
     right = f"must be at most {MAX_CHARACTERS} characters"
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{place} has {len(text)} characters or more; {right}")
@@ -86,7 +104,7 @@ def parse_yaml(text: str, place: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_nodes(node, place)
+        _check_nodes(node, place, text, repeated)
         return loader.construct_document(node)
     except ConfigError:
         raise
@@ -101,6 +119,12 @@ def parse_yaml(text: str, place: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def reads_as_number(text: str) -> bool:
+    """Whether a text is a number that means what it looks like: of ASCII digits, with underscores between thousands if
+    at all. Python and YAML take more, such as "1__0", "010" and the digits of all scripts."""
+    return _PLAIN_NUMBER.fullmatch(text.strip(" \t\r\n")) is not None
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -136,7 +160,7 @@ def _check_depth(text: str, place: str) -> None:
             raise ConfigError(f"{place}, line {line}: has lists or mappings deeper than {MAX_DEPTH} in each other")
 
 
-def _check_nodes(root: yaml.Node, place: str) -> None:
+def _check_nodes(root: yaml.Node, place: str, text: str, repeated: list[Repeated] | None) -> None:
     """Refuse aliases of themselves, too many values, duplicate keys, and ambiguous scalars."""
     sizes: dict[int, int | None] = {}  # None while it is being computed
 
@@ -153,7 +177,7 @@ def _check_nodes(root: yaml.Node, place: str) -> None:
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(node, line)
         elif isinstance(node, yaml.MappingNode):
-            _check_keys(node, place)
+            _check_keys(node, place, text, repeated)
         total = 1 + sum(size(child) for child in _children(node))
         if total > MAX_NODES:
             raise ConfigError(f"{line}: has more than {MAX_NODES} values, its aliases written out")
@@ -172,27 +196,30 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         yield from node.value
 
 
-def _check_keys(node: yaml.MappingNode, place: str) -> None:
-    seen: dict[str, int] = {}
-    for key, _ in node.value:
+def _check_keys(node: yaml.MappingNode, place: str, text: str, repeated: list[Repeated] | None) -> None:
+    seen: dict[str, tuple[int, str]] = {}
+    for key, value in node.value:
         line = f"{place}, line {key.start_mark.line + 1}"
         if key.tag == "tag:yaml.org,2002:merge":
             continue
         if key.tag != "tag:yaml.org,2002:str":
             shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
             raise ConfigError(f"{line}: got {shown!r:.200} as a key; must be text, in quotes where it reads otherwise")
-        if key.value in seen:
-            raise ConfigError(
-                f"{line}: got the key {key.value!r:.200} again (line {seen[key.value]}); must be there once"
-            )
-        seen[key.value] = key.start_mark.line + 1
+        now = key.start_mark.line + 1, text[value.start_mark.index : value.end_mark.index].strip()
+        before = seen.get(key.value)
+        if before is not None and repeated is None:
+            raise ConfigError(f"{line}: got the key {key.value!r:.200} again (line {before[0]}); must be there once")
+        if before is not None and repeated is not None:
+            repeated.append(Repeated(key.value, (before[0], now[0]), (before[1], now[1])))
+        seen[key.value] = now
 
 
 def _check_scalar(node: yaml.ScalarNode, line: str) -> None:
     shown = f"{line}: got {node.value[:60]!r}{'...' * (len(node.value) > 60)}"
     if problem := problem_of_text(node.value):
         raise ConfigError(f"{shown}; {problem}")
-    if node.style is None and _DOUBTFUL.fullmatch(node.value):
+    is_number = node.tag.endswith((":int", ":float")) and any(map(str.isdigit, node.value))
+    if node.style is None and (_DOUBTFUL.fullmatch(node.value) or (is_number and not reads_as_number(node.value))):
         raise ConfigError(f"{shown}; must be a plain decimal number, or text in quotes: YAML reads it in several ways")
     if node.tag == "tag:yaml.org,2002:int":
         digits = node.value.replace("_", "")

@@ -1,7 +1,8 @@
 """Results about whole data sets: computed once, and kept in folders of the cache for the next run.
 
-A folder is written whole and says of what it is, and the size and the checksum of each of its files. So one that is of
-other data or was damaged is noticed, and made again. Two processes that make the same one do not disturb each other.
+A folder is written whole and says of what it is, the size and the checksum of each of its files, and the checksum of
+all that it says. So one that is of other data or was damaged is noticed, and made again. Two processes that make the
+same one do not disturb each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 CACHED_FROM = 1_000_000
 """Characters or bytes of data from which results are kept; of fewer they are computed as fast as they are read."""
+_LARGE = 100_000_000
+"""Bytes of files from which their checksum is kept; fewer are read in a tenth of a second."""
+_SETTLED = 2.0  # seconds: a file that changed later may change again at what counts as the same time
 _META = "meta.json"
 _BLOCK = 1 << 20
 _ABANDONED = 24 * 3600  # seconds after which an unfinished folder is one that a killed process left behind
@@ -61,7 +65,8 @@ def find(name: str, of: str) -> Kept | None:
         return None
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        whole = all(_sum(folder / file) == known for file, known in meta["files"].items())
+        whole = meta.pop("sum") == digest_of(json.dumps(meta))
+        whole = whole and all(_sum(folder / file) == known for file, known in meta["files"].items())
         if whole:
             return Kept(folder, meta) if meta["of"] == of else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -88,7 +93,7 @@ def keep(name: str, of: str, write: Callable[[Path], Mapping[str, Any]]) -> Kept
         meta = {**write(temporary), "of": of}
         meta["files"] = {file.name: _sum(file, flush=True) for file in sorted(temporary.iterdir())}
         with (temporary / _META).open("w", encoding="utf-8") as file:
-            json.dump(meta, file)
+            json.dump({**meta, "sum": digest_of(json.dumps(meta))}, file)
             file.flush()
             os.fsync(file.fileno())
         _put(temporary, folder)
@@ -125,6 +130,36 @@ def kept_array(kind: str, of: str | None, dtype: Any, make: Callable[[], np.ndar
 def digest_of(text: str) -> str:
     """A checksum of a text, to name folders by."""
     return xxhash.xxh3_128_hexdigest(text.encode(errors="backslashreplace"))
+
+
+def checksum_of(files: Iterable[Path], folder: Path, named: bool = True) -> str:
+    """A checksum of the files' content; of large ones it is kept, and computed again when one of them has changed.
+
+    Args:
+        files: those that are no files do not count.
+        folder: they are in it.
+        named: whether their names below the folder count, too.
+    """
+    found = sorted(file for file in files if file.is_file())
+    stats = [file.stat() for file in found]
+    settled = time.time() - max((stat.st_ctime for stat in stats), default=0) > _SETTLED
+    if sum(stat.st_size for stat in stats) < _LARGE or not settled:
+        return _checksum_now(found, folder, named)
+    name = f"contents-{digest_of(f'{named} {folder.resolve()} {[str(file.resolve()) for file in found]}')}"
+    of = str([(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats])
+    kept = find(name, of) or keep(name, of, lambda _: {"checksum": _checksum_now(found, folder, named)})
+    return _checksum_now(found, folder, named) if kept is None else str(kept.meta["checksum"])
+
+
+def _checksum_now(files: Sequence[Path], folder: Path, named: bool) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        if named:
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return f"xxh3:{digest.hexdigest()}"
 
 
 def code_of(*names: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.cache import checksum_of
 from async_rlhf.data.json_lines import read_json_lines
 from async_rlhf.data.views import RowView
 from async_rlhf.system.hub import is_path, why_nowhere
@@ -85,12 +86,13 @@ def _has_all(rows: Rows, column: str) -> bool:
 
 
 def _load_with_datasets(path: Path, source: str, split: str, key: str, streaming: bool = False) -> Any:
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
     how: dict[str, Any] = {"streaming": True} if streaming else {}
     try:
         if path.suffix in _FILE_FORMATS or path.suffix == ".jsonl":
             kind = _FILE_FORMATS.get(path.suffix, "json")
+            how = how or _by_content([path])
             return load_dataset(kind, data_files=str(path), split="train", **how)
         if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             loaded = load_from_disk(str(path))
@@ -98,6 +100,8 @@ def _load_with_datasets(path: Path, source: str, split: str, key: str, streaming
                 return loaded.to_iterable_dataset() if streaming else loaded
             loaded = {name: part.to_iterable_dataset() for name, part in loaded.items()} if streaming else loaded
         elif path.is_dir():  # files as <split>.jsonl or <split>-00000-of-00002.parquet
+            named = {} if streaming else load_dataset_builder(str(path)).config.data_files or {}
+            how = how or _by_content([Path(file) for files in named.values() for file in files])
             loaded = load_dataset(str(path), **how)
         else:
             name, _, config = source.partition(":")
@@ -112,3 +116,8 @@ def _load_with_datasets(path: Path, source: str, split: str, key: str, streaming
             f"{key}: {source!r} could not be read ({type(error).__name__}: {error}); must be a .jsonl, .json, .parquet "
             "or .csv file, a folder of such files or one written by datasets, or a name on the hub"
         ) from error
+
+
+def _by_content(files: Sequence[Path]) -> dict[str, Any]:
+    """Makes datasets convert files anew when their content has changed: by itself it goes by their dates."""
+    return {"description": checksum_of([file.absolute() for file in files], Path("/"))}

@@ -45,8 +45,11 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def clustered_mean_interval(values: Sequence[float], clusters: Sequence[Hashable]) -> Interval:
     """The mean of values that are independent only between clusters; a cluster may be the values of one prompt.
 
-    With G clusters of residual sums e_g, the variance of the mean is G / (G - 1) sum_g e_g^2 / n^2 (Liang and Zeger,
-    1986), with Student's interval of G - 1 degrees of freedom. Clusters of one value each give :func:`mean_interval`.
+    With n_g values and the sum of residuals e_g in cluster g, the variance of the mean is estimated by
+    sum_g e_g^2 / (1 - n_g / n) / n^2, and Student's interval has Satterthwaite's degrees of freedom (Bell and
+    McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage samples", 2002). For G clusters
+    of equal size that is G / (G - 1) sum_g e_g^2 / n^2 with G - 1 degrees; clusters of one value each give
+    :func:`mean_interval`.
 
     Args:
         values: n of them.
@@ -61,17 +64,27 @@ def clustered_mean_interval(values: Sequence[float], clusters: Sequence[Hashable
     if count < 2:
         raise ValueError(f"an interval needs at least 2 clusters; got {count}")
     mean = math.fsum(values) / len(values)
-    half = t_quantile(count - 1) * math.sqrt(count / (count - 1) * _squares(values, clusters)) / len(values)
+    squares, freedom = _between(values, clusters)
+    half = t_quantile(freedom) * math.sqrt(squares) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 
-def _squares(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
-    """Sum of the squares of the clusters' sums of residuals."""
-    residuals: defaultdict[Hashable, list[float]] = defaultdict(list)
-    mean = math.fsum(values) / len(values)
+def _between(values: Sequence[float], clusters: Sequence[Hashable]) -> tuple[float, float]:
+    """n^2 times the variance of the mean, from the residuals of at least two clusters, and its degrees of freedom."""
+    mean, groups = math.fsum(values) / len(values), defaultdict[Hashable, list[float]](list)
     for value, cluster in zip(values, clusters, strict=True):
-        residuals[cluster].append(value - mean)
-    return math.fsum(math.fsum(found) ** 2 for found in residuals.values())
+        groups[cluster].append(value - mean)
+    sizes_G = np.array([len(found) for found in groups.values()], dtype=np.float64)
+    shares_G = sizes_G / len(values)
+    scale_G = 1 / (1 - shares_G)
+    squares = float(scale_G @ np.array([math.fsum(found) ** 2 for found in groups.values()]))
+    # Satterthwaite: (tr M)^2 / tr M^2, where M is the quadratic form's matrix for independent values of variance 1,
+    # M_gh = sqrt(scale_g scale_h) (sizes_g [g = h] - n shares_g shares_h).
+    n = float(len(values))
+    diagonal_G = scale_G * (sizes_G - n * shares_G**2)
+    without_G = scale_G * n * shares_G**2
+    off = float(without_G.sum()) ** 2 - float(without_G @ without_G)
+    return squares, float(diagonal_G.sum()) ** 2 / (float(diagonal_G @ diagonal_G) + off)
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable]) -> Interval:
@@ -143,21 +156,22 @@ def crossed_mean_interval(values_SP: Sequence[Sequence[float]]) -> Interval:
     return Interval(float(mean), float(mean - max(ends)), float(mean + max(ends)))
 
 
-def wilson(successes: float, n: float) -> Interval:
+def wilson(successes: float, n: float, z: float = _Z) -> Interval:
     """A share, with Wilson's score interval (Wilson, 1927): accurate near 0 and 1, and never of zero width.
 
     Args:
         successes: out of n; a tie may count as half.
         n: independent trials, at least 1; need not be whole.
+        z: half the width of the interval of a mean, in its standard errors.
 
     Raises:
         ValueError: no trials, or more successes than trials.
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"need 0 <= successes <= n and n >= 1; got successes {successes}, n {n}")
-    share, z2 = successes / n, _Z**2
+    share, z2 = successes / n, z**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    half = z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     # At 0 and n the ends are exact; rounding must not push the estimate outside them.
     return Interval(share, max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share)))
 
@@ -182,22 +196,27 @@ def win_rate(outcomes: Sequence[float], clusters: Sequence[Hashable] | None = No
 
     The interval is Wilson's with the ties as half successes. Outcomes in {0, 1/2, 1} vary less than those of a coin
     with the same mean, so it covers at least 95%; a normal interval on them would have no width when one side wins all.
-    Outcomes that depend on each other within clusters count as the number of independent ones that would vary as much.
+    Outcomes that depend on each other within clusters count as the number of independent ones that would vary as much,
+    and a quantile of Student's t takes the place of the normal one, as in :func:`clustered_mean_interval`.
 
     Args:
         outcomes: 1, 1/2 or 0.
         clusters: the cluster of each outcome; None if all are independent.
 
     Raises:
-        ValueError: no outcomes.
+        ValueError: no outcomes, or a single cluster of several.
     """
     n = len(outcomes)
     won = math.fsum(outcomes)
     if clusters is None or len(set(clusters)) == n:
         return wilson(won, n)
-    apart = _squares(outcomes, range(n))
-    share = apart / max(_squares(outcomes, clusters), apart) if apart > 0 else len(set(clusters)) / n
-    return wilson(won * share, n * share)
+    count = len(set(clusters))
+    if count < 2:
+        raise ValueError(f"an interval needs at least 2 clusters; got {count}")
+    apart = math.fsum((outcome - won / n) ** 2 for outcome in outcomes)
+    together, freedom = _between(outcomes, clusters)
+    share = apart / max(together, apart) if apart > 0 else count / n
+    return wilson(won * share, n * share, t_quantile(freedom))
 
 
 def length_controlled_win_rate(outcomes: Sequence[float], longer: Sequence[float]) -> Interval:
@@ -256,10 +275,10 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def correlation_interval(correlation: float, n: int, of_ranks: bool = False) -> Interval | None:
     """A correlation with its interval by Fisher's transform: tanh(atanh(r) +- z s), s = 1 / sqrt(n - 3).
 
-    For ranks, s is 1.06 / sqrt(n - 3) (Fieller, Hartley and Pearson, 1957). None for fewer than four values.
+    For ranks, s is sqrt((1 + r^2 / 2) / (n - 3)) (Bonett and Wright, 2000). None for fewer than four values.
     """
     if n < 4:
         return None
-    half = _Z * (math.sqrt(1.06) if of_ranks else 1.0) / math.sqrt(n - 3)
+    half = _Z * math.sqrt((1 + correlation**2 / 2 if of_ranks else 1.0) / (n - 3))
     middle = math.atanh(min(max(correlation, -1 + 1e-15), 1 - 1e-15))
     return Interval(correlation, math.tanh(middle - half), math.tanh(middle + half))

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.config.plan import HardwareConfig
 
 LIMIT = 0.005
 """Most of a batch's computing that comparing may take, on average."""
 FIRST = 4
 """So many batches are always compared, besides those that are sampled before any weights were loaded anew: what is
 wrong from the beginning is found at the beginning."""
-GPU = HardwareConfig()
-CPU = HardwareConfig(name="a core", tflops=0.05, weights_gbs=2.0)
+
+
+class Hardware(NamedTuple):
+    """Of one rank, as the planner counts it by default."""
+
+    tflops: float
+    weights_gbs: float
+    forward_mfu: float
+    train_mfu: float
+
+
+GPU = Hardware(tflops=989.0, weights_gbs=10.0, forward_mfu=0.5, train_mfu=0.4)
+CPU = GPU._replace(tflops=0.05, weights_gbs=2.0)
 """Of a CPU little is certain, but that loading weights takes no more than some tokens of a forward pass."""
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def share(
-    trained_rows: float, compared_rows: float, tokens: float, ranks: int, loaded_bytes: float, hardware: HardwareConfig
+    trained_rows: float, compared_rows: float, tokens: float, ranks: int, loaded_bytes: float, hardware: Hardware
 ) -> float:
     """Seconds of a comparison / seconds of the updates on a batch.
 

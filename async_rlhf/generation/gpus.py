@@ -43,22 +43,26 @@ def free_gpus(learner: torch.device, reward: str | None = None) -> list[int]:
 
 
 def check_gpus(config: OnlineConfig, learner: torch.device) -> None:
-    """Require that there are GPUs enough for models that several of them share.
+    """Require that there are GPUs enough: for models that several of them share, and beside the ranks of a learner.
 
     Raises:
         ConfigError: there are not.
     """
     generation = config.generation
     each, key = generation.vllm.tensor_parallel_size, "generation.vllm.tensor_parallel_size"
-    if each == 1:
-        return
-    if config.placement == "inline":
+    if each > 1 and config.placement == "inline":
         found = torch.cuda.device_count()
         right = f"must be at most {found}, the GPUs that this process sees"
         require(learner.type != "cuda" or each <= found, key, each, right)
         return
     on_gpus = learner.type == "cuda" if generation.device is None else generation.device == "cuda"
     free = free_gpus(learner, config.reward_model_device) if on_gpus else []
+    if each == 1:
+        right = f"the {config.parallel.ranks} ranks leave no GPU to generators; must name a GPU that they are to share "
+        right += '("cuda:0"), or be "cpu"; or start fewer ranks, let rank 0 see another GPU, or sample on servers'
+        needs_own = on_gpus and config.placement == "process" and config.parallel.ranks > 1
+        require(not needs_own or bool(free), "generation.device", generation.device, right)
+        return
     needed = each * generation.workers
     left = f"the learner leaves {len(free)} of {torch.cuda.device_count()} GPUs"
     right = f"{left}, and generation.workers {generation.workers} need {needed}; must be "

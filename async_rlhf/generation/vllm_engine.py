@@ -39,14 +39,18 @@ CPU_OPTIONS = {
 }
 
 
-def gpu_environment(devices: Sequence[str]) -> dict[str, str]:
-    """Environment of a process in which vLLM runs on these GPUs: vLLM takes the first that it sees."""
+def gpu_environment(devices: Sequence[str], key: str = "generation.device") -> dict[str, str]:
+    """Environment of a process in which vLLM runs on these GPUs: vLLM takes the first that it sees. ``key`` names them.
+
+    Raises:
+        ConfigError: this process does not see one of them.
+    """
     visible, seen = os.environ.get("CUDA_VISIBLE_DEVICES"), []
     for device in devices:
         index = int(device.partition(":")[2] or 0)
         gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
         right = f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
-        require(index < len(gpus), "generation.device", device, right)
+        require(index < len(gpus), key, device, right)
         seen.append(gpus[index])
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 

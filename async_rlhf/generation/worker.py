@@ -28,6 +28,7 @@ from async_rlhf.generation.streaming import serve
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.system.determinism import prepare_deterministic
+from async_rlhf.system.random_state import seed_all
 from async_rlhf.types import drawn_versions
 
 _LOOK_SECONDS = 0.001
@@ -72,6 +73,7 @@ class RequestHandler:
     ) -> None:
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
+        seed_all(params.seed)
         self.weights = weights
         self.engine = make_engine(spec, params)
         self._heartbeat = heartbeat

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -47,6 +49,8 @@ from async_rlhf.types import Experience, ScoredBatch
 
 _Compute: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """From tokens and their mask to fields of an experience."""
+
+logger = logging.getLogger(__name__)
 
 
 class _Step(NamedTuple):
@@ -111,6 +115,7 @@ class Learner:
         """Of the next batch, on rank 0, which adapts it."""
         self._batch_coef = self.kl_coef
         """That of the current batch, on rank 0."""
+        self._told_of_units = False
         self.model.train()
 
     def _prepare(self, reference: PreTrainedModel | None, own: torch.optim.Optimizer | None) -> None:
@@ -217,6 +222,7 @@ class Learner:
             scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
             metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
         credited = self.algorithm.credit(experience, config)
+        self._compare_units(credited)
         penalty = config.kl_penalty
         if penalty is not None and penalty.target is not None and "objective/kl" in metrics:
             self.kl_coef = adapted_coefficient(
@@ -224,12 +230,20 @@ class Learner:
             )
         return credited, metrics
 
+    def _compare_units(self, credited: Experience) -> None:
+        """Warn once if the record does not say how many rows a unit has."""
+        found, said = credited.rows_per_unit, self.algorithm.rows_per_unit
+        if found != said and not self._told_of_units:
+            self._told_of_units = True
+            right = "must be %d, as its credit returns: memory and speed are planned by it"
+            logger.warning(f"Algorithm.rows_per_unit of %s: got %d; {right}", self.algorithm.name, said, found)
+
     def _adapted_config(self, kl_coef: float) -> OnlineConfig:
         """The configuration with a KL coefficient, if that changes from batch to batch."""
         penalty = self.config.kl_penalty
         if penalty is None or penalty.target is None:
             return self.config
-        return self.config.with_kl_penalty(replace(penalty, coef=kl_coef))
+        return self.config.with_kl_coef(kl_coef)
 
     def _add(self, rows: Experience, parts: Sequence[Tensor], deal: Deal, compute: _Compute) -> Experience:
         """The rows with more fields, computed without gradient by all ranks.
@@ -317,7 +331,9 @@ class Learner:
                 else:
                     norms = [total + norm for total, norm in zip(norms, found, strict=False)]
                     steps += 1
-            self.scheduler.step()
+            with warnings.catch_warnings():  # torch's, if ties or an overflow left the optimiser without its first step
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.scheduler.step()
         everyone = list(self.ranks.collect("losses", (_read(loss_sums), seen.on_cpu())))
         if not self.ranks.leads:
             return {}

@@ -69,7 +69,9 @@ def make_optimizer(config: OnlineConfig, groups: Groups, inside: Sequence[nn.Mod
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, **adam, fused=True)
     if config.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=rate, weight_decay=config.weight_decay)
+        # torch multiplies the rate by max(eps_2, RMS of the weights). 1 makes steps as large as AdamW's, so that one
+        # learning rate suits both; weights of language models have an RMS around 0.02.
+        return torch.optim.Adafactor(groups, lr=rate, eps=(None, 1.0), weight_decay=config.weight_decay)
     if config.optimizer == "muon":
         return _muon(groups, rate, adam, {id(parameter) for block in inside for parameter in block.parameters()})
     from bitsandbytes import optim

@@ -134,6 +134,7 @@ def with_checkpointing(
     frozen: Sequence[PreTrainedModel],
     parallel: Parallel,
     device: torch.device,
+    rows_per_unit: int,
 ) -> OnlineConfig:
     """The configuration with ``gradient_checkpointing`` decided: what "auto" means here is told in the log.
 
@@ -143,13 +144,14 @@ def with_checkpointing(
         frozen: reference and reward model on the learner's device.
         parallel: how weights will be sharded.
         device: of this rank.
+        rows_per_unit: of the algorithm.
     """
     if config.gradient_checkpointing != "auto":
         return config
     if device.type != "cuda":
         return replace(config, gradient_checkpointing=False)
     room = _USED * torch.cuda.mem_get_info(device)[1]
-    needed = bytes_without_checkpointing(config, trained, frozen, parallel)
+    needed = bytes_without_checkpointing(config, trained, frozen, parallel, rows_per_unit)
     needed = max(parallel.ranks.gather("gradient_checkpointing", needed))
     told = "on" if needed > room else "off"
     what = "gradient_checkpointing: %s, for without it the learner takes %.1f GB of the %.1f GB that can be used of %s"
@@ -162,11 +164,13 @@ def bytes_without_checkpointing(
     trained: Sequence[PreTrainedModel],
     frozen: Sequence[PreTrainedModel],
     parallel: Parallel,
+    rows_per_unit: int,
 ) -> float:
     """Bytes that a rank of the learner holds at the peak of an update whose passes are as large as they can be, with
     AdamW; see :func:`with_checkpointing`.
     """
-    one = Pass(config.rows_of_pass * config.max_length, config.rows_of_pass * config.generation.response_length)
+    rows = config.rows_of_pass(rows_per_unit)
+    one = Pass(rows * config.max_length, rows * config.generation.response_length)
     shards = parallel.shards if parallel.spreads_weights else 1
     each = 4.0 if autocast_dtype(config) is None else 2.0
     total = sum(each * model.num_parameters() for model in frozen) / shards

@@ -165,7 +165,7 @@ def obstacle(model: PreTrainedModel, device: torch.device | None = None, autocas
         return f'whose attention is "{config._attn_implementation}", not "sdpa"'
     if getattr(config, "output_router_logits", False):
         return "whose router reads the attention mask (output_router_logits)"
-    if getattr(config, "sliding_window", None) is not None and config.model_type not in WINDOWED:
+    if getattr(config, "sliding_window", None) and config.model_type not in WINDOWED:
         return "whose sliding window attention does not get to know"
     return _difference(model, model.device if device is None else device, autocast)
 
@@ -212,7 +212,7 @@ def _attention(
     """transformers' attention by PyTorch, and the same for packed rows."""
     if packed_rows is None:
         return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
-    window = options.pop("sliding_window", None)
+    window = options.pop("sliding_window", None) or None  # some models say 0 for none
     if _has_kernel(query_BHTD, value_BHTD):
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
         longest, starts = max(packed_rows.lengths), packed_rows.starts

@@ -51,26 +51,37 @@ def prompt_cap(models: Mapping[str, Model], key: str, response_length: int, trus
     """
     cap = PROMPT_CAP
     for name, model in models.items():
-        positions = positions_named(model, name, trust) if isinstance(model, str) else positions_of(model)
+        positions, why = _named(model, name, trust) if isinstance(model, str) else _positions(model.config)
         if positions is not None:
-            right = f"must be below {positions}, the positions of {name}, to leave room for a prompt"
+            right = f"must be below {positions}, the positions of {name}{why}, to leave room for a prompt"
             require(response_length < positions, key, response_length, right)
             cap = min(cap, positions - response_length)
     return cap
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """Most tokens that a row may have, or None if the model states no limit."""
-    return _positions_in(model.config)
+    """Most tokens that a row may have, or None if the model states no limit.
+
+    With rotary frequencies of type "longrope" it is that of pre-training: as soon as one row of a pass is longer, all
+    rows get other frequencies, so the probabilities of each would depend on its neighbours. ("dynamic" ones change
+    beyond ``max_position_embeddings`` only.)
+    """
+    return _positions(model.config)[0]
 
 
-def _positions_in(config: PretrainedConfig) -> int | None:
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit
+def _positions(config: PretrainedConfig) -> tuple[int | None, str]:
+    """The limit, and what errors say of it."""
+    text = config.get_text_config()
+    limit, rotary = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    each_kind = [rotary, *(part for part in rotary.values() if isinstance(part, dict))]  # of layers, or one for all
+    short = [kind["original_max_position_embeddings"] for kind in each_kind if kind.get("rope_type") == "longrope"]
+    if limit is None or min(short, default=limit) >= limit:
+        return limit, ""
+    return min(short), " in pre-training (longrope: with one longer row in a pass, all rows get other frequencies)"
 
 
-def positions_named(name: str, key: str, trust: bool) -> int | None:
-    """:func:`positions_of` of a model's folder or hub name, from its configuration alone.
+def _named(name: str, key: str, trust: bool) -> tuple[int | None, str]:
+    """The same of a model's folder or hub name, from its configuration alone.
 
     None also if that cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
 
@@ -78,11 +89,11 @@ def positions_named(name: str, key: str, trust: bool) -> int | None:
         ConfigError: there is no such folder, or it brings code that is not trusted.
     """
     try:
-        return _positions_in(from_pretrained(AutoConfig, name, key, trust))
+        return _positions(from_pretrained(AutoConfig, name, key, trust))
     except ConfigError:
         raise
     except (OSError, ValueError):
-        return None
+        return None, ""
 
 
 def longest_row(model: PreTrainedModel, max_length: int) -> int:
@@ -92,9 +103,9 @@ def longest_row(model: PreTrainedModel, max_length: int) -> int:
 
 def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
     """Require room for the longest prompt with the longest response."""
-    limit = positions_of(model)
+    limit, why = _positions(model.config)
     if limit is not None and prompt_length + response_length > limit:
         raise ConfigError(
             f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
-            f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions"
+            f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions{why}"
         )

@@ -21,6 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.system.files import whole_file
+
 Spec = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -164,8 +166,8 @@ class Axis:
         field: of the rows.
         title: with the unit.
         zero: whether 0 is on it.
-        log: logarithmic.
-        ticks: where they stand, on a scale that is logarithmic except near 0; empty for a linear scale.
+        ticks: where they stand, in order, on a logarithmic scale, which is linear around 0 where 0 or less is among
+            them; empty for a linear scale.
         format: d3's, such as "%" for shares.
         domain: its ends; None for what the data need.
     """
@@ -173,21 +175,27 @@ class Axis:
     field: str
     title: str
     zero: bool = False
-    log: bool = False
     format: str | None = None
     domain: tuple[float, float] | None = None
     ticks: tuple[float, ...] = ()
 
     def encoding(self) -> Spec:
         """As Vega-Lite writes it."""
-        scale: Spec = {"type": "log"} if self.log else {"zero": self.zero, "nice": self.domain is None}
+        scale: Spec = {"zero": self.zero, "nice": self.domain is None}
         if self.domain is not None:
             scale["domain"] = list(self.domain)
         axis: Spec = {"labelExpr": _SMALL} if self.format is None else {"format": self.format}
         if self.ticks:
-            ends = [self.ticks[0] - 0.15, self.ticks[-1] * 1.15 + 0.15]
-            scale, axis["values"] = {"type": "symlog", "domain": ends, "nice": False}, list(self.ticks)
+            scale, axis["values"] = self._by_ticks(), list(self.ticks)
         return {"field": self.field, "type": "quantitative", "title": self.title, "scale": scale, "axis": axis}
+
+    def _by_ticks(self) -> Spec:
+        first, last = self.ticks[0], self.ticks[-1]
+        if first > 0:
+            return {"type": "log", "domain": [first / 1.15, last * 1.15], "nice": False}
+        unit = min((tick for tick in self.ticks if tick > 0), default=1.0)
+        ends = [1.15 * first - 0.15 * unit, 1.15 * max(last, 0.0) + 0.15 * unit]
+        return {"type": "symlog", "constant": unit, "domain": ends, "nice": False}
 
 
 def curves(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", path: bool = False) -> Spec:
@@ -398,10 +406,8 @@ def render_png(spec: Spec, path: Path, scale: float = 2.0, dark: bool = False) -
     drawn = vl_convert.vegalite_to_png(
         spec, vl_version=VEGA_LITE, scale=scale, config=theme(dark), allowed_base_urls=[], show_warnings=False
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(drawn)
-    temporary.replace(path)
+    with whole_file(path) as file:
+        file.buffer.write(drawn)
 
 
 def thinned(rows: Sequence[Row], limit: int, keys: Sequence[str]) -> list[dict[str, Any]]:

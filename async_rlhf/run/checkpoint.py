@@ -305,6 +305,8 @@ def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str
             with parallel.gathered([parameter]):
                 tensors[f"adapter.{name}"] = parallel.whole(parameter.data)
     values = {"kl_coef": learner.kl_coef, "scheduler_steps": learner.scheduler.last_epoch}
+    if learner.config.optimizer == "adafactor":
+        values["adafactor_steps"] = "as adamw"
     if learner.own_schedule:
         values["schedule"] = learner.scheduler.state_dict()
     if learner.own_optimizer:
@@ -316,7 +318,16 @@ def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str
 
 
 def restore_learner(learner: Learner, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Restore what :func:`learner_state` returned, after :func:`load_weights`. Every rank must call it."""
+    """Restore what :func:`learner_state` returned, after :func:`load_weights`. Every rank must call it.
+
+    Raises:
+        ConfigError: the steps of Adafactor were 50 times smaller in the version that wrote the checkpoint.
+    """
+    if learner.config.optimizer == "adafactor" and "adafactor_steps" not in values:
+        raise ConfigError(
+            "resume: the checkpoint is of a version whose adafactor multiplied learning_rate by the RMS of the weights "
+            "(about 0.02), which no version can go on with at the same rate; start a new run from its policy (model)"
+        )
     if learner.own_optimizer:
         for group, saved in zip(learner.optimizer.param_groups, values["groups"], strict=True):
             group.update(saved)

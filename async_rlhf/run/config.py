@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.config.base import FOLDER, REQUIRED, Checked, at_least, key, require
+from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_bits, check_functions
 from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_one_held_out, check_prompt_words
@@ -135,21 +135,3 @@ class ReplayConfig(Checked):
     """Where the repeated run goes; null for the folder "replay" in the run's folder."""
     overwrite: bool = key(False, role="place")
     """Delete what an earlier replay left there."""
-
-
-@dataclass(frozen=True)
-class ExplainConfig(Checked):
-    """Say what moved the policy in one update: ``async-rlhf explain RUN --batch b``. The update is repeated, bit for
-    bit, from the checkpoint before it."""
-
-    run: str = key(REQUIRED)
-    """The output folder of a run of ``async-rlhf train``."""
-    batch: int = key(REQUIRED, at_least(1))
-    """The batch, from 1, whose update is explained."""
-    top: int = key(5, at_least(0))
-    """How many completions, or pairs, are left out in turn: those with the largest contributions. Each costs another
-    update."""
-    output_dir: str | None = key(None, FOLDER, role="place")
-    """Where explain-BATCH.json and explain-BATCH.txt go; null for the folder "explain" in the run's folder."""
-    overwrite: bool = key(False, role="place")
-    """Write over an earlier explanation of that batch."""

@@ -283,7 +283,11 @@ def train(run: Run) -> OnlineTrainerState:
         generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads, rows)))
         if run.resumed is not None:
             generator.agreement.restore(run.resumed.values["agreement"])
-        stack.enter_context(run.scorer.started(trace))
+        trained = 0 if run.resumed is None else run.resumed.batch
+        stack.enter_context(run.scorer.started(trace, first=trained + 1))
+        if run.eval_prompts is not None:
+            pending = None if run.resumed is None else run.resumed.evaluation
+            run.scorer.expect(trained, None if pending is None else pending.version)
         generator.on_arrival = run.scorer.begin
         run.require_folder()
         logs = {}

@@ -62,6 +62,7 @@ from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.scoring.scorer import metric_names
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
+from async_rlhf.system.random_state import seed_all
 from async_rlhf.system.versions import code
 
 logger = logging.getLogger(__name__)
@@ -141,9 +142,12 @@ class Run:
 def build(config: OnlineConfig, inputs: Inputs) -> Run:
     """Make everything that a run needs except its generators. With several ranks, all must call it.
 
+    The global random generators, from which reward functions and callbacks may draw, begin with the run's seed.
+
     Raises:
         ConfigError: the inputs do not fit together; raised before anything is trained or written.
     """
+    seed_all(config.seed)
     algorithm = _algorithm(config, inputs.algorithm)
     check_integrations(config.report_to)
     _check_stop(config, inputs)
@@ -206,7 +210,8 @@ def _build(
     models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
     record = inputs.record or of_python(config, algorithm.name, inputs)  # as asked for
-    config = with_checkpointing(config, trained, _frozen(config, algorithm, models, device), parallel, device)
+    frozen = _frozen(config, algorithm, models, device)
+    config = with_checkpointing(config, trained, frozen, parallel, device, algorithm.rows_per_unit)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:

@@ -114,7 +114,16 @@ class Scorer:
         limit = config.reward_timeout if here else None
         apart = bool(reward_funcs) and not self.model_elsewhere
         self._apart = apart and all(getattr(function, "by_prompt", False) for function in reward_funcs)
-        self._early = EarlyRewards(self._judge, _Judged.join if self._apart else None)
+        self._early = EarlyRewards(
+            self._judge,
+            join=_Judged.join if self._apart else None,
+            ordered=bool(reward_funcs) and not self._apart,
+            waits=self._waits,
+        )
+        self._decided: int | None = None
+        """The last batch after which it is known whether an evaluation was asked for; None without evaluations."""
+        self._evaluated: set[int] = set()
+        """Versions that held-out answers are asked of."""
         self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
@@ -176,12 +185,22 @@ class Scorer:
         Held-out answers have minus their version as the batch. Functions that judge a whole batch see them, and the
         batch after them, in their turn: a function that draws random numbers is to draw the same ones in every run.
         """
-        evaluated = index - 1 - self.config.evaluation_delay  # the version whose answers are scored just before
-        evaluating = self.config.eval_steps > 0 and evaluated > 0 and evaluated % self.config.eval_steps == 0
-        # Else held-out answers do not come between, or nobody draws.
-        in_turn = (index <= 0 or evaluating) and bool(self.reward_funcs)
-        if not self.state() and (self._apart or not in_turn):
+        ordered = bool(self.reward_funcs) and not self._apart
+        if not self.state() and (index > 0 or not ordered):
             self._early.begin(index, first, groups, self.config.batch_size)
+
+    def expect(self, batch: int, evaluation: int | None) -> None:
+        """Say that all evaluations up to ``batch`` have been asked for, and that the answers of the version
+        ``evaluation`` are still to be scored; before the first batch and after each, in a run that has evaluations.
+        """
+        self._decided = batch
+        self._evaluated |= set() if evaluation is None else {evaluation}
+        self._early.look_again()
+
+    def _waits(self, index: int) -> bool:
+        """Whether held-out answers are scored right before a batch, or may be."""
+        version = index - 1 - self.config.evaluation_delay
+        return self._decided is not None and version > 0 and (version > self._decided or version in self._evaluated)
 
     def random_state(self) -> RandomState:
         """The state of the global random generators, from which the rewards of the next batch draw."""
@@ -199,10 +218,12 @@ class Scorer:
         return _Judged(by_model_R, by_functions, time.monotonic() - started)
 
     @contextmanager
-    def started(self, trace: Trace | None = None) -> Iterator[None]:
+    def started(self, trace: Trace | None = None, first: int = 1) -> Iterator[None]:
         """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop.
 
-        ``trace`` gets spans of rewards that are computed before their batch's turn.
+        Args:
+            trace: gets spans of rewards that are computed before their batch's turn.
+            first: the batch that has the first turn.
         """
         if not self.ranks.leads:
             yield
@@ -213,7 +234,7 @@ class Scorer:
                     warn_unstoppable(name, why)
         try:
             self._prepare()
-            with self._early.running(trace):
+            with self._early.running(trace, first):
                 yield
         finally:
             for function in self._stoppable():

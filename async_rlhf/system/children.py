@@ -11,12 +11,15 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import async_rlhf
+from async_rlhf.config.base import ConfigError
 from async_rlhf.config.parallel import OF_A_RANK
 
 logger = logging.getLogger(__name__)
@@ -36,12 +39,37 @@ def context_of(method: str = "forkserver") -> Any:
     """multiprocessing's context for "forkserver" or "spawn".
 
     A fork server that has already loaded torch and transformers starts processes in milliseconds; a fresh interpreter
-    needs seconds. It has no threads and has not touched a GPU, so forking it is safe; forking the learner is not.
+    needs seconds. It has no threads and has not touched a GPU, so forking it is safe; forking the learner is not. Where
+    it would load other code than ours, there are fresh interpreters instead: they take over our module path at first.
     """
+    if method == "forkserver" and other_package() is not None:
+        method = "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["async_rlhf.generation.worker"])
     return context
+
+
+def other_package() -> str | None:
+    """The file of a package of our name that a program started here imports: the current folder comes first for it."""
+    found = PathFinder.find_spec(async_rlhf.__name__, [""])
+    origin = None if found is None else found.origin  # None, too, for a folder without __init__.py: ours comes first
+    return None if origin is None or os.path.samefile(origin, str(async_rlhf.__file__)) else origin
+
+
+def require_own_package(command: str, who: str) -> None:
+    """Require that programs that a library starts here import this very package.
+
+    Args:
+        command: what errors call what was asked for.
+        who: what errors call those programs.
+
+    Raises:
+        ConfigError: the current folder, which comes first for them, has another one.
+    """
+    if (other := other_package()) is not None:
+        told = f"in this folder {who} would import {other} instead of {async_rlhf.__file__}"
+        raise ConfigError(f"{command}: {told}; must be started in another folder")
 
 
 def start_process(

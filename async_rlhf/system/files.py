@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+from uuid import uuid4
 
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
 
@@ -32,9 +33,11 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """A text file that appears under its name only when the body ends without error; else nothing is left of it."""
+    """A text file that appears under its name only when the body ends without error; else nothing is left of it. Of
+    several that are written at once, the last to end is there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         with naming(path), temporary.open("w", encoding="utf-8") as file:
             yield file

@@ -14,6 +14,13 @@ RandomState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and values for JSON."""
 
 
+def seed_all(seed: int) -> None:
+    """Have Python's, numpy's and torch's generators begin with a seed of 0 to 2^32 - 1."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def capture() -> RandomState:
     """The states of Python's, numpy's and torch's generators, as tensors and as values for JSON."""
     tensors = {"random.torch": torch.get_rng_state()}
@@ -22,6 +29,11 @@ def capture() -> RandomState:
     kind, keys, *rest = np.random.get_state(legacy=True)
     values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
     return tensors, values
+
+
+def equal(one: RandomState, other: RandomState) -> bool:
+    """Whether nothing was drawn between two calls of :func:`capture`."""
+    return one[1] == other[1] and all(torch.equal(state, other[0][name]) for name, state in one[0].items())
 
 
 def capture_on_cpu() -> tuple[Any, ...]:

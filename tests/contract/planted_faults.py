@@ -263,6 +263,60 @@ def early_ends_in_secret(patch, engine):
     drawn_by(patch, change, reported=False)
 
 
+def greedy_where(patch: pytest.MonkeyPatch, engine: TransformersEngine, samples: range) -> None:
+    """Some samples of the prompt in place 6 are greedy, with the log-probabilities that they should have."""
+    greedily = []
+
+    def draw(logits_BV, uniforms_B, temperature):
+        tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_B, temperature)
+        if greedily:
+            tokens_B = logits_BV.argmax(dim=-1)
+            logprobs_B = torch.log_softmax(logits_BV / temperature, dim=-1).gather(-1, tokens_B[:, None]).squeeze(-1)
+        return tokens_B, logprobs_B
+
+    generate = engine.generate
+
+    def change(prompts, progress=None):
+        groups = all_drawn(generate(prompts))
+        greedily.append(True)
+        (other,) = all_drawn(generate(prompts[6:7]))
+        greedily.clear()
+        groups[6] = tuple(other[k] if k in samples else one for k, one in enumerate(groups[6]))
+        return answered(prompts, groups)
+
+    patch.setattr(engine_module, "draw_tokens", draw)
+    patch.setattr(engine, "generate", change)
+
+
+@fault("greedy for one prompt of 16", 4, 16, "draws other tokens|not distributed")
+def one_greedy_prompt(patch, engine):
+    greedy_where(patch, engine, range(SAMPLES))
+
+
+@fault("greedy for one completion of 64", 30, 150, "draws other tokens|not distributed")
+def one_greedy_row(patch, engine):
+    greedy_where(patch, engine, range(1, 2))
+
+
+@fault("greedy for the first token of each completion", 1, 12, "draws other tokens|not distributed")
+def greedy_at_first(patch, engine):
+    first, generate = [], engine.generate
+
+    def begin(prompts, progress=None):
+        first.append(True)
+        return generate(prompts)
+
+    def draw(logits_BV, uniforms_B, temperature):
+        chosen_BV = only_likely(logits_BV, 1) if first else logits_BV
+        first.clear()
+        tokens_B, _ = draw_tokens(chosen_BV, uniforms_B, temperature)
+        logprobs_BV = torch.log_softmax(logits_BV / temperature, dim=-1)
+        return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+
+    patch.setattr(engine, "generate", begin)
+    patch.setattr(engine_module, "draw_tokens", draw)
+
+
 @fault("computes in bfloat16 though float32 was asked for", 1, 1, "other log-probabilities")
 def low_precision(patch, engine):
     drawn_by(patch, lambda x: x.bfloat16().float(), reported=True)
@@ -303,6 +357,14 @@ def shifted_positions(patch, engine):
 @fault("random numbers of another seed", 1, None, "draws other tokens")
 def another_seed(patch, engine):
     patch.setattr(engine_module, "row_uniforms", lambda seed, *rest: row_uniforms(seed + 1, *rest))
+
+
+@fault("the same random numbers in every batch", 2, 16, "draws other tokens|not distributed")
+def equal_batches(patch, engine):
+    def of_the_first(seed, prompts, *rest):
+        return row_uniforms(seed, [replace(prompt, draw=prompt.draw % PROMPTS) for prompt in prompts], *rest)
+
+    patch.setattr(engine_module, "row_uniforms", of_the_first)
 
 
 # The answer
@@ -526,6 +588,16 @@ def one_off_by_a_nat(patch, engine):
     def change(completions, prompts):
         wrong = completions[7][2]._replace(logprobs=tuple(x - 1 for x in completions[7][2].logprobs))
         return [*completions[:7], (*completions[7][:2], wrong, completions[7][3]), *completions[8:]]
+
+    answered_by(patch, engine, change)
+
+
+@fault("one log-probability of 64 completions is off by 0.01", 8, 8, "other log-probabilities", since=20)
+def one_token_off(patch, engine):
+    def change(completions, prompts):
+        one = completions[9][2]
+        wrong = one._replace(logprobs=(one.logprobs[0] - 0.01, *one.logprobs[1:]))
+        return [*completions[:9], (*completions[9][:2], wrong, completions[9][3]), *completions[10:]]
 
     answered_by(patch, engine, change)
 

@@ -16,16 +16,16 @@ from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFa
 
 from async_rlhf import GenerationConfig, GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.commands.data import run_data
 from async_rlhf.config import ConfigError, GroupConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.quickstart import DocstringsConfig
 from async_rlhf.generation import placement
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
 from async_rlhf.scoring import RewardError
+from async_rlhf.tasks.docstrings.config import DocstringsConfig
+from async_rlhf.tasks.docstrings.data import run_data
 
 VALID = """
 model: {model}

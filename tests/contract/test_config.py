@@ -15,7 +15,7 @@ from tiny import new_args
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.commands.train import train_stage
 from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.base import Checked, key, known_of
@@ -41,7 +41,7 @@ def test_what_is_parsed_is_what_is_made_in_python_and_can_be_pickled(case, tmp_p
     monkeypatch.chdir(tmp_path)
     Path("config.yml").write_text(FILES[case])
     command = case.split()[0]
-    kind = _find(COMMANDS[command].config)
+    kind = import_attribute(COMMANDS[command].config)
     parsed, text = parse(kind, command, ["--config", "config.yml"])
     assert parsed == built(kind, yaml.safe_load(FILES[case]))
     assert type(parsed) is kind
@@ -171,7 +171,7 @@ def test_a_finished_run_of_an_earlier_version_counts(tmp_path):
 
 def explained(command: str) -> dict[str, str]:
     """Each key of a command, and what ``--help`` says of it."""
-    kind = _find(COMMANDS[command].config)
+    kind = import_attribute(COMMANDS[command].config)
     kinds = [RunConfig.of(name) for name in BUILT_IN] if kind is RunConfig else [kind]
     actions = [action for each in kinds for action in make_parser(each, command)._actions]
     return {action.dest: action.help for action in actions if action.help != "Path to a configuration file."}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.parsing import make_parser
 from async_rlhf.run.config import RunConfig
 
@@ -68,7 +68,7 @@ SHORT = {"config", "dry", "resume", "resume-from", "reward", "help", "command", 
 
 def options_of(command: str) -> set[str]:
     """What its parser knows, of every algorithm."""
-    kind = _find(COMMANDS[command].config)
+    kind = import_attribute(COMMANDS[command].config)
     kinds = [RunConfig.of(algorithm) for algorithm in BUILT_IN] if kind is RunConfig else [kind]
     parsers = [make_parser(kind, command) for kind in kinds]
     return {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import count_letters
+from tiny import StopAfter, count_letters
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -28,17 +28,6 @@ from async_rlhf.run.trainer import OnlineTrainer
 
 HELD = [{"query": f"def held{i}(x{'y' * (i % 3)}):", "name": f"h{i}", "held": True} for i in range(5)]
 EVERY_TWO = {"eval_steps": 2, "eval_temperature": 0.4, "eval_samples_per_prompt": 3}
-
-
-class StopAfter(TrainerCallback):
-    """SIGTERM in the middle of a batch."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.batch - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Seen(TrainerCallback):

@@ -15,14 +15,15 @@ from safetensors.torch import load_file
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.cli import main
-from async_rlhf.commands.explain import run_explain
 from async_rlhf.commands.repeating import ReplayDiffersError
 from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.models.saving import write_model
-from async_rlhf.run.config import DataConfig, ExplainConfig, ReplayConfig, RunConfig
+from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.explain.command import run_explain
+from async_rlhf.studies.explain.config import ExplainConfig
 
 REWARD = """
 def letters(prompts, completions, **columns):

@@ -35,12 +35,12 @@ from async_rlhf.generation.agreement import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models.saving import write_model
-from async_rlhf.page.reading import read_run
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import verify
 from async_rlhf.run.schedule import StaleWeightsError
 from async_rlhf.scoring import RewardError
+from async_rlhf.studies.report.reading import read_run
 
 
 def descendants(pid: int) -> set[int]:

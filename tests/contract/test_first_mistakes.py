@@ -10,7 +10,8 @@ import pytest
 from tiny import PROMPTS
 
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.cli import COMMANDS, _find, main
+from async_rlhf.cli import main
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.parsing import _main_keys
 from async_rlhf.config.spelling import _ELSEWHERE, keys_of
 from async_rlhf.config.yaml_text import key_lines
@@ -118,7 +119,7 @@ def test_names_of_other_trainers_lead_to_keys():
 def test_the_short_help_shows_what_matters(capsys, command):
     code, short = ends(capsys, command, "--help")
     whole = ends(capsys, command, "--help-all")[1]
-    kind = _find(COMMANDS[command].config)
+    kind = import_attribute(COMMANDS[command].config)
     kind = RunConfig.of("online_dpo") if kind is RunConfig else kind
     main_keys = dict(_main_keys(kind))
     shown = re.findall(r"^ +--([\w.]+)", short, re.MULTILINE)

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from async_rlhf.cli import COMMANDS, _find
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import parse_either
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
@@ -150,7 +150,7 @@ def all_keys() -> dict[str, list[str]]:
             if isinstance(hint, type) and issubclass(hint, Checked):
                 yield from keys(hint, f"{prefix}{item.name}.")
 
-    found = {name: list(keys(_find(COMMANDS[name].config))) for name in SEEDS}
+    found = {name: list(keys(import_attribute(COMMANDS[name].config))) for name in SEEDS}
     found["train"] += list(keys(RunConfig.of("ppo"))) + list(keys(RunConfig.of("grpo")))
     return found
 
@@ -225,7 +225,7 @@ def outcome(command: str, words: list[str]) -> str:
     """ "valid", or the error; anything else that is raised is the test's failure."""
     started = time.monotonic()
     try:
-        config, text = parse_either(_find(COMMANDS[command].config), command, words)
+        config, text = parse_either(import_attribute(COMMANDS[command].config), command, words)
         assert isinstance(config, Checked)
         assert isinstance(text, str)
         found = "valid"
@@ -375,14 +375,70 @@ def test_what_yaml_says_is_what_it_looks_like():
         (["--train.output_dir", "x" * 300], "output_dir: got 'xxx"),
         (["--train.seed", str(2**32)], "seed: got 4294967296; must be at most 4,294,967,295"),
         (["--train.generation.workers", "5000"], "workers: got 5000; must be at most 1,024: each is a process"),
-        (["--train.seed", "1:30"], "Got value: 1:30"),
-        (["--train.learning_rate", "1:30.5"], "Got value: 1:30.5"),
+        (["--train.seed", "1:30"], "train.seed: got '1:30'; must be a number"),
+        (["--train.learning_rate", "1:30.5"], "train.learning_rate: got '1:30.5'; must be a number"),
         (["--algorithm", "[ppo]"], "algorithm: got '[ppo]'; must be one of"),
     ],
 )
 def test_values_without_sense_are_named(words, expected):
     Path("seed.yml").write_text(SEEDS["train"])
     assert expected in outcome("train", ["--config", "seed.yml", *words])
+
+
+LOOK_ALIKES = (
+    "1__0",
+    "1_0",
+    "1_",
+    "1._5",
+    "1e1_0",
+    "\ufeff1.0",
+    "1.0\ufeff",
+    "\u00a01.0",
+    "1.0\u2003",
+    "\u0661",
+    "\uff11.0",
+)
+LOOK_ALIKES += ("1\u0660.5", "010", "1.0\x1f", "1\u200b", "\u00b2")
+
+
+@pytest.mark.parametrize("key", ["train.generation.temperature", "train.batches"])
+@pytest.mark.parametrize("text", LOOK_ALIKES)
+def test_what_only_looks_like_a_number_is_none(text, key, monkeypatch):
+    """In an option, a variable and a file, with and without quotes."""
+    told = f"{key}: got {text!r}; must be a number"
+    Path("seed.yml").write_text(SEEDS["train"])
+    assert outcome("train", ["--config", "seed.yml", f"--{key}", text]).startswith(told)
+    assert outcome("train", ["--config", "seed.yml", f"--{key}={text}"]).startswith(told)
+    monkeypatch.setenv(f"ASYNC_RLHF_{key.replace('.', '__').upper()}", text)
+    assert outcome("train", ["--config", "seed.yml"]).startswith(told)
+    monkeypatch.delenv(f"ASYNC_RLHF_{key.replace('.', '__').upper()}")
+    *groups, last = key.split(".")
+    for value in (json.dumps(text), text):
+        inner = f"{last}: {value}"
+        for group in groups[:0:-1]:
+            inner = f"{group}: {{{inner}}}"
+        Path("file.yml").write_text(f"model: m\ndata: {{train: d.jsonl}}\ntrain: {{{inner}, output_dir: out}}\n")
+        said = outcome("train", ["--config", "file.yml", "--reward_funcs", "a:b"])
+        assert "must be a number" in said or "must be a plain decimal number" in said or "is no YAML" in said
+
+
+@pytest.mark.parametrize("text", ["1_000", "1000", " 1000", "+1000"])
+def test_numbers_may_have_thousands_apart(text, monkeypatch):
+    Path("file.yml").write_text(SEEDS["train"].replace("staleness: 1", f"batches: {text}"))
+    monkeypatch.setenv("ASYNC_RLHF_TRAIN__WARMUP_STEPS", text)
+    found = parse(RunConfig, "train", ["--config", "file.yml", "--train.save_steps", text])[0].train
+    assert (found.batches, found.warmup_steps, found.save_steps) == (1000, 1000, 1000)
+
+
+@pytest.mark.parametrize("key", ["train.device", "train.generation.device", "train.reward_model_device"])
+@pytest.mark.parametrize(
+    "device", ["cuda:99999999999999999999", "cuda:128", "xpu:255", "cuda:01", "cuda:\u0661", "cuda:"]
+)
+def test_a_device_that_no_machine_can_have_is_named(device, key):
+    Path("seed.yml").write_text(SEEDS["train"])
+    said = outcome("train", ["--config", "seed.yml", f"--{key}", device])
+    assert f'device: got {device!r}; must be "cpu", "cuda", "cuda:1" or the like up to 127, "mps"' in said
+    assert outcome("train", ["--config", "seed.yml", f"--{key}", "cuda:127"]) == "valid"
 
 
 def test_an_algorithm_that_is_a_list_is_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,25 +24,18 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
-from async_rlhf.cli import COMMANDS, _find
-from async_rlhf.commands import serve, sweep, workers
-from async_rlhf.commands.certify import run_certify
-from async_rlhf.commands.config import MigrateConfig, run_config
-from async_rlhf.commands.data import run_data
+from async_rlhf.commands import serve, workers
 from async_rlhf.commands.evaluate import run_evaluate
-from async_rlhf.commands.explain import run_explain
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
-from async_rlhf.commands.plan import run_plan
-from async_rlhf.commands.quickstart import stage_configs
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.replay import run_replay
-from async_rlhf.commands.report import run_report
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.sweep import run_sweep
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.commands.train import run_train
+from async_rlhf.compat.original.command import MigrateConfig, run_config
 from async_rlhf.config import (
     AdapterConfig,
     EvaluateConfig,
@@ -54,7 +48,6 @@ from async_rlhf.config import (
     OnlineConfig,
     PairsConfig,
     ParallelConfig,
-    PlanConfig,
     RayConfig,
     RelabelConfig,
     RewardConfig,
@@ -63,11 +56,6 @@ from async_rlhf.config import (
     VLLMConfig,
 )
 from async_rlhf.config.base import Checked
-from async_rlhf.config.certify import CertifyConfig
-from async_rlhf.config.plan import ModelSizeConfig, SecondsConfig, WorkloadConfig
-from async_rlhf.config.quickstart import DocstringsConfig, QuickstartConfig
-from async_rlhf.config.report import ReportConfig
-from async_rlhf.config.sweep import ManyRunsConfig, SweepConfig
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -84,11 +72,25 @@ from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.choices import make_generator
-from async_rlhf.run.config import DataConfig, ExplainConfig, ReplayConfig, RunConfig
+from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
-from async_rlhf.sweeps.running import Outcome
+from async_rlhf.studies.certify.command import run_certify
+from async_rlhf.studies.certify.config import CertifyConfig
+from async_rlhf.studies.explain.command import run_explain
+from async_rlhf.studies.explain.config import ExplainConfig
+from async_rlhf.studies.plan.command import run_plan
+from async_rlhf.studies.plan.config import ModelSizeConfig, PlanConfig, SecondsConfig, WorkloadConfig
+from async_rlhf.studies.report.command import run_report
+from async_rlhf.studies.report.config import ReportConfig
+from async_rlhf.studies.sweep import command as sweep
+from async_rlhf.studies.sweep.command import run_sweep
+from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
+from async_rlhf.studies.sweep.running import Outcome
 from async_rlhf.system.lock import InUseError
+from async_rlhf.tasks.docstrings.config import DocstringsConfig, QuickstartConfig
+from async_rlhf.tasks.docstrings.data import run_data
+from async_rlhf.tasks.docstrings.quickstart import stage_configs
 
 HAS_RAY = find_spec("ray") is not None
 Read = set[tuple[type, str]]
@@ -101,12 +103,14 @@ def _reader(frame: FrameType | None) -> str:
     by checks, printing and comparing."""
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        ours = module.startswith(CONFIG)
+        ours = (
+            module.startswith(CONFIG) or re.fullmatch(r"async_rlhf\.(studies|tasks)\.\w+\.config", module) is not None
+        )
         if module in (f"{CONFIG}.base", f"{CONFIG}.parsing") or (ours and code.co_name in ("check", "summary")):
             return CONFIG
         if code.co_filename == "<string>":  # what dataclasses writes
             return CONFIG
-        if module != __name__ and (not ours or module.startswith(f"{CONFIG}.original")):
+        if module != __name__ and not ours:
             return module
         frame = frame.f_back
     return CONFIG
@@ -374,7 +378,7 @@ def kinds() -> list[type[Checked]]:
                     add(hint)
 
     for kind in [
-        *(_find(command.config) for command in COMMANDS.values()),
+        *(import_attribute(command.config) for command in COMMANDS.values()),
         *(algorithm.config for algorithm in built_in()),
     ]:
         add(kind)

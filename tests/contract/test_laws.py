@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import count_letters
+from tiny import StopAfter, count_letters
 
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
-from async_rlhf.algorithms.table import find
+from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -24,13 +25,26 @@ from async_rlhf.scoring import Scorer
 from async_rlhf.types import Batch, Group
 
 LOSSES = ("loss/policy_avg", "loss/value_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")
-SAMPLES = {"best_of_k": 3, "rloo": 2, "ppo": 1, "grpo": 4}
+SAMPLES = {name: {"best_of_k": 3, "ppo": 1, "grpo": 4}.get(name, 2) for name in BUILT_IN}
+PASSES = {
+    "rows": {},
+    "padded": {"max_tokens_per_pass": 120, "annotate_max_tokens": 240, "packing": False},
+    "packed": {"max_tokens_per_pass": 120, "annotate_max_tokens": 240, "packing": True},
+}
 
 
-def run_trainer(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo"):
+def run_trainer(make_policy, tokenizer, prompts, args: OnlineConfig, stop_after: int | None = None):
     policy = make_policy()
-    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
-    trainer.train()
+    trainer = OnlineTrainer(
+        policy,
+        args,
+        prompts,
+        reward_funcs=count_letters,
+        processing_class=tokenizer,
+        callbacks=[] if stop_after is None else [StopAfter(stop_after)],
+    )
+    with nullcontext() if stop_after is None else pytest.raises(SystemExit, match=r"^0$"):
+        trainer.train()
     return policy.state_dict(), metrics_of(args)
 
 
@@ -82,12 +96,32 @@ def test_asynchronous_equals_its_sequential_oracle_bitwise(make_policy, tokenize
     assert any(not torch.equal(tensor, other_lag[0][name]) for name, tensor in ours[0].items())
 
 
+@pytest.mark.parametrize(
+    ("staleness", "passes", "checkpoint"),
+    [(0, "packed", "whole"), (0, "padded", "sharded"), (1, "rows", "sharded"), (2, "packed", "sharded"),
+     (2, "rows", "whole")],
+)  # fmt: skip
 @pytest.mark.parametrize("algorithm", SAMPLES)
-def test_every_algorithm_is_as_exact(make_policy, tokenizer, prompts, make_args, algorithm):
+def test_every_algorithm_is_as_exact(
+    make_policy, tokenizer, prompts, make_args, algorithm, staleness, passes, checkpoint
+):
+    """Also when its run is stopped after batch 2 and resumed, from whole and from sharded checkpoints."""
+    samples = SAMPLES[algorithm]
     args = make_args(
-        algorithm=algorithm, staleness=1, samples_per_prompt=SAMPLES[algorithm], total_episodes=24, num_epochs=2
+        algorithm=algorithm,
+        staleness=staleness,
+        samples_per_prompt=samples,
+        completions_per_batch=8 * samples,
+        per_device_train_batch_size=4 if passes == "rows" else None,
+        total_episodes=32,
+        num_epochs=2,
+        checkpoint_format=checkpoint,
+        **PASSES[passes],
     )
-    ours = run_trainer(make_policy, tokenizer, prompts, args, algorithm)
+    run_trainer(make_policy, tokenizer, prompts, args, stop_after=2)
+    assert len(metrics_of(args)) == 2
+    ours = run_trainer(make_policy, tokenizer, prompts, replace(args, resume=True))
+    assert len(ours[1]) == 4
     assert_same_run(ours, sequential_oracle(make_policy, tokenizer, prompts, args, algorithm))
     assert ours[1][-1]["grad_norm"] > 0
 
@@ -174,14 +208,14 @@ def accumulated_gradients(make_policy, tokenizer, prompts, args: OnlineConfig, a
 
 
 @pytest.mark.parametrize(("per_device", "accumulation"), [(2, 4), (1, 8), (3, 3)])
-@pytest.mark.parametrize("algorithm", ["online_dpo", *SAMPLES])
+@pytest.mark.parametrize("algorithm", SAMPLES)
 def test_micro_batching_changes_no_gradient(
     make_policy, tokenizer, prompts, make_args, algorithm, per_device, accumulation
 ):
     def gradients(per_device: int, accumulation: int) -> dict[str, torch.Tensor]:
         args = make_args(
             algorithm=algorithm,
-            samples_per_prompt=SAMPLES.get(algorithm, 2),
+            samples_per_prompt=SAMPLES[algorithm],
             per_device_train_batch_size=per_device,
             gradient_accumulation_steps=accumulation,
             num_mini_batches=1,
@@ -197,15 +231,15 @@ def test_micro_batching_changes_no_gradient(
 
 
 @pytest.mark.parametrize(("packing", "tokens"), [(False, 120), (True, 120), (True, 1)])
-@pytest.mark.parametrize("algorithm", ["online_dpo", *SAMPLES])
+@pytest.mark.parametrize("algorithm", SAMPLES)
 def test_passes_that_tokens_limit_change_no_gradient(
     make_policy, tokenizer, prompts, make_args, algorithm, packing, tokens
 ):
     def gradients(**limits: object) -> dict[str, torch.Tensor]:
         args = make_args(
             algorithm=algorithm,
-            samples_per_prompt=SAMPLES.get(algorithm, 2),
-            completions_per_batch=8 * SAMPLES.get(algorithm, 2),
+            samples_per_prompt=SAMPLES[algorithm],
+            completions_per_batch=8 * SAMPLES[algorithm],
             num_mini_batches=1,
             max_grad_norm=0.0,
             total_episodes=8,

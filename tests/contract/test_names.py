@@ -15,7 +15,7 @@ from test_docs import ROOT, options_of
 from tiny import PROMPTS
 
 import async_rlhf
-from async_rlhf.cli import COMMANDS
+from async_rlhf.commands.table import COMMANDS
 from async_rlhf.models.saving import write_model
 
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.run import callbacks
 from async_rlhf.run.folder import REPORT_MARK, Checkpoints, hold_folder
 from async_rlhf.run.manifest import delete_whole, stranger_in, verify, write_whole
+from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import InUseError
 
 HOLDER = Path(__file__).with_name("holder.py")
@@ -408,3 +409,16 @@ def test_a_folder_that_is_made_for_nothing_is_deleted_again(tmp_path):
     (tmp_path / "there").mkdir()
     hold_folder(tmp_path / "there").release()
     assert os.listdir(tmp_path) == ["there"]
+
+
+def test_a_small_file_may_be_written_by_several_at_once(tmp_path):
+    path = tmp_path / "folder" / "workers-wanted.json"
+    with whole_file(path) as first:
+        first.write("1, which is longer")
+        with whole_file(path) as second:
+            second.write("2")
+        assert path.read_text() == "2"
+        with pytest.raises(UnicodeEncodeError), whole_file(path) as third:
+            third.write("\ud800")
+    assert path.read_text() == "1, which is longer"
+    assert [*path.parent.iterdir()] == [path]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
 from contextlib import nullcontext
 from itertools import count, product
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from tiny import count_letters
+from tiny import StopAfter, count_letters
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -38,17 +36,6 @@ RUNS = {
     "online_dpo_lora": {"lora": LoRAConfig(rank=3)},
     "ppo_lora": {"lora": LoRAConfig(rank=3)},
 }
-
-
-class StopAfter(TrainerCallback):
-    """SIGTERM in the middle of a batch, as a scheduler sends it."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.batch - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class NoisyReward:

@@ -11,7 +11,9 @@ import sys
 import threading
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from test_resume import RUNS, StopAfter, assert_same, logs_of, run
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from async_rlhf import ParallelConfig
@@ -304,11 +307,43 @@ def test_large_shards_are_several_files(make_policy, tokenizer, prompts, make_ar
     options = {"checkpoint_format": "sharded", "save_steps": 3}
     whole = run(make_policy, tokenizer, prompts, make_args("whole", **options))
     checkpoint = Path(whole[0].args.output_dir) / "checkpoint-3"
-    sizes = [path.stat().st_size for path in (checkpoint / "resume" / "shards").iterdir()]
+    files = sorted((checkpoint / "resume" / "shards").iterdir())
+    sizes = [path.stat().st_size for path in files]
     assert len(sizes) > 4
     assert max(sizes) < 60_000
+    assert all(one + next_one > 50_000 for one, next_one in pairwise(sizes))  # none is begun before it must be
+    count = len(files)
+    assert [f.stem for f in files] == [f"shard-00001-model-{n:05}-of-{count:05}" for n in range(1, count + 1)]
     again = run(make_policy, tokenizer, prompts, make_args("again", resume_from=str(checkpoint), **options))
     assert_same((again[0], [], []), (whole[0], [], []))
+
+
+def test_what_all_ranks_hold_is_shared_out(make_policy, tokenizer, prompts, make_args):
+    """Rank 0 writes the weights; the moments go where least is written, so that all write about as much."""
+    learner = run(make_policy, tokenizer, prompts, make_args(total_episodes=8))[0].learner
+    whole = shards.own_state(learner)
+    largest = max(tensor.nbytes for tensor in whole.values())
+    for count in (2, 3):
+        parts = []
+        for rank in range(count):
+            learner.ranks = Ranks(rank, count)
+            parts.append(shards.own_state(learner))
+        assert sorted(name for part in parts for name in part) == sorted(whole)
+        assert {name for name in whole if name.startswith("weight.")} <= parts[0].keys()
+        sizes = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
+        assert max(sizes) - min(sizes) <= largest
+
+
+def test_of_several_ranks_errors_the_first_ones_is_raised():
+    def first(**kinds: type[Exception]) -> Exception:
+        failures = {int(rank[1:]): (kind(f"of {rank}"), StackSummary()) for rank, kind in kinds.items()}
+        return shards._first(CheckpointException("", failures))
+
+    error = first(r2=ValueError, r1=OSError)
+    assert (type(error), str(error)) == (OSError, "of r1")
+    error = first(r3=OSError, r2=ValueError)
+    told = "rank 2 failed while a checkpoint was written or read: ValueError: of r2"
+    assert (type(error), str(error)) == (RuntimeError, told)
 
 
 def test_a_damaged_shard_is_found(checkpoint, make_policy, tokenizer, prompts, make_args):

@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray")
 
 from async_rlhf.cluster.ray_tasks import run_tasks  # noqa: E402
 from async_rlhf.config import ConfigError  # noqa: E402
-from async_rlhf.sweeps.running import Job, run_alone  # noqa: E402
+from async_rlhf.studies.sweep.running import Job, run_alone  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ import planted_leaks
 import pytest
 from memory import CASES, PHASES, phases, planned
 
-from async_rlhf.commands.plan import run_plan
-from async_rlhf.config import PlanConfig
-from async_rlhf.config.plan import ModelSizeConfig, WorkloadConfig
+from async_rlhf.studies.plan.command import run_plan
+from async_rlhf.studies.plan.config import ModelSizeConfig, PlanConfig, WorkloadConfig
 
 CLOSE = 0.1
 GRID = [

@@ -163,6 +163,30 @@ def test_noise_follows_the_run_and_outliers_are_not_faults():
         noise.require("it", torch.full((100,), 1.01e-3), "tokens")
 
 
+def test_a_single_token_is_far_off_only_where_rounding_can_jump(make_policy):
+    """As where it sends a token to another expert, or across the border of a truncated distribution."""
+    for params, experts in ((PARAMS, 0), (PARAMS, 4), (replace(PARAMS, top_k=250), 0), (replace(PARAMS, top_p=0.9), 0)):
+        policy, compared = make_policy(), agreement(params=params)
+        policy.config.num_experts_per_tok = experts
+        engine = TransformersEngine(copy.deepcopy(policy).eval(), params, 0)
+
+        def measure(batch, off, policy=policy, compared=compared, engine=engine):
+            prompts = [replace(prompt, draw=prompt.draw + 5 * batch) for prompt in PROMPTS]
+            groups = [Group(*answered) for answered in zip(prompts, engine.generate(prompts), strict=True)]
+            groups = changed(groups, lambda r, t: off if (r, t) == (3, 0) else 0.0)
+            return compared.measure(batch, policy, lambda version: {}, groups)["engine/logprob_difference_max"]
+
+        measure(1, 1e-6)
+        assert measure(2, 5e-4) > 4e-4
+        if experts or params is not PARAMS:
+            assert measure(3, 4e-3) > 3e-3
+            continue
+        with pytest.raises(
+            GeneratorError, match=r"one token of \d+ on its completions differs by 0\.004, and the noise"
+        ):
+            measure(3, 4e-3)
+
+
 @pytest.mark.parametrize("changes", [{"temperature": 0.75}, {"seed": 1}])
 def test_tokens_that_the_random_numbers_do_not_give_are_found(make_policy, changes):
     policy = make_policy()

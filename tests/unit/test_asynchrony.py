@@ -8,13 +8,13 @@ import logging
 import torch
 from tiny import PROMPTS, new_args
 
-from async_rlhf.commands.quickstart import RUNS, _report, stage_configs
 from async_rlhf.commands.train import run_train
-from async_rlhf.config.quickstart import QuickstartConfig
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.saving import write_model
 from async_rlhf.reports.asynchrony import asynchrony, better_threads, read_rows
 from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.tasks.docstrings.config import QuickstartConfig
+from async_rlhf.tasks.docstrings.quickstart import RUNS, _report, stage_configs
 
 
 def rows(batch: float, generate: float, warm_up: float = 9.0) -> list[dict[str, float]]:

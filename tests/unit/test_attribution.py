@@ -10,13 +10,13 @@ import torch
 from tiny import count_letters
 
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.attribution.account import explained
-from async_rlhf.attribution.contributions import contributions
-from async_rlhf.attribution.update import RepeatableUpdate, clones, norm
-from async_rlhf.attribution.without import Removal, distance, reward_parts, without_part
 from async_rlhf.config.online import LoRAConfig
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.explain.account import explained
+from async_rlhf.studies.explain.contributions import contributions
+from async_rlhf.studies.explain.update import RepeatableUpdate, clones, inner, norm
+from async_rlhf.studies.explain.without import Removal, distance, reward_parts, without_part
 from async_rlhf.types import Batch, Group
 
 
@@ -209,6 +209,21 @@ def test_left_out_is_what_a_learner_does_that_never_saw_it(make_policy, tokenize
     history = torch.cat([d.flatten() for d in update.step_to(update.take_without_gradient(1))]).double()
     assert (history - flat["none"]).norm() < 0.01 * history.norm()
     assert history.norm() > 0
+    # The part of this step that is the momentum of the first batch, by the formula, with this step's own denominator.
+    optimizer, rate, (beta, second) = learner.optimizer, args.learning_rate, (0.9, 0.999)
+    update.take(experience)
+    moments = [(optimizer.state[p]["exp_avg"].clone(), optimizer.state[p]["exp_avg_sq"].clone()) for p in update.policy]
+    update.rewind()
+    earlier = [beta * optimizer.state[p]["exp_avg"] for p in update.policy]
+    parts = [
+        -rate * old / (1 - beta**2) / ((square / (1 - second**2)).sqrt() + 1e-4)
+        for old, (_, square) in zip(earlier, moments, strict=True)
+    ]
+    step = update.step_to(after)
+    share = inner(parts, step) / inner(step, step)
+    found = 1 - inner(update.step_to(update.take_without_momentum(experience)), step) / inner(step, step)
+    assert found == pytest.approx(share, abs=1e-4)
+    assert abs(share - inner(update.step_to(update.take_without_gradient(1)), step) / inner(step, step)) > 0.02
 
 
 def test_the_distance_of_policies_is_their_divergence(make_policy, tokenizer, prompts, make_args):

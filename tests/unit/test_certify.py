@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from tiny import PROMPTS, byte_tokenizer, new_policy
 
-from async_rlhf.commands.certify import run_certify, trials_of
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
-from async_rlhf.config.certify import CertifyConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.sweeps.certificate import (
+from async_rlhf.studies.certify.certificate import (
     Question,
     _odds,
     in_order,
@@ -28,6 +26,8 @@ from async_rlhf.sweeps.certificate import (
     table,
     told,
 )
+from async_rlhf.studies.certify.command import run_certify, trials_of
+from async_rlhf.studies.certify.config import CertifyConfig
 
 QUESTION = Question(staleness=4, margin=0.02, error=0.05, min_pairs=5)
 # Mean gold reward of twelve pairs of runs of one recipe at S = 0 and S = 4 whose seeds had much in common.

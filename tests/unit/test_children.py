@@ -63,3 +63,39 @@ def test_the_fork_server_asks_in_that_way(tmp_path):
     (tmp_path / "child.py").write_text(IN_A_CHILD.format(method="forkserver").partition("if __name__")[0])
     program = "import child\n" + IN_A_CHILD.format(method="forkserver")
     assert run(program, tmp_path) == "True False"
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from async_rlhf.studies.sweep.running import Job, run_jobs
+
+if __name__ == "__main__":
+    import probe
+    sys.path.append("")
+    (outcome,) = run_jobs([Job("job", probe.where, None, Path("jobs"))], 1, 1)
+    print(outcome.results or outcome)
+"""
+PROBE = """
+import async_rlhf
+from async_rlhf.system.named import load_attribute
+
+def where(_):
+    return {"package": async_rlhf.__file__, "mine": load_attribute("mine", "reward", "reward_funcs", "function")()}
+"""
+
+
+@pytest.mark.parametrize("shadow", ["async_rlhf/nothing.txt", "async_rlhf/__init__.py", "async_rlhf.py"])
+def test_workers_run_the_code_of_their_parent_whatever_is_in_the_current_folder(tmp_path, shadow):
+    """And import the user's own modules from there."""
+    scripts, here, root = tmp_path / "scripts", tmp_path / "here", Path(__file__).parents[2]
+    for folder in (scripts, here / "async_rlhf" if "/" in shadow else here):
+        folder.mkdir(parents=True)
+    (scripts / "sweep.py").write_text(SWEEP)
+    (scripts / "probe.py").write_text(PROBE)
+    (here / "mine.py").write_text("def reward(): return 1")
+    (here / shadow).write_text("")
+    words = [sys.executable, str(scripts / "sweep.py")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "HOME": str(tmp_path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=here)
+    assert done.stdout.strip() == str({"package": str(root / "async_rlhf" / "__init__.py"), "mine": 1}), done.stderr

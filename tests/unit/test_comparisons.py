@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from tiny import count_letters
 
-from async_rlhf.config.plan import HardwareConfig, ModelSizeConfig
 from async_rlhf.generation.agreement import rows_of_batch
 from async_rlhf.generation.comparisons import CPU, FIRST, GPU, LIMIT, Comparisons, share, steps_for, steps_of
 from async_rlhf.models.snapshots import SnapshotRing
-from async_rlhf.planning.roofline import Batch, Roofline
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig
+from async_rlhf.studies.plan.roofline import Batch, Roofline
 
 
 @pytest.mark.parametrize("rows", [8, 64, 1024, 16_384])
@@ -21,7 +21,7 @@ def test_by_the_planner_comparing_takes_less_than_half_a_percent_of_a_batch(rows
     prompt, response = 200, 1000
     batch = Batch(rows, 1, prompt, response, response, 1, 1, 1, prompt, 8, 64)
     model = ModelSizeConfig(parameters, 32, 1024, reference_parameters=0, reward_parameters=0, recompute=False)
-    seconds = Roofline(GPU, model, batch).learn_seconds(ranks)
+    seconds = Roofline(HardwareConfig(), model, batch).learn_seconds(ranks)
     forward = 2 * parameters * 8 * (prompt + response) / (GPU.tflops * 1e12 * GPU.forward_mfu)
     loading = 2.0 * parameters / (GPU.weights_gbs * 1e9)
     steps = steps_for(share(rows, 8, prompt + response, ranks, 2.0, GPU))
@@ -80,3 +80,8 @@ def test_weights_that_the_policy_still_has_are_not_loaded(
     OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
     published = 2 * 2 if staleness == 0 else 2 * 1  # versions, each written and read back for its digests
     assert len(read) == published + loads
+
+
+def test_the_hardware_is_the_planners():
+    planned = HardwareConfig()
+    assert tuple(getattr(planned, name) for name in GPU._fields) == GPU

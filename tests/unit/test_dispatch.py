@@ -96,6 +96,22 @@ def test_what_a_lost_worker_had_comes_first():
     assert (first.given, second.given) == ([(1, 0), (1, 2), (1, 3)], [(1, 1), (1, 0)])
 
 
+def test_the_first_by_number_takes_one_and_what_it_had_goes_to_the_next_at_once():
+    """In whatever order they have joined."""
+    first, second = Worker(0), Worker(1)
+    dispatcher = Dispatcher([second])
+    assert not dispatcher.is_there(first)
+    dispatcher.join(first)
+    assert dispatcher.is_there(first)
+    dispatcher.add(batch(1, 1))
+    assert (first.given, second.given) == ([(1, 0)], [])
+    dispatcher.lost(first)
+    assert not dispatcher.is_there(first)
+    assert second.given == [(1, 0)]
+    dispatcher.add(batch(2, 1))
+    assert second.given == [(1, 0)], "one unit at a time"
+
+
 def test_nothing_is_lost_while_nobody_is_there():
     (only,), dispatcher = make(1)
     dispatcher.lost(only)

@@ -6,7 +6,9 @@ import json
 import random
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ import torch
 from transformers import TrainerCallback
 
 from async_rlhf import KLConfig
+from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring import Scorer
 from async_rlhf.scoring.early import EarlyRewards
 from async_rlhf.scoring.functions import RewardError
-from async_rlhf.types import Batch, Group, Prompt
+from async_rlhf.system.random_state import capture, equal
+from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EARLY = "early rewards"
 
@@ -153,6 +157,94 @@ def test_a_checkpoint_has_the_random_numbers_that_the_next_batch_was_judged_with
     assert [line["objective/scores"] for line in found][-3:] == [line["objective/scores"] for line in lines][3:]
 
 
+class OwnNumbers(Slow):
+    """Draws from a generator of its own, of which nobody knows."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.generator = random.Random(5)
+
+    def __call__(self, completions, **_):
+        super().__call__(completions)
+        return [self.generator.random() for _ in completions]
+
+
+class AskAt(TrainerCallback):
+    """Asks for evaluations after some batches, and may end the run after one."""
+
+    def __init__(self, batches, last=None) -> None:
+        self.batches, self.last = batches, last
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_evaluate = control.should_evaluate or state.global_step in self.batches
+        control.should_training_stop = state.global_step == self.last
+
+
+CASES = {
+    "every second": (2, 2, (), None),
+    "every batch": (1, 3, (), None),
+    "every third": (3, 1, (), None),
+    "by a callback": (0, 2, (2, 7), None),
+    "in quick succession": (0, 2, (2, 3, 7, 9), None),
+    "by both": (4, 2, (3, 5), None),
+    "until a callback ends it": (3, 3, (), 7),
+}
+
+
+class Late(TrainerCallback):
+    """Holds the learner up after each batch, so that all that can be judged early is."""
+
+    def on_step_end(self, args, state, control, **_):
+        time.sleep(0.15)
+
+
+FORESEEN = ("every second", "every batch", "every third", "by a callback")
+"""Of the other evaluations nobody knows, when a batch is judged early, that they are to come before it: the numbers of
+the global generators are taken back then; those of a function's own generator cannot be."""
+
+
+@pytest.mark.parametrize(("kind", "case"), [*product([Drawing], CASES), *product([OwnNumbers], FORESEEN)])
+def test_random_rewards_are_those_that_are_drawn_in_turn(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, kind, case
+):
+    """Held-out answers draw between the same two batches, however early these were sampled."""
+    steps, staleness, asked, last = CASES[case]
+    found = []
+    for name in ("early", "in turn"):
+        args = asynchronous(make_args, name, num_epochs=6, eval_steps=steps)
+        args = replace(args, staleness=staleness, generation=replace(args.generation, response_length=4))
+        callbacks = [AskAt(asked, last), Late()] if name == "early" else [AskAt(asked, last)]
+        if name == "in turn":
+            monkeypatch.setattr(Scorer, "begin", lambda *_: None)
+        random.seed(1)
+        torch.manual_seed(1)
+        held = prompts[:4]
+        rows = run(make_policy(), tokenizer, prompts, args, kind(0.0), eval_dataset=held, callbacks=callbacks)
+        found.append([{k: v for k, v in row.items() if "time/" not in k and k != "eps"} for row in rows])
+        assert bool(spans(args.output_dir, "rewards")) == (name == "early")
+    assert len([row for row in found[0] if "eval_objective/scores" in row]) >= 2
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("checkpoints", ["whole", "sharded"])
+def test_a_run_with_random_rewards_and_evaluations_resumes_as_it_was(
+    make_policy, tokenizer, prompts, make_args, checkpoints
+):
+    """Also from a checkpoint that was taken while an evaluation was under way and batches had been judged early."""
+    parallel = {"parallel": ParallelConfig(strategy="fsdp")} if checkpoints == "sharded" else {}
+    changes = {"num_epochs": 4, "eval_steps": 3, "save_steps": 1, "checkpoint_format": checkpoints, **parallel}
+    whole = replace(asynchronous(make_args, "whole", **changes), staleness=2)
+    lines = run(make_policy(), tokenizer, prompts, whole, Drawing(0.0), eval_dataset=prompts[:4], callbacks=[Late()])
+    for batch in (3, 4, 5):
+        again = replace(whole, output_dir=f"{whole.output_dir}-{batch}")
+        again = replace(again, resume_from=f"{whole.output_dir}/checkpoint-{batch}")
+        random.seed(5)
+        found = run(make_policy(), tokenizer, prompts, again, Drawing(0.0), eval_dataset=prompts[:4])
+        names = ("batch", "objective/scores", "eval_objective/scores")
+        after = [{name: row.get(name) for name in names} for row in lines if row["batch"] > batch]
+        assert [{name: row.get(name) for name in names} for row in found if row["batch"] > batch] == after
+
+
 class ByPrompt(Slow):
     """May be called with some prompts of a batch."""
 
@@ -218,6 +310,37 @@ def test_the_error_of_a_part_is_raised_in_the_turn_of_its_batch(make_policy, tok
     assert [json.loads(line)["batch"] for line in lines] == [1, 2]
 
 
+def test_completions_that_were_sampled_again_draw_what_the_first_ones_drew():
+    """Nobody judges the first ones once more, and those after them draw what they would have drawn."""
+    groups = [(Group(Prompt(i, i, (1,)), ()),) for i in range(3)]
+    others = (replace(groups[0][0], samples=(None,)),)
+    asked: list[object] = []
+
+    def judge(given):
+        asked.append(given)
+        if given is others:
+            rewards.begin(3, 0, groups[2], 1)  # meanwhile, which wakes the thread
+            time.sleep(0.01)
+        return random.random()
+
+    random.seed(1)
+    expected = [random.random() for _ in range(3)]
+    for _ in range(20):
+        asked.clear()
+        random.seed(1)
+        rewards = EarlyRewards(judge, ordered=True)
+        with rewards.running(None):
+            rewards.begin(1, 0, groups[0], 1)
+            rewards.begin(2, 0, groups[1], 1)
+            deadline = time.monotonic() + 60
+            while len(asked) < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            found = [rewards.of(Batch(1, 0, others, 0.0))]
+            found += [rewards.of(Batch(b, 0, groups[b - 1], 0.0)) for b in (2, 3)]
+        assert found == expected
+        assert asked == [groups[0], groups[1], others, groups[1], groups[2]]
+
+
 def test_only_the_very_completions_that_were_judged_are_taken():
     groups = tuple(Group(Prompt(i, i, (1,)), ()) for i in range(2))
     others = tuple(replace(group, samples=(None,)) for group in groups)  # a share that was sampled again
@@ -239,3 +362,116 @@ def test_only_the_very_completions_that_were_judged_are_taken():
         assert rewards.of(Batch(2, 0, others, 0.0)) == 3
         assert rewards.of(Batch(3, 0, groups, 0.0)) == 4
     assert asked == [groups, groups, others, groups]
+
+
+# The scorer, without a run
+
+
+def answers(config) -> tuple[Group, ...]:
+    """As many as a batch has."""
+    sample = Sample.answer([65], [66, 256], [-0.5] * 2, [0] * 2, "stop")
+    return tuple(Group(Prompt(i, i, (65,), {"query": "A"}), (sample, sample)) for i in range(config.batch_size))
+
+
+def require_early(tokenizer, config, early, told=()) -> None:
+    """Functions, and numbers of batches whose turn is next, or of held-out answers, against whether the functions are
+    called before that turn. The scorers are told what :meth:`Scorer.expect` takes.
+    """
+    groups = answers(config)
+    with ExitStack() as stack:
+        for function, index in early:
+            scorer = Scorer(tokenizer, config, None, [function])
+            stack.enter_context(scorer.started(first=max(1, index)))
+            for decided in told:
+                scorer.expect(*decided)
+            scorer.begin(index, 0, groups)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and not all(f.calls for (f, _), expected in early.items() if expected):
+            time.sleep(0.01)
+        time.sleep(0.3)
+    found = {(type(function).__name__, index): bool(function.calls) for function, index in early}
+    assert found == {(type(function).__name__, index): expected for (function, index), expected in early.items()}
+
+
+def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
+    """Not what a function with a state judges; and held-out answers only by functions that may judge parts."""
+    early = {(Slow(0.0), 1): True, (Slow(0.0), -2): False, (Stateful(0.0), 1): False}
+    early |= {(ByPrompt(0.0), 2): True, (ByPrompt(0.0), -2): True}
+    require_early(tokenizer, asynchronous(make_args, "run"), early)
+
+
+def test_batches_wait_for_the_evaluations_that_may_come_before_them(tokenizer, make_args):
+    """Answers of version v are scored right before batch v + 3: the generators' delay is 2."""
+    config = asynchronous(make_args, "run", eval_steps=2)
+    assert config.evaluation_delay == 2
+    early = {(Slow(0.0), index): index <= 3 for index in (1, 2, 3, 4, 5, 8)}
+    require_early(tokenizer, config, early, told=[(0, None)])
+    early = {(Slow(0.0), index): index in (4, 5, 7, 8) for index in (4, 5, 6, 7, 8, 9, 10)}
+    require_early(tokenizer, config, early, told=[(3, 3), (5, None)])
+
+
+def test_a_batch_that_waited_is_judged_once_no_evaluation_can_come_before_it(tokenizer, make_args):
+    config, function = asynchronous(make_args, "run", eval_steps=2), Slow(0.0)
+    scorer = Scorer(tokenizer, config, None, [function])
+    with scorer.started(first=4):
+        scorer.expect(0, None)
+        scorer.begin(4, 0, answers(config))
+        time.sleep(0.3)
+        assert not function.calls
+        scorer.expect(1, None)
+        deadline = time.monotonic() + 10
+        while not function.calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(function.calls) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rewards_of_parts_are_those_of_the_batch(tokenizer, make_args, parts):
+    config, function = asynchronous(make_args, "run"), ByPrompt(0.05)
+    scorer, groups = Scorer(tokenizer, config, None, [function]), answers(config)
+    size = len(groups) // parts
+    with scorer.started():
+        for first in range(0, len(groups), size):
+            scorer.begin(1, first, groups[first : first + size])
+        scored = scorer(Batch(1, 0, groups, 0.0))
+    assert function.sizes == [2 * size] * parts
+    assert scored.scores_PK.tolist() == [[1.0, 1.0]] * len(groups)
+    assert 0.05 * parts <= scored.metrics["time/reward_funcs"] < 30
+    assert equal(scorer.random_state(), capture())
+
+
+def test_states_of_functions_are_restored_by_name(tokenizer, make_args):
+    first, second = Stateful(0.0), Slow(0.0)
+    scorer = Scorer(tokenizer, asynchronous(make_args, "run"), None, [first, second])
+    assert scorer.state() == {"Stateful": {"calls": 0}}
+    scorer.restore({"Stateful": {"calls": 7}, "of another run": {"calls": 8}})
+    assert first.before == 7
+
+
+def test_parts_are_not_judged_apart_where_a_reward_model_elsewhere_has_to_see_them_all(
+    tokenizer, make_args, make_reward_model
+):
+    class Elsewhere(Scorer):
+        model_elsewhere = True
+
+    config, found = asynchronous(make_args, "run"), []
+    groups, model, passes = answers(config), make_reward_model(), []
+    model.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    for kind in (Scorer, Elsewhere):
+        scorer = kind(tokenizer, config, model, [ByPrompt(0.0)])
+        with scorer.started():
+            for first in (0, 4):
+                scorer.begin(1, first, groups[first : first + 4])
+            scored = scorer(Batch(1, 0, groups, 0.0))
+        found.append((scored.scores_PK.tolist(), scored.metrics["reward/model"]))
+    assert found[0] == found[1]
+    assert len(passes) == 2  # one of each
+
+
+def test_a_state_that_does_not_fit_a_file_is_refused_at_the_start(tokenizer, make_args):
+    class Holds(Stateful):
+        def state_dict(self):
+            return {"seen": {1, 2}}
+
+    with pytest.raises(ConfigError, match=r"^reward_funcs: state_dict\(\) must return what JSON can hold: .*set"):
+        Scorer(tokenizer, asynchronous(make_args, "run"), None, [Holds()])

@@ -62,25 +62,32 @@ def test_mean_interval_by_hand():
 
 
 def test_clustered_interval_is_its_formula():
-    """Against a loop over clusters of every size; with one value a cluster it is Student's."""
+    """Against loops over clusters of every size; with one value a cluster it is Student's."""
     random = np.random.default_rng(0)
     for clusters in ([0, 0, 1], list("aabbbc"), [*range(20), 3, 3, 7]):
         values = list(random.normal(1.0, 2.0, size=len(clusters)))
         n, mean = len(values), math.fsum(values) / len(values)
-        squares = 0.0
+        squares, form_NN = 0.0, np.zeros((n, n))
         for cluster in set(clusters):
-            squares += math.fsum(v - mean for v, c in zip(values, clusters, strict=True) if c == cluster) ** 2
-        count = len(set(clusters))
-        half = t_quantile(count - 1) * math.sqrt(count / (count - 1) * squares) / n
+            inside_N = np.array([c == cluster for c in clusters], dtype=float)
+            size = inside_N.sum()
+            squares += math.fsum(v - mean for v, c in zip(values, clusters, strict=True) if c == cluster) ** 2 / (
+                1 - size / n
+            )
+            sums_N = (inside_N - size / n) / math.sqrt(1 - size / n)  # e_g as a linear form of the values
+            form_NN += np.outer(sums_N, sums_N)
+        freedom = np.trace(form_NN) ** 2 / np.trace(form_NN @ form_NN)
+        half = t_quantile(freedom) * math.sqrt(squares) / n
         assert clustered_mean_interval(values, clusters) == pytest.approx((mean, mean - half, mean + half))
     assert clustered_mean_interval([1.0, 2.0, 4.0], "abc") == mean_interval([1.0, 2.0, 4.0])
     twice = clustered_mean_interval([1.0, 2.0, 4.0] * 2, "abcabc")
     assert twice == pytest.approx(
         tuple(mean_interval([1.0, 2.0, 4.0]))
     )  # the same once or thrice over says nothing new
-    assert win_rate([1, 0, 0.5, 1] * 3, list("abcd") * 3) == pytest.approx(tuple(win_rate([1, 0, 0.5, 1])))
+    thrice = win_rate([1, 0, 0.5, 1] * 3, list("abcd") * 3)
+    assert thrice == pytest.approx(tuple(wilson(2.5 * 3 / 4, 4 * 3 / 4, t_quantile(3))))
     assert win_rate([1, 0, 0.5, 1], list("abcd")) == win_rate([1, 0, 0.5, 1])
-    assert win_rate([1.0] * 6, list("aabbcc")) == wilson(3, 3)
+    assert win_rate([1.0] * 6, list("aabbcc")) == pytest.approx(tuple(wilson(3, 3, t_quantile(2))))
     with pytest.raises(ValueError, match="at least 2 clusters; got 1"):
         clustered_mean_interval([1.0, 2.0], "aa")
 
@@ -108,6 +115,27 @@ def test_clustered_intervals_cover_what_they_promise():
             intervals.append(interval.low <= 3.0 <= interval.high)
     assert 0.92 < np.mean(found) < 0.98
     assert np.mean(naive) < 0.85
+
+
+@pytest.mark.parametrize("prompts", [3, 5, 10])
+@pytest.mark.parametrize("sizes", ["equal", "unequal", "one large"])
+def test_intervals_of_few_clusters_cover_what_they_promise(prompts, sizes):
+    """Of means, with half of the variance between prompts; and of win-rates, where prompts differ as Beta(1, 1)."""
+    random, counts = np.random.default_rng(3), {"equal": [4] * prompts, "one large": [20, *[2] * (prompts - 1)]}
+    means, rates = [], []
+    for _ in range(800):
+        answers = counts.get(sizes) or list(random.integers(1, 12, size=prompts))
+        clusters = np.repeat(np.arange(prompts), answers)
+        if len(clusters) == prompts:
+            continue
+        values = random.normal(size=prompts)[clusters] + random.normal(size=len(clusters))
+        mean = clustered_mean_interval(list(values), list(clusters))
+        means.append(mean.low <= 0 <= mean.high)
+        won = random.random(len(clusters)) < random.random(prompts)[clusters]
+        rate = win_rate(list(won.astype(float)), list(clusters))
+        rates.append(rate.low <= 0.5 <= rate.high)
+    assert 0.93 < np.mean(means) < 0.985
+    assert np.mean(rates) > 0.94
 
 
 def test_wilson_against_published_numbers():

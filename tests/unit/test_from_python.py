@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from async_rlhf.config import ConfigError, LoRAConfig
+from async_rlhf.run.checkpoint import learner_state, restore_learner
 from async_rlhf.run.schedule import version_for
 from async_rlhf.run.trainer import OnlineTrainer
 
@@ -41,6 +42,10 @@ def test_an_optimiser_and_a_schedule_of_ones_own_are_what_trains(make_policy, to
     assert [line["lr"] for line in metrics(args)] == pytest.approx([1e-3 / (1 + 2 * b) for b in range(1, 7)])
     assert {name for state in optimizers[0].state.values() for name in state} == {"momentum_buffer"}
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), make_policy().parameters(), strict=True))
+    tensors, values = learner_state(trainer.learner)
+    assert tensors
+    with pytest.raises(ValueError, match="shorter"):
+        restore_learner(trainer.learner, tensors, {**values, "groups": []})
     # A resumed run goes on bit for bit, with the momentum and the rate that it had.
     again, other = make_policy(), make_args("again", resume_from=f"{args.output_dir}/checkpoint-3")
     new_trainer(make_policy, tokenizer, prompts, other, again, optimizers=own(again)).train()

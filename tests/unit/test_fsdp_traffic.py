@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -12,6 +15,7 @@ from async_rlhf import ParallelConfig
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.forward import head_in_float32
 from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.run.shards import own_state
 
 RANKS, PASSES = 4, 3
 
@@ -76,3 +80,13 @@ def test_weights_are_cast_before_they_are_gathered(four_ranks, make_policy, make
     _, _, gathered = step(four_ranks, policy, args)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}  # the shards
     assert set(gathered) == ({torch.bfloat16, torch.float32} if head_float32 else {torch.bfloat16})
+
+
+def test_what_a_forward_pass_has_left_whole_goes_to_a_checkpoint_in_shards(four_ranks, make_policy, make_args):
+    policy = make_policy()
+    parallel, _, _ = step(four_ranks, policy, make_args(), reshard_after_forward=False)
+    parallel.forward(torch.ones(1, 6, dtype=torch.long))
+    assert not all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    state = own_state(SimpleNamespace(model=policy, parallel=parallel, ranks=four_ranks))
+    assert len(state) == len(list(policy.parameters()))
+    assert all(isinstance(tensor, DTensor) for tensor in state.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.generate import read_generations, run_generate
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, JudgeConfig
+from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, JudgeConfig, VLLMConfig
 from async_rlhf.data.tokenizer import train_tokenizer
 from async_rlhf.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
 from async_rlhf.evaluation.statistics import length_controlled_win_rate, outcomes
+from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_policy, load_reward_model
@@ -386,3 +388,39 @@ def test_generations_and_models_do_not_go_together(evaluation):
         replace(evaluation, judge=JudgeConfig(url="http://localhost:1", model="m"))
     with pytest.raises(ConfigError, match="reward_tokenizer: got 'x'; must be null without reward_model"):
         replace(evaluation, reward_tokenizer="x")
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "together", "seen"),
+    [("cuda:1", "", 1, "1"), ("cuda:1", "4,6,7", 1, "6"), ("cuda:1", "4,6,7", 2, "6,7"), ("cuda:0", "4,6", 1, "4,6")],
+)
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_vllm_sees_the_gpu_that_is_asked_for_first(
+    config, evaluation, monkeypatch, command, device, visible, together, seen
+):
+    """It takes the first that it sees."""
+    handed_on = []
+
+    def start(spec, params):
+        handed_on.append((spec.device, os.environ["CUDA_VISIBLE_DEVICES"]))
+        raise ConfigError("started")
+
+    monkeypatch.setattr(vllm_engine, "VLLMEngine", start)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    changes = {"engine": "vllm", "device": device, "vllm": VLLMConfig(tensor_parallel_size=together)}
+    judged = replace(evaluation, generations=None, run=config.run, data=config.data, **changes)
+    with pytest.raises(ConfigError, match="started"):
+        run_generate(replace(config, **changes)) if command == "generate" else run_evaluate(judged)
+    assert handed_on == [("cuda", seen)]
+
+
+def test_a_gpu_that_vllm_cannot_get_is_named(config, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    asked = replace(config, engine="vllm", device="cuda:2")
+    with pytest.raises(ConfigError, match="device: got 'cuda:2'; must be one of the GPUs in CUDA_VISIBLE_DEVICES=4,6"):
+        run_generate(asked)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(
+        ConfigError, match="device: got 'cuda:2'; must be the first GPU with vLLM: this process has used"
+    ):
+        run_generate(asked)

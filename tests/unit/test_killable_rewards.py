@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from async_rlhf import OnlineDPOConfig
+from async_rlhf.config import RayConfig
 from async_rlhf.rewards import numeric_answer, regex
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function, load_reward_functions
 from async_rlhf.scoring.stoppable import Source, source_of
@@ -143,6 +145,17 @@ def test_an_async_function_is_cancelled_and_keeps_its_process(tokenizer):
         with pytest.raises(RewardError, match="polite was not done after 1 s"):
             scores(judge, tokenizer, "spin")
         assert first == judge(make_batch(tokenizer, "x")).metrics["reward/polite"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_with_ray_a_function_has_a_process_here_unless_actors_call_it(tokenizer, workers):
+    ray = RayConfig(reward_workers=workers)
+    judge = scorer(tokenizer, "mine.py:process", launch="ray", staleness=1, ray=ray)
+    others = set(multiprocessing.active_children())
+    with judge.started():
+        assert bool(set(multiprocessing.active_children()) - others) == (workers == 0)  # before it is needed
+        (found,) = scores(judge, tokenizer, "x")
+    assert (found == os.getpid()) == bool(workers)
 
 
 def test_what_is_called_elsewhere_is_bitwise_what_is_called_here(tokenizer):

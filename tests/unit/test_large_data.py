@@ -14,7 +14,9 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 import xxhash
@@ -67,6 +69,7 @@ RATED = [
 def large(tmp_path, monkeypatch):
     """Even little counts as large; the folder of the cache."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(cache, "CACHED_FROM", 1)
     monkeypatch.setattr(token_cache, "_CHUNK", 17)
     monkeypatch.setattr(json_lines, "_BLOCK", 300)
@@ -211,6 +214,41 @@ def test_a_changed_file_is_read_again(tmp_path, tokenizer, same_time):
         assert tokenizer.decode(stream.prompt(0).tokens) == letter * 5
 
 
+WRITTEN = {  # by pandas, of the same size for the same number of letters
+    "parquet": lambda frame, path: frame.to_parquet(path, compression=None, index=False),
+    "csv": lambda frame, path: frame.to_csv(path, index=False),
+    "json": lambda frame, path: frame.to_json(path, orient="records", lines=True),
+}
+
+
+@pytest.mark.parametrize("place", ["{}.{}", "split/train.{1}", "folder/{}-00000-of-00001.{}"])
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_file_of_another_format_that_is_changed_in_its_place_is_read_again(tmp_path, tokenizer, kind, place):
+    """Also with the same size and its old date."""
+    path = tmp_path / place.format("train", kind)
+    path.parent.mkdir(exist_ok=True)
+    source = str(path if path.parent == tmp_path else path.parent)
+    was = None
+    for letter in "abab":
+        WRITTEN[kind](pandas.DataFrame({"query": [letter * 5, letter * 7]}), path)
+        if was is not None:
+            assert path.stat().st_size == was.st_size
+            os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+        was = path.stat()
+        rows = load_rows(source)
+        assert [row["query"] for row in rows] == [letter * 5, letter * 7]
+        assert tokenizer.decode(PromptStream(rows, tokenizer).prompt(0).tokens)[:5] == letter * 5
+
+
+def test_a_file_of_another_format_is_converted_once(tmp_path):
+    path = tmp_path / "train.parquet"
+    WRITTEN["parquet"](pandas.DataFrame({"query": ["a", "b"]}), path)
+    files = [load_rows(str(path)).cache_files[0]["filename"] for _ in range(2)]
+    assert files[0] == files[1]
+    times = {os.stat(file).st_mtime_ns for file in (tmp_path / "datasets").rglob("*.arrow")}
+    assert len(times) == 1
+
+
 def test_a_file_that_changes_in_use_is_an_error_and_a_new_one_in_its_place_none(tmp_path):
     path = Path(written(tmp_path / "rows.jsonl", ROWS))
     rows = load_rows(str(path), key="data.train")
@@ -272,6 +310,33 @@ def test_whatever_is_damaged_is_made_again(tmp_path, chatting, large, kind, what
     caplog.clear()
     assert start() == expected
     assert "damaged" not in caplog.text
+
+
+def test_one_bit_anywhere_in_the_cache_changes_no_result(tmp_path, chatting, large, caplog):
+    path = written(tmp_path / "rows.jsonl", ROWS)
+    pairs = written(tmp_path / "pairs.jsonl", PAIRS)
+
+    def start():
+        rows = load_rows(path)
+        stream = PromptStream(hold_out(rows, 0.3, "data", "query")[0], chatting)
+        encoded, _ = encode_pairs(load_rows(pairs), chatting, 100, "data")
+        drawn = [stream.prompt(n) for n in range(30)]
+        return [*rows], rows.has_all("query"), stream.fingerprint(), drawn, [*encoded]
+
+    expected = start()
+    folders = sorted(folder.name for folder in large.iterdir())
+    assert {name.partition("-")[0] for name in folders} >= {"lines", "tokens", "identities", "prompts"}
+    for name in sorted(str(file.relative_to(large)) for file in large.rglob("*") if file.is_file()):
+        whole = (large / name).read_bytes()
+        for position in sorted({round(i * (len(whole) - 1) / 3) for i in range(4)} if whole else ()):
+            for bit in (0, 5):
+                raw = bytearray((large / name).read_bytes())
+                raw[position] ^= 1 << bit
+                (large / name).write_bytes(raw)
+                caplog.clear()
+                assert start() == expected, (name, position, bit)
+                assert caplog.text.count("is damaged; it is made again") == 1, (name, position, bit)
+                assert (large / name).read_bytes() == whole
 
 
 def test_without_a_place_for_the_cache_all_is_computed(tmp_path, chatting, large, caplog):

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.config import ConfigError
+from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.monitor import RatioMonitor
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
@@ -327,6 +328,21 @@ def test_an_adaptive_coefficient_follows_its_formula(make_policy, tokenizer, pro
     assert abs(metrics[-1]["objective/kl_coef"] - 0.1) > 1e-3
 
 
+def test_an_adapted_coefficient_does_not_have_the_configuration_checked_again(
+    make_policy, tokenizer, prompts, make_args, monkeypatch
+):
+    checked = []
+    args = make_args(algorithm="rloo", total_episodes=32, kl=KLConfig(coef=0.1, target=0.5, horizon=40))
+    trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    annotate = Learner.annotate
+    monkeypatch.setattr(type(args), "check", lambda config: checked.extend([config] * (config.kl.target == 0.5)))
+    monkeypatch.setattr(KLConfig, "check", lambda config: checked.extend([config] * (config.target == 0.5)))
+    monkeypatch.setattr(Learner, "annotate", lambda *given: (checked.clear(), annotate(*given))[1])
+    trainer.train()
+    assert checked == []
+    assert trainer.learner.batch_config.kl.coef == trainer.learner.batch_config.kl_penalty.coef != 0.1 == args.kl.coef
+
+
 def test_the_coefficient_of_a_batch_is_the_one_that_is_logged(make_policy, tokenizer, prompts, make_args):
     """With the penalty in the loss too: it is adapted after the batch, not between its credit and its loss."""
     used = []
@@ -413,6 +429,20 @@ def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prom
 # Ties
 
 
+def test_ties_in_the_first_mini_batch_bring_no_warning_of_torch(make_policy, tokenizer, prompts, make_args, recwarn):
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(len(completions))
+        return count_letters(prompts, completions) if len(calls) > 1 else [0.1] * len(completions)
+
+    args = make_args(algorithm="rloo", samples_per_prompt=2, total_episodes=16, kl=KLConfig(coef=0.0))
+    trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=reward, processing_class=tokenizer)
+    trainer.train()
+    assert [line["optimizer_steps"] for line in metrics_of(args)] == [0, 2]
+    assert [str(one.message) for one in recwarn if "lr_scheduler" in str(one.message)] == []
+
+
 @pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
 @pytest.mark.parametrize("where", ["none", "loss", "reward"])
 def test_groups_of_equal_rewards_alone_make_no_step(make_policy, tokenizer, prompts, make_args, algorithm, where):
@@ -447,6 +477,17 @@ def test_at_the_first_step_no_pair_is_ranked(make_policy, tokenizer, prompts, ma
     _, metrics = train(make_policy, tokenizer, prompts, args, "online_dpo")
     assert [line["rewards/accuracies"] for line in metrics] == [0.5, metrics[1]["rewards/accuracies"]]
     assert metrics[1]["rewards/accuracies"] != 0.5
+
+
+def test_so_it_is_where_passes_round_in_sixteen_bits(tokenizer, prompts, make_args):
+    """The reference is computed in passes of 64 rows, the policy in passes of two: 16 bits show it in every token."""
+    torch.manual_seed(0)
+    sizes = {**LLAMA_SIZES, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.08}
+    policy = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=258))
+    args = make_args(num_mini_batches=1, per_device_train_batch_size=1, completions_per_batch=24, bf16=True)
+    args = replace(args, total_episodes=12, learning_rate=1e-12)
+    _, metrics = train(lambda: policy, tokenizer, prompts, args, "online_dpo")
+    assert [line["rewards/accuracies"] for line in metrics] == [0.5]
 
 
 @pytest.mark.parametrize("normalization", ["sequence", "token", "constant"])

@@ -142,6 +142,29 @@ def test_a_process_may_hold_it_twice_but_be_there_once(path):
     assert not path.exists()
 
 
+def test_a_process_of_another_container_cannot_be_looked_up(path):
+    """Though its host has the same name: the place tells them apart."""
+    assert Holder.here().place
+    assert replace(Holder.here(), pid=os.getppid(), place="another").is_alive() is None
+
+
+def test_folders_are_made_and_deleted_again_if_they_stay_empty(tmp_path):
+    inner = tmp_path / "a" / "b" / ".run.lock"
+    held = take(inner)
+    assert inner.exists()
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_line_says_for_whom_it_waits(path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.05)
+    held_by(path, host="elsewhere", place="another")
+    with take(path):
+        pass
+    assert [record.message.split(":")[0] for record in caplog.records] == [str(path), f"taking over {path}"]
+
+
 def test_another_hosts_lock_is_taken_over_when_it_gives_no_sign(path, monkeypatch):
     elsewhere = {"host": "elsewhere", "place": "another boot pid:[1]"}
     held_by(path, **elsewhere)

@@ -13,8 +13,9 @@ import yaml
 from tiny import PROMPTS
 
 from async_rlhf import cli
-from async_rlhf.commands.config import MigrateConfig, migrate
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import common, parse_either, translate
+from async_rlhf.compat.original.command import MigrateConfig, migrate
 from async_rlhf.compat.original.keys import KEYS
 from async_rlhf.compat.original.translation import our_default
 from async_rlhf.config import ConfigError
@@ -128,7 +129,7 @@ def write(values: dict[str, object], name: str = "file.yml") -> str:
 
 
 def kind(command: str):
-    return cli._find(cli.COMMANDS[command].config)
+    return import_attribute(COMMANDS[command].config)
 
 
 def translated(command: str, values: dict[str, object], *words: str, name: str = "file.yml"):
@@ -904,3 +905,156 @@ def test_a_file_of_the_original_trains(tmp_path, make_policy, make_reward_model,
     kept = yaml.safe_load((run / "run.yml").read_text())
     assert (kept["algorithm"], kept["train"]["total_episodes"], kept["train"]["learning_rate"]) == ("rloo", 16, 1e-4)
     assert parse(kind("train"), "train", ["--config", str(run / "run.yml")])[0].train.num_batches == 4
+
+
+RUN = """
+reward_model_path: 'org/rm'
+sft_model_path: org/sft
+dataset_name: "org/tldr"
+dataset_test_split: validation
+max_length: 512
+num_mini_batches: 1
+num_ppo_epochs: 1
+num_sample_generations: {tables}
+response_length: 53
+stop_token: 'eos'
+non_eos_penalty: True
+learning_rate: {rate}  # text to YAML 1.1, which wants a dot
+logging_steps: 100
+save_strategy: steps
+save_steps: 0.25
+hub_strategy: all_checkpoints
+output_global_parent_dir: results
+wandb_run_id: {run_id}
+local_rollout_forward_batch_size: 32
+model_name_or_path: org/sft
+"""
+STAGE = """
+model_name_or_path: org/base
+dataset_name: org/pairs
+dataset_eval_split: validation
+num_train_epochs: 1
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 4
+per_device_eval_batch_size: 8
+gradient_checkpointing: False
+ddp_find_unused_parameters: false
+evaluation_strategy: 'steps'
+eval_steps: 0.2
+lr_scheduler_type: cosine
+logging_steps: 100
+fp16: yes
+push_to_hub: True
+hub_model_id: 'org/{name}'
+output_dir: {name}
+run_name: {name}
+output_global_parent_dir: results
+wandb_run_id: slurm
+"""
+SFT_FILE = f"{STAGE}learning_rate: 1e-5\ntask_type: 'tldr'\nmax_seq_length: 580\nreport_to: wandb\n"
+REWARD_FILE = f"{STAGE}learning_rate: 1.0e-05\nmax_length: 640\nsave_steps: 0.2\nuse_peft: False\n"
+DPO_FILE = "loss_type: sigmoid\nsave_generations: true\n"
+VLLM_FILE = f"{DPO_FILE}vllm: True\ntorch_dtype: bfloat16\nbf16: True\n"
+SINGLE_FILE = f"{VLLM_FILE}single: True\nvllm_device: cuda:0\nvllm_gpu_memory_utilization: 0.2\n"
+RUN_FILES = {
+    # name: algorithm, per device, accumulation, ranks, episodes, further keys, batches, prompts of each
+    "bo2_pythia410m": ("best_of_k", 16, 8, 1, 131072, "bok: True\nfp16: True\n", 1024, 128),
+    "onlinedpo_pythia1b": ("online_dpo", 8, 16, 1, 131072, DPO_FILE, 1024, 128),
+    "onlinedpo_pythia1b_4gpu": ("online_dpo", 16, 8, 4, 131072, f"{DPO_FILE}bf16: True\n", 256, 512),
+    "onlinedpo_pythia1b_vllm_1gpu": ("online_dpo", 4, 128, 1, 131072, SINGLE_FILE, 256, 512),
+    "onlinedpo_pythia1b_vllm_4gpu": ("online_dpo", 8, 21, 3, 129024, VLLM_FILE, 256, 504),
+    "onlinedpo_pythia2.8b": ("online_dpo", 2, 64, 1, 131072, DPO_FILE, 1024, 128),
+    "onlinedpo_pythia2.8b_4gpu": ("online_dpo", 4, 32, 4, 131072, f"{DPO_FILE}bf16: True\n", 256, 512),
+    "onlinedpo_pythia2.8b_vllm_4gpu": ("online_dpo", 6, 28, 3, 129024, VLLM_FILE, 256, 504),
+    "onlinedpo_pythia410m": ("online_dpo", 8, 16, 1, 131072, DPO_FILE, 1024, 128),
+    "onlinedpo_pythia410m_4gpu": ("online_dpo", 32, 4, 4, 131072, f"{DPO_FILE}bf16: True\n", 256, 512),
+    "onlinedpo_pythia410m_vllm": ("online_dpo", 8, 21, 3, 129024, f"{DPO_FILE}vllm: True\n", 256, 504),
+    "onlinedpo_pythia410m_vllm_1gpu": ("online_dpo", 8, 64, 1, 131072, SINGLE_FILE, 256, 512),
+    "onlinedpo_pythia410m_vllm_4gpu": ("online_dpo", 21, 8, 3, 129024, VLLM_FILE, 256, 504),
+    "ppo_pythia410m": ("ppo", 8, 16, 1, 131072, "fp16: True\nnum_ppo_epochs: 1\n", 1024, 128),
+    "rloo_pythia410m": ("rloo", 16, 8, 1, 131072, "fp16: True\n", 1024, 64),
+}
+STAGE_FILES = {
+    **{f"rm_{size}": ("reward", REWARD_FILE.format(name=f"rm_{size}")) for size in ("410m", "1b", "2.8b")},
+    **{f"sft_{size}": ("sft", SFT_FILE.format(name=f"sft_{size}")) for size in ("1b", "2.8b")},
+    "relabel_rm": (
+        "relabel",
+        "model_name_or_path: org/gold\ntokenizer_name: org/base\ndataset_name: org/pairs\ntorch_dtype: float16\n"
+        "batch_size: 64\noutput_name: org/relabelled\npush_to_hub: True\n",
+    ),
+    "generate": (
+        "generate",
+        "save_generations: True\ndataset_name: org/tldr\nmax_new_tokens: 128\ntemperature: 0.010001\n"
+        "wandb_run_id: snow\n",
+    ),
+    "evaluate": (
+        "evaluate",
+        "ref_model_name: org/sft\ngold_model_name: org/gold\ngold_tokenizer_name: org/base\nbatch_size: 8\n"
+        "wandb_run_id: snow\n",
+    ),
+}
+assert len(RUN_FILES) + len(STAGE_FILES) == 23
+
+
+def as_is(command: str, text: str, *words: str):
+    """The configuration of a file and what is said beside the table of its keys; every key twice is the same."""
+    Path("twice.yml").write_text(text + text)
+    twice = parse_either(kind(command), command, ["--config", "twice.yml", *words])
+    Path("file.yml").write_text(text)
+    assert parse_either(kind(command), command, ["--config", "file.yml", *words])[1] == twice[1]
+    assert run_cli(command, "--config", "file.yml", "--dry-run", *words) == 0
+    return twice[0]
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_each_of_the_files_for_training_runs_as_it_is(name, monkeypatch, capsys):
+    algorithm, rows, accumulation, ranks, episodes, more, batches, prompts = RUN_FILES[name]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    text = RUN.format(tables=4 + batches % 2, rate="3e-6", run_id="slurm" if ranks == 1 else "snow")
+    text += f"per_device_train_batch_size: {rows}\ngradient_accumulation_steps: {accumulation}\n"
+    text += f"total_episodes: {episodes}\noutput_dir: {name}_tldr6.9b\nrun_name: '{name}_tldr6.9b'\n{more}"
+    config = as_is("train", text, "--train.parallel.ranks", str(ranks))
+    train = config.train
+    assert (config.algorithm, train.num_batches, train.batch_size, train.learning_rate) == (
+        algorithm,
+        batches,
+        prompts,
+        3e-6,
+    )
+    assert (train.bf16, train.fp16) == ("bf16: True" in more, "fp16: True" in more)
+    assert (train.generation.engine == "vllm") == ("vllm" in more)
+    said = capsys.readouterr().err
+    assert said.count("is there again") > 20  # of the file with every key twice
+
+
+@pytest.mark.parametrize("name", STAGE_FILES)
+def test_each_of_the_files_for_stages_runs_as_it_is(name, monkeypatch):
+    command, text = STAGE_FILES[name]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    model = ["--model_name_or_path", "results/run"] if command in ("generate", "evaluate") else []
+    config = as_is(command, text, *model)
+    if command in ("sft", "reward"):
+        assert (config.learning_rate, config.num_epochs) == (1e-5, 1)
+
+
+def test_of_a_key_that_is_there_again_the_last_value_counts(capsys):
+    text = yaml.safe_dump(DPO, sort_keys=False) + "beta: 0.1\nhub_token: t0p\nenv: {WANDB_NAME: a0, WANDB_NAME: b0}\n"
+    start = len(text.splitlines())
+    Path("file.yml").write_text(text + 'beta: "0.3"\nhub_token: s3cret\n')
+    config, _ = parse_either(kind("train"), "train", ["--config", "file.yml"])
+    assert config.train.beta == 0.3
+    assert os.environ["WANDB_NAME"] == "b0"
+    said = capsys.readouterr().err
+    told = [line for line in said.splitlines() if line.startswith("warning: ")]
+    place = f"warning: 'file.yml', line {start}: the key 'WANDB_NAME' is there again (line {start}), with *** before"
+    assert [line for line in told if line.startswith(place)]
+    place = f"warning: 'file.yml', line {start + 1}: the key 'beta' is there again (line {start - 2}), "
+    assert place + "with '0.1' before and '\"0.3\"' now; the last one counts" in told
+    assert len(told) == 3
+    assert not {"t0p", "s3cret"} & set(said.replace("'", " ").split())
+
+
+def test_our_own_files_have_no_key_twice(capsys):
+    Path("mine.yml").write_text("train: a.jsonl\noutput_dir: out\nmodel: m\nseed: 3\nseed: 3\n")
+    assert run_cli("sft", "--config", "mine.yml", "--dry-run") == 2
+    assert "line 5: got the key 'seed' again (line 4); must be there once" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ from async_rlhf.algorithms.table import BUILT_IN, built_in, find
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.plan import WorkloadConfig
 from async_rlhf.models.saving import write_model
-from async_rlhf.planning.roofline import batch_of
 from async_rlhf.run.config import RunConfig
+from async_rlhf.studies.plan.config import WorkloadConfig
+from async_rlhf.studies.plan.roofline import batch_of
 from async_rlhf.types import Experience, PolicyOutput
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "your_own.md"
@@ -128,6 +129,23 @@ def test_from_python_it_is_the_same(folder, tokenizer, monkeypatch):
 def test_a_plan_knows_how_many_of_its_samples_are_trained_on(folder):
     recipe = parse(RunConfig, "train", ["--config", "run.yml"])[0]
     assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).trained_per_prompt == 2
+
+
+def test_its_pairs_are_two_rows_of_a_pass(folder, make_policy, tokenizer, prompts, make_args, monkeypatch, caplog):
+    """For the planner, for the memory of a learner, and not only in the built-in configurations."""
+    recipe = parse(RunConfig, "train", ["--config", "run.yml"])[0]
+    simpo = find("simpo.py:SIMPO")
+    assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).train_rows == 2 * recipe.train.most_units
+    asked = []
+    monkeypatch.setattr("async_rlhf.run.wiring.with_checkpointing", lambda config, *rest: asked.append(rest) or config)
+    rows, said = [{"query": f"q{i}"} for i in range(8)], "Algorithm.rows_per_unit of simpo: got 1; must be 2"
+    for algorithm in (simpo, replace(simpo, rows_per_unit=1)):
+        config = replace(recipe.train, output_dir=f"rows{algorithm.rows_per_unit}", total_episodes=8)
+        OnlineTrainer(
+            make_policy(), config, rows, reward_funcs=count_letters, processing_class=tokenizer, algorithm=algorithm
+        ).train()
+        assert caplog.text.count(said) == (algorithm is not simpo)
+    assert [rest[-1] for rest in asked] == [2, 1]
 
 
 def test_its_loss_is_its_formula(folder):

@@ -113,6 +113,13 @@ def test_packed_rows_give_the_padded_rows_scores_and_values(kind):
     require_same(model, lambda: reward_scores(model, tokens_BT, LENGTHS_B))
 
 
+def test_the_last_token_of_a_row_that_is_one_longer_than_the_window_does_not_see_the_first():
+    model, lengths_B = made("mistral", values=True), torch.tensor([WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])
+    torch.manual_seed(2)
+    tokens_BT = torch.randint(1, 64, (4, WINDOW + 2))
+    require_same(model, lambda: reward_scores(model, tokens_BT, lengths_B))
+
+
 def test_a_value_head_entropies_and_end_values_are_those_of_padded_rows():
     policy, (tokens_BT, mask_BT), head = new_policy(), rows(), nn.Linear(32, 1)
     require_same(policy, lambda: response_logprobs(policy, tokens_BT, mask_BT, 1.0, True, head).values_BT)
@@ -201,10 +208,23 @@ def test_a_model_that_cannot_is_named_and_gets_padded_rows(case, caplog):
     assert not is_packed(model)
 
 
+def test_sixteen_bits_leave_room_for_rounding_and_not_for_another_computation():
+    assert obstacle(made("gpt_neox").bfloat16()) is None
+    config = CONFIG_MAPPING["roberta"](**sizes("gpt_neox"), is_decoder=True)
+    assert "computes something else" in obstacle(AutoModelForCausalLM.from_config(config).bfloat16())
+
+
 def test_a_short_window_is_no_obstacle_where_attention_gets_to_know_it():
     assert obstacle(AutoModelForCausalLM.from_config(Qwen2MoeConfig(**sizes("mistral")))) is not None
     assert obstacle(made("mistral")) is None
     assert obstacle(made("qwen2")) is None
+
+
+def test_a_window_of_no_tokens_is_none():
+    torch.manual_seed(0)
+    model, (tokens_BT, mask_BT) = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**sizes("llama"))), rows()
+    assert model.config.sliding_window == 0
+    require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
 
 
 def test_rows_are_packed_by_themselves_only_where_tokens_limit_a_pass():

@@ -86,6 +86,26 @@ def test_a_unit_over_the_limit_gets_a_pass_of_its_own():
     assert [part.tolist() for part in parts] == [[1], [0, 2]]
 
 
+@pytest.mark.parametrize(
+    ("passes", "lengths", "expected"),
+    [
+        (Passes(None, 6, True), [3, 3, 3, 3], [[0, 2], [1, 3]]),  # exactly as many tokens as may be
+        (Passes(None, 6), [3, 3, 3, 3], [[0, 1], [2, 3]]),
+        (Passes(2, 100, True), [3, 3, 3, 3], [[0, 2], [1, 3]]),  # exactly as many units
+        (Passes(2, 100), [3, 3, 3, 3], [[0, 1], [2, 3]]),
+        (Passes(None, 6, True), [3] * 5, [[0, 3], [1, 4], [2]]),  # as few passes as can be for one rank
+        (Passes(None, 10), [6, 3], [[0], [1]]),  # padded, if nothing is said
+        (Passes(None, 10, True), [6, 3], [[0, 1]]),
+        (Passes(None, 10, True), [6, 6, 6, 2], [[0, 3], [1], [2]]),  # 20 tokens that do not fit into two passes
+        (Passes(None, 10, True), [8, 5, 4, 2], [[0, 3], [1, 2]]),  # the cheapest has no room, and keeps what it has
+        (Passes(None, 40, True), [27, 26, 4, 1], [[1, 2, 3], [0]]),  # 12 * 27 + 27^2 is 1 above 12 * 30 + 26^2 + 4^2
+    ],
+)
+def test_passes_are_filled_up_to_their_limits(passes, lengths, expected):
+    found = [sorted(part.tolist()) for part in passes.split(torch.tensor(lengths))]
+    assert sorted(found) == sorted(expected)
+
+
 def test_no_rows_make_no_pass():
     for tokens in (None, 10):
         assert Passes(4, tokens).split(torch.zeros(0, dtype=torch.long)) == []
@@ -178,26 +198,27 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
     """With 1,000 more parameters frozen and trained, and with passes of twice as many rows."""
     policy, config = new_policy(), OnlineDPOConfig(per_device_train_batch_size=2)
     held = 16.0 * policy.num_parameters()
-    alone = bytes_without_checkpointing(config, [policy], [], Parallel())
-    assert bytes_without_checkpointing(config, [policy], [policy], Parallel()) == alone + held / 4
+    alone = bytes_without_checkpointing(config, [policy], [], Parallel(), 2)
+    assert bytes_without_checkpointing(config, [policy], [policy], Parallel(), 2) == alone + held / 4
     more = replace(config, per_device_train_batch_size=4)
-    passes = [memory(policy).bytes(rows * config.max_length) for rows in (config.rows_of_pass, more.rows_of_pass)]
-    assert (config.rows_of_pass, more.rows_of_pass) == (4, 8)
+    rows = config.rows_of_pass(2), more.rows_of_pass(2)
+    assert rows == (4, 8)
+    passes = [memory(policy).bytes(number * config.max_length) for number in rows]
     assert alone <= held + passes[0]
-    assert bytes_without_checkpointing(more, [policy], [], Parallel()) - alone > 0.5 * (passes[1] - passes[0]) > 0
+    assert bytes_without_checkpointing(more, [policy], [], Parallel(), 2) - alone > 0.5 * (passes[1] - passes[0]) > 0
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.99, True), (1.01, False)])
 def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
     """With so much of the memory that all activations need."""
-    needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel())
+    needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel(), 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, share * needed / 0.8))
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
-        decided = with_checkpointing(config, [new_policy()], [], Parallel(), gpu)
+        decided = with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2)
     assert decided.gradient_checkpointing is expected
     assert f"gradient_checkpointing: {'on' if expected else 'off'}, for without it the learner takes" in caplog.text
     for said in (True, False):
         asked = replace(config, gradient_checkpointing=said)
-        assert with_checkpointing(asked, [new_policy()], [], Parallel(), gpu) is asked
-    assert with_checkpointing(config, [], [], Parallel(), torch.device("cpu")).gradient_checkpointing is False
+        assert with_checkpointing(asked, [new_policy()], [], Parallel(), gpu, 2) is asked
+    assert with_checkpointing(config, [], [], Parallel(), torch.device("cpu"), 2).gradient_checkpointing is False

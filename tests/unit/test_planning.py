@@ -18,28 +18,29 @@ from hypothesis import strategies as st
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.cli import main
-from async_rlhf.commands.plan import run_plan
-from async_rlhf.config import ConfigError, GenerationConfig, PlanConfig
+from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.plan import (
+from async_rlhf.models import head, memory
+from async_rlhf.reports.trace import Trace
+from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.run.schedule import RolloutSchedule
+from async_rlhf.studies.plan.command import run_plan
+from async_rlhf.studies.plan.config import (
     HardwareConfig,
     ModelSizeConfig,
+    PlanConfig,
     ScalingConfig,
     SecondsConfig,
     VariationConfig,
     WorkloadConfig,
 )
-from async_rlhf.models import head, memory
-from async_rlhf.planning.measured import read_run
-from async_rlhf.planning.one_queue import lengths, one_queue
-from async_rlhf.planning.roofline import Roofline, _workload, batch_of, shape_of
-from async_rlhf.planning.search import Choice, propose, search, try_split
-from async_rlhf.planning.simulate import LEARNER, Outcome, Work, simulate
-from async_rlhf.planning.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
-from async_rlhf.planning.times import given as given_times
-from async_rlhf.reports.trace import Trace
-from async_rlhf.run.config import DataConfig, RunConfig
-from async_rlhf.run.schedule import RolloutSchedule
+from async_rlhf.studies.plan.measured import read_run
+from async_rlhf.studies.plan.one_queue import lengths, one_queue
+from async_rlhf.studies.plan.roofline import Roofline, _workload, batch_of, shape_of
+from async_rlhf.studies.plan.search import Choice, propose, search, try_split
+from async_rlhf.studies.plan.simulate import LEARNER, Outcome, Work, simulate
+from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
+from async_rlhf.studies.plan.times import given as given_times
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 RECIPES = Path(__file__).parents[2] / "recipes"

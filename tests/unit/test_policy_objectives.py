@@ -851,6 +851,22 @@ def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old
     assert (biased - kl_gradient(mu)).norm() > 0.2 * kl_gradient(mu).norm()
 
 
+def test_the_kl_of_whole_texts_has_another_gradient_than_that_of_each_token_given_its_prefix():
+    """By how much docs/algorithms/README.md says. The prefix of the second of two tokens is the first."""
+    apart = []
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        pi_logits, ref_logits = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
+        pi_NV = pi_logits.requires_grad_().log_softmax(dim=1)
+        kl_N = (pi_NV.exp() * (pi_NV - ref_logits.log_softmax(dim=1))).sum(dim=1)
+        gradients = []
+        for first_V in (pi_NV[0].exp(), pi_NV[0].exp().detach()):
+            total = kl_N[0] + first_V @ kl_N[1:]
+            gradients.append(torch.autograd.grad(total, pi_logits, retain_graph=True)[0])
+        apart.append(((gradients[0] - gradients[1]).norm() / gradients[0].norm()).item())
+    assert 0.2 < sorted(apart)[25] < 0.3
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("key", ["rloo", "grpo-of-samples", "gspo-wide-token"])
 def test_a_ratio_of_the_sample_takes_the_mean_of_its_advantages(key, level):

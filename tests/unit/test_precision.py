@@ -15,12 +15,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import ConfigError, ParallelConfig
-from async_rlhf.learner.optimizers import Together
+from async_rlhf.learner.optimizers import Together, make_optimizer
 from async_rlhf.models import frozen
 from async_rlhf.models.forward import response_logprobs, reward_scores
 from async_rlhf.models.frozen import HostCopy, hold_all, hold_linear
-from async_rlhf.models.kernels import compile_blocks
-from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.models.kernels import blocks, compile_blocks
+from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
+from async_rlhf.run.checkpoint import learner_state, restore_learner
 from async_rlhf.run.trainer import OnlineTrainer
 
 BF16 = torch.bfloat16
@@ -142,6 +143,38 @@ def test_an_optimiser_of_another_name_trains_and_resumes_bit_for_bit(make_policy
         make_policy, tokenizer, prompts, make_args("usual", total_episodes=32, **same | {"optimizer": "adamw"})
     )
     assert usual[-1]["loss/policy_avg"] != whole[-1]["loss/policy_avg"]
+
+
+def test_a_checkpoint_of_smaller_steps_is_not_gone_on_with(make_policy, tokenizer, prompts, make_args):
+    args = make_args("run", total_episodes=16, save_steps=1, optimizer="adafactor")
+    trainer, _ = train(make_policy, tokenizer, prompts, args)
+    tensors, values = learner_state(trainer.learner)
+    restore_learner(trainer.learner, tensors, values)
+    del values["adafactor_steps"]
+    with pytest.raises(ConfigError, match=r"^resume: the checkpoint is of a version whose adafactor multiplied"):
+        restore_learner(trainer.learner, tensors, values)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_one_learning_rate_suits_every_optimiser(make_policy, make_args, name):
+    """At the weights of a trained model, whose RMS is 0.02, no matrix moves ten times less or more than by AdamW."""
+    moved = {}
+    for kind in ("adamw", name):
+        torch.manual_seed(0)
+        policy = make_policy()
+        for parameter in policy.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        before = {key: p.detach().clone() for key, p in policy.named_parameters()}
+        groups = decayed_groups(trainable(policy), 1e-3, 0.0)
+        optimizer = make_optimizer(make_args(kind, optimizer=kind, learning_rate=1e-3), groups, blocks(policy))
+        for _ in range(5):
+            policy(input_ids=torch.arange(48).view(2, 24), labels=torch.arange(1, 49).view(2, 24)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved[kind] = {key: (p - before[key]).norm().item() for key, p in policy.named_parameters() if p.dim() > 1}
+    ratios = [moved[name][key] / size for key, size in moved["adamw"].items() if size > 0]
+    assert min(ratios) > 0.1
+    assert max(ratios) < 10
 
 
 @pytest.mark.parametrize("shared_trunk", [False, True])

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,6 +137,27 @@ def test_statistics_by_hand():
     assert correlation_interval(1.0, 10).low > 0.99
     assert correlation_interval(0.5, 3) is None
     assert correlation_interval(0.5, 28, of_ranks=True).low < low
+
+
+@pytest.mark.parametrize("correlation", [0.3, 0.8, 0.95])
+def test_intervals_of_rank_correlations_cover_what_they_promise(correlation):
+    """1,500 samples of 40 pairs of normal values each; Spearman's of the population is 6 / pi asin(r / 2)."""
+    random, truth, covered = np.random.default_rng(0), 6 / math.pi * math.asin(correlation / 2), 0
+    for _ in range(1500):
+        a_R, rest_R = random.normal(size=(2, 40))
+        b_R = correlation * a_R + math.sqrt(1 - correlation**2) * rest_R
+        found = correlation_interval(spearman(a_R, b_R), 40, of_ranks=True)
+        covered += found.low <= truth <= found.high
+    assert 0.93 < covered / 1500 < 0.97
+
+
+def test_perfect_predictions_have_the_error_that_is_called_the_floor():
+    random = np.random.default_rng(1)
+    predicted = torch.from_numpy(random.normal(size=60))
+    found = [rating_calibration(predicted, predicted + torch.from_numpy(random.normal(size=60))) for _ in range(300)]
+    errors, floors = ([one[name] for one in found] for name in ("eval_calibration_error", "eval_calibration_floor"))
+    assert np.mean(floors) == pytest.approx(np.mean(errors), rel=0.06)
+    assert rating_calibration(predicted, predicted)["eval_calibration_floor"] == 0
 
 
 def test_calibration_of_ratings():

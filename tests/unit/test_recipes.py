@@ -20,17 +20,18 @@ from safetensors.torch import load_file
 from tiny import byte_tokenizer, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from async_rlhf.cli import COMMANDS, main
+from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
+from async_rlhf.commands.table import COMMANDS
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.sweep import SweepConfig
 from async_rlhf.run.config import RunConfig
-from async_rlhf.sweeps.trials import trials_of
+from async_rlhf.studies.sweep.config import SweepConfig
+from async_rlhf.studies.sweep.trials import trials_of
 
 ROOT = Path(__file__).parents[2]
 FILES = {str(path.relative_to(ROOT / "recipes")): path for path in sorted(ROOT.glob("recipes/**/*.yml"))}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,32 +19,23 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from browser import browser
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
-from transformers import TrainerCallback
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.cli import _spelt_out
-from async_rlhf.commands import report
-from async_rlhf.commands.report import report_of_run, run_report
+from async_rlhf.commands import repeating
 from async_rlhf.config import ConfigError
-from async_rlhf.config.report import ReportConfig
-from async_rlhf.page.html import LIMIT, embedded, page
-from async_rlhf.page.idleness import idleness, length, union
-from async_rlhf.page.reading import ReadRun, Span, evaluations_of, read_run
-from async_rlhf.page.warnings import THRESHOLDS, warnings
 from async_rlhf.reports.charts import GREY, Axis, Key, Series, curves, render_png, thinned
 from async_rlhf.run.folder import REPORT
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.report import command as report
+from async_rlhf.studies.report.command import report_of_run, run_report
+from async_rlhf.studies.report.config import ReportConfig
+from async_rlhf.studies.report.html import LIMIT, embedded, page
+from async_rlhf.studies.report.idleness import idleness, length, union
+from async_rlhf.studies.report.reading import ReadRun, Span, evaluations_of, read_run
+from async_rlhf.studies.report.warnings import THRESHOLDS, warnings
 
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028<!--\ud800"
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.batch - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def train(folder: Path, name: str, callbacks=(), **changes) -> Path:
@@ -288,6 +280,39 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
     found = read_run(copied["sync"], "run")
     assert found.problems == ["samples.jsonl: 2 lines are not JSON objects and are left out"]
     assert "2 lines are not JSON objects" in page([found])
+
+
+@pytest.mark.parametrize("depth", [100, 900, 100_000])
+def test_values_that_are_nested_without_end_are_damage_like_other(copied, tmp_path, depth):
+    """In every file of a run that the page reads."""
+    run, deep = copied["async"], "[" * depth + "]" * depth
+    judged = tmp_path / "judged"
+    judged.mkdir()
+    files = sorted(path for path in run.iterdir() if path.suffix in (".json", ".jsonl", ".yml"))
+    assert {path.name for path in files} >= {"metrics.jsonl", "samples.jsonl", "environment.json", "trace.json"}
+    for path in [*files, run / "final" / "trainer_state.json", judged / "evaluation.json", judged / "samples.jsonl"]:
+        before = path.read_text() if path.exists() else ""
+        for text in (deep, f'{{"name": {deep}}}', f'[{{"name": {deep}}}]', deep[:depth]):
+            path.write_text(f"{before if path.suffix == '.jsonl' else ''}{text}\n")
+            found = read_run(run, "a")
+            assert "Runs" in Elements(page([found], evaluations_of([found], [judged]))).text
+            if depth == 100_000 and path.suffix == ".jsonl" and path.parent == run:
+                assert any(told.startswith(f"{path.name}: 1 lines are not JSON") for told in found.problems)
+        path.write_text(before)
+
+
+def test_a_configuration_of_any_bytes_is_read_or_refused_at_once(copied):
+    run, draw = copied["sync"], random.Random(0)
+    for number in range(300):
+        letters = [
+            bytes([one]) for one in (range(256) if number % 2 else b"0123456789_:-+.eE?![]{}&*<>|@ \n\t'\"%,#~ab")
+        ]
+        (run / "run.yml").write_bytes(b"".join(draw.choice(letters) for _ in range(draw.choice([50, 2000]))))
+        start = time.perf_counter()
+        read_run(run, "a")
+        with suppress(ConfigError):
+            repeating.read_run(str(run), "replayed")
+        assert time.perf_counter() - start < 2
 
 
 def test_values_that_are_not_finite_are_missing(copied):

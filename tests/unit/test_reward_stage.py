@@ -172,6 +172,19 @@ def test_margins_that_are_log_odds_are_calibrated_and_doubled_ones_are_not():
     assert sum(row["pairs"] for row in calibration(margins)["calibration"]) == 200_000
 
 
+def test_the_floor_is_the_mean_error_of_models_that_are_calibrated():
+    """On 100 pairs a tenth of the error is chance; on many it vanishes."""
+    generator = torch.Generator().manual_seed(3)
+    log_odds, found = 1.5 * torch.randn(100, generator=generator, dtype=torch.float64), []
+    for _ in range(300):
+        right = torch.rand(100, generator=generator) < log_odds.abs().sigmoid()
+        found.append(calibration(torch.where(right, log_odds.abs(), -log_odds.abs())))
+    errors = [one["eval_ece"] for one in found]
+    assert found[0]["eval_ece_floor"] == pytest.approx(sum(errors) / 300, rel=0.05)
+    assert 0.08 < found[0]["eval_ece_floor"] < 0.12
+    assert calibration(log_odds.repeat(100))["eval_ece_floor"] < 0.012
+
+
 # ---------------------------------------------------------------- adapters, held-out losses on the way
 
 

@@ -15,6 +15,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.sampling import row_uniforms, sample_uniforms
 from async_rlhf.models.rows import sampled_rows
+from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.run.checkpoint import ResumeState
 from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
@@ -141,13 +142,19 @@ def test_a_sample_that_its_environment_alone_rewards_has_a_score(tokenizer):
         Scorer(tokenizer, config, None, [none])(Batch(1, 3, (group,), 0.0))
 
 
+class Stream:
+    """Prompts of two tokens, at every draw; others, or none, if it is said so."""
+
+    def __init__(self, *tokens: int, nobody: bool = False) -> None:
+        self.tokens, self.nobody = tokens, nobody
+
+    def prompts(self, draws) -> list[Prompt]:
+        return [] if self.nobody else [Prompt(draw, draw, self.tokens) for draw in draws]
+
+
 @pytest.mark.parametrize("rewards", [None, np.arange(9, dtype=np.float32) / 3])
 def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     """By the names of their fields."""
-
-    class Stream:
-        def prompts(self, draws) -> list[Prompt]:
-            return [Prompt(draw, draw, (7,)) for draw in draws]
 
     first = replace(two_turns(rewards=rewards), logprobs=np.full(9, np.float32(-1 / 3)))
     group = Group(Prompt(5, 5, (7,)), (first, two_turns(second="d")))
@@ -158,7 +165,7 @@ def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     row = json.loads(line)["groups"][0]["samples"][0]
     assert row.keys() == {"tokens", "sampled", "logprobs", "versions", "finish_reason", "rewards"}
     read = ResumeState.read(tmp_path)
-    read.read_ahead(tmp_path, Stream())
+    read.read_ahead(tmp_path, Stream(7))
     assert read.ahead == [batch]
     for sample in read.ahead[0].samples:
         assert [getattr(sample, name).dtype.name for name in ("tokens", "sampled", "logprobs", "versions")] == [
@@ -167,3 +174,26 @@ def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
             "float32",
             "int32",
         ]
+
+
+def test_a_checkpoint_holds_the_evaluation_under_way(tmp_path, caplog):
+    """It is left out if its prompts are others; a rank that has no prompts has no answers."""
+    sample = Sample.answer((7, 8), (1, 2), (-0.5, -1.0), (4, 4), "length")
+    held = Batch(-4, 4, (Group(Prompt(5, 5, (7, 8)), (sample, sample)),), 1.5)
+    for name, evaluation in (("with", held), ("without", None)):
+        (tmp_path / name).mkdir()
+        ResumeState(4, {}, {}, {}, {}, evaluation=evaluation).write(tmp_path / name)
+    assert (tmp_path / "with" / "resume" / "state.json").stat().st_mode & 0o777 == 0o600
+
+    def read(name: str, stream: Stream | None) -> Batch | None:
+        state = ResumeState.read(tmp_path / name)
+        state.read_evaluation(tmp_path / name, stream, Ranks())
+        return state.evaluation
+
+    assert read("without", Stream(7, 8)) is None
+    assert read("with", Stream(7, 8)) == held
+    assert read("with", Stream(7, 8, nobody=True)) == replace(held, groups=())
+    assert not caplog.records
+    for other in (Stream(7, 9), Stream(8, 8), None):
+        assert read("with", other) is None
+    assert len(caplog.records) == 3

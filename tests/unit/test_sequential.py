@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from async_rlhf.evaluation.distributions import f_quantile, log_student_cdf
-from async_rlhf.evaluation.sequential import critical_t, log_evidence, look
 from async_rlhf.evaluation.statistics import variance_saved
+from async_rlhf.studies.certify.sequential import critical_t, log_evidence, look
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import certificate
@@ -99,6 +99,25 @@ def test_one_observation_knows_only_its_sign():
 def test_the_critical_t_is_where_evidence_is_enough(n):
     assert log_evidence(critical_t(n, ERROR), n) == pytest.approx(-math.log(ERROR), abs=1e-9)
     assert critical_t(3, ERROR) == math.inf
+
+
+@pytest.mark.parametrize(("n", "error"), [(2, 0.4), (2, 0.9), (30, 0.9)])
+def test_the_critical_t_of_few_pairs_and_of_a_large_error(n, error):
+    assert 0 < critical_t(n, error) < 20
+    assert log_evidence(critical_t(n, error), n) == pytest.approx(-math.log(error), abs=1e-9)
+
+
+def test_looks_at_none_one_and_two_pairs():
+    with pytest.raises(ValueError, match="at least 1 difference; got 0"):
+        look([], 0.1, ERROR)
+    edge = look([-0.1], 0.1, ERROR)
+    assert (edge.log_non_inferior, edge.log_inferior) == (0.0, 0.0)
+    one = look([0.4], 0.1, ERROR)
+    assert (one.log_non_inferior, one.log_inferior) == pytest.approx((math.log(1.5), math.log(0.5)))
+    assert math.isnan(one.deviation)
+    two = look([0.0, 1.0], 0.1, ERROR)
+    assert two.deviation == pytest.approx(math.sqrt(0.5))
+    assert two.log_non_inferior == pytest.approx(log_evidence(0.6 * math.sqrt(2) / math.sqrt(0.5), 2))
 
 
 def test_the_evidence_is_a_martingale_at_the_edge():

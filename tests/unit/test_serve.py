@@ -12,11 +12,13 @@ import sys
 import pytest
 import torch
 
+import async_rlhf
 from async_rlhf.commands import serve
 from async_rlhf.commands.replicas import Replica
 from async_rlhf.config import ConfigError, GenerationConfig, ServeConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.generation.vllm_middleware import OnlyWithKey
+from async_rlhf.system.children import require_own_package
 
 
 def test_a_server_is_started_so_that_a_run_can_use_it():
@@ -73,6 +75,19 @@ def side_by_side(monkeypatch) -> list[Replica]:
     monkeypatch.setattr(serve, "run_side_by_side", lambda replicas: started.extend(replicas) or 0)
     monkeypatch.setattr(serve, "available_cores", lambda: 8)
     return started
+
+
+def test_a_folder_with_another_package_of_our_name_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "async_rlhf").mkdir()
+    other = tmp_path / "async_rlhf" / "__init__.py"
+    other.write_text("")
+    with pytest.raises(ConfigError) as error:
+        serve.run_serve(ServeConfig("policy"))
+    with pytest.raises(ConfigError) as of_ray:
+        require_own_package("ray", "Ray's workers")
+    assert str(of_ray.value) == str(error.value).replace("serve:", "ray:").replace("vLLM", "Ray's workers")
+    assert f"would import {other} instead of {async_rlhf.__file__}" in str(error.value)
 
 
 def test_replicas_have_a_port_and_gpus_of_their_own(monkeypatch, side_by_side, capsys):

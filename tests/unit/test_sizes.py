@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import PROMPTS, count_letters, new_args
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.config import ConfigError, GenerateConfig, PairsConfig
-from async_rlhf.models.positions import with_prompt_cap
+from async_rlhf.models.forward import response_logprobs
+from async_rlhf.models.positions import check_positions, longest_row, with_prompt_cap
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.trainer import OnlineTrainer
 
@@ -129,3 +132,33 @@ def test_samples_of_a_small_model_need_no_cap_by_hand(make_policy, tokenizer, tm
     assert run_generate(config)["dropped"] == 1
     assert json.loads((tmp_path / "said" / "a.json").read_text())["config"]["max_prompt_length"] == 84
     run_generate(replace(config, max_prompt_length=84))  # done already
+
+
+def test_rows_are_no_longer_than_where_rotary_frequencies_stay_as_they_are(tmp_path):
+    """Beyond, a row has other log-probabilities beside a long row than beside a short one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    heads |= {"original_max_position_embeddings": 16, "eos_token_id": 1}
+    policy = Phi3ForCausalLM(Phi3Config(**sizes, **heads, rope_parameters=rotary, initializer_range=0.3)).eval()
+    found = []
+    for longest in (16, 17):
+        tokens_BT = torch.randint(1, 64, (2, longest), generator=torch.Generator().manual_seed(0))
+        tokens_BT[0, :9] = torch.arange(1, 10)
+        mask_BT = (torch.arange(longest) < torch.tensor([[9], [longest]])).float()
+        mask_BT[:, :3] = 0
+        with torch.no_grad():
+            found.append(response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT[0, :9])
+    assert (found[0] - found[1]).abs().max() > 0.01
+    assert longest_row(policy, 100) == 16
+    check_positions(policy, 10, 6)
+    with pytest.raises(ConfigError, match=r"at most 10, for the model has 16 positions in pre-training \(longrope"):
+        check_positions(policy, 11, 6)
+    policy.save_pretrained(tmp_path / "policy")
+    args = new_args(tmp_path, max_prompt_length=None)
+    assert with_prompt_cap(args, str(tmp_path / "policy")).max_prompt_length == 4
+    args = new_args(tmp_path, generation={"response_length": 16}, max_prompt_length=None)
+    with pytest.raises(ConfigError, match="must be below 16, the positions of model in pre-training"):
+        with_prompt_cap(args, policy)

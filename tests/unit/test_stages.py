@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rlhf.commands import stage
 from async_rlhf.commands.sft import SFTTrainer, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
 from async_rlhf.commands.training import LengthBatches, train
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
+from async_rlhf.data import cache
 from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.saving import write_model
@@ -121,8 +121,8 @@ def test_a_large_input_is_read_once_until_it_changes(tmp_path, monkeypatch):
     """Also if it changes to the same size and date."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
     read = []
-    real = stage._hash_now
-    monkeypatch.setattr(stage, "_hash_now", lambda files, *rest: read.append(len(files)) or real(files, *rest))
+    real = cache._checksum_now
+    monkeypatch.setattr(cache, "_checksum_now", lambda files, *rest: read.append(len(files)) or real(files, *rest))
     source, folder = tmp_path / "rows.jsonl", tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -131,12 +131,12 @@ def test_a_large_input_is_read_once_until_it_changes(tmp_path, monkeypatch):
     small = [fingerprint(str(path)) for path in (source, folder)]
     assert not (tmp_path / "cache").exists()
 
-    monkeypatch.setattr(stage, "_LARGE", 1)
+    monkeypatch.setattr(cache, "_LARGE", 1)
     for path in (source, folder):  # just written: not kept yet
         fingerprint(str(path))
     assert read == [1, 2] * 2
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(stage, "_SETTLED", -1.0)
+    monkeypatch.setattr(cache, "_SETTLED", -1.0)
     read.clear()
     for _ in range(3):
         assert [fingerprint(str(path)) for path in (source, folder)] == small

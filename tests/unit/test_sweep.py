@@ -11,18 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from printed import in_here, markdown, require
 from tiny import byte_tokenizer, new_policy
 
-from async_rlhf.commands.sweep import FailedRunsError, run_sweep, share_of
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.sweep import SweepConfig
 from async_rlhf.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
-from async_rlhf.reports.charts import Key
-from async_rlhf.sweeps.pictures import axis_of, draw, series_of, without_constants
-from async_rlhf.sweeps.results import Summary, summaries, table
-from async_rlhf.sweeps.running import Job, run_jobs
-from async_rlhf.sweeps.trials import trials_of
+from async_rlhf.reports.charts import Axis, Key
+from async_rlhf.studies.sweep.command import FailedRunsError, run_sweep, share_of
+from async_rlhf.studies.sweep.config import SweepConfig
+from async_rlhf.studies.sweep.pictures import axis_of, draw, series_of, without_constants
+from async_rlhf.studies.sweep.results import Summary, summaries, table
+from async_rlhf.studies.sweep.running import Job, run_jobs
+from async_rlhf.studies.sweep.trials import trials_of
 
 REWARD = f"{tiny.__file__}:count_letters"
 
@@ -152,7 +153,7 @@ def test_shares_are_all_runs_once(make_sweep):
     assert sorted(one.name for part in parts for one in part) == sorted(one.name for one in trials)
 
 
-def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys):
+def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys, monkeypatch):
     config = make_sweep()
     first = run_sweep(config)
     folder = tmp_path / "sweep"
@@ -160,6 +161,11 @@ def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys):
     assert [row["name"] for row in rows] == [f"staleness={s},seed={n}" for s in (0, 2) for n in (0, 1)]
     shown = (folder / "table.md").read_text()
     assert shown in capsys.readouterr().out
+    (paired,) = markdown(in_here(monkeypatch, capsys, "power.py", str(folder), '{"train.staleness": 0}'))[0]
+    assert paired.pop("setting") == "staleness 2"
+    assert paired.pop("seeds") == "2"
+    for cell in paired.values():
+        require(cell)
     assert "minus staleness 0" in shown
     # Common random numbers: the first batch of each seed is the same, whatever the staleness.
     samples = [
@@ -303,12 +309,32 @@ def test_the_picture_has_what_was_swept_on_the_horizontal_and_one_look_for_each_
     assert first.colour == second.colour != third.colour  # the algorithm
     assert first.shape == second.shape != third.shape
     assert first.dash == third.dash != second.dash  # the learning rate
-    assert draw(found, [Interval(0.3, 0.2, 0.4)], None, tmp_path / "sweep.png")
+    assert draw(found, None, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    rates = [summary("ppo", rate, "0") for rate in ("0.0001", "0.0003")]
+    assert draw(rates, None, tmp_path / "rates.png")
+    many = [summary(f"own{i}", "0.1", s) for i in range(30) for s in ("0", "4")]
+    assert not draw(many, None, tmp_path / "none.png")  # too many to tell apart
     alike = without_constants([summary(a, "0.1", s) for a in ("ppo", "rloo") for s in ("0", "4")], None)
     assert list(alike[0].setting) == ["algorithm", "train.staleness"]
     words = [summary("ppo", "high", "none"), summary("rloo", "high", "none")]
-    assert not draw(words, [], None, tmp_path / "none.png")  # no axis of numbers
+    assert not draw(words, None, tmp_path / "none.png")  # no axis of numbers
     constant = [summary("ppo", "0.1", "0"), summary("rloo", "0.1", "0")]
-    assert not draw(constant, [], None, tmp_path / "none.png")  # none that varies
+    assert not draw(constant, None, tmp_path / "none.png")  # none that varies
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("ticks", "expected"),
+    [
+        ((1, 4, 16), {"type": "log", "domain": [1 / 1.15, 16 * 1.15], "nice": False}),
+        ((1e-4, 3e-4), {"type": "log", "domain": [1e-4 / 1.15, 3e-4 * 1.15], "nice": False}),
+        ((0, 0.5, 2), {"type": "symlog", "constant": 0.5, "domain": [-0.075, 2.375], "nice": False}),
+    ],
+)
+def test_an_axis_of_ticks_has_room_between_them(ticks, expected):
+    found = Axis("x", "x", ticks=ticks).encoding()
+    assert found["axis"]["values"] == list(ticks)
+    assert found["scale"]["type"] == expected["type"]
+    assert found["scale"]["domain"] == pytest.approx(expected["domain"])
+    assert found["scale"].get("constant") == expected.get("constant")

@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
-from async_rlhf.config import ConfigError, GenerationConfig, RayConfig, VLLMConfig
+from async_rlhf.config import ConfigError, GenerationConfig, ParallelConfig, RayConfig, VLLMConfig
 from async_rlhf.generation.gpus import check_gpus, worker_devices
 from async_rlhf.generation.vllm_ranks import SeveralProcesses, end_with, same, tensors_of, threads_of_each
 from async_rlhf.models.snapshots import Region, SnapshotRing
@@ -85,6 +86,32 @@ def test_too_few_gpus_are_an_error_before_anything_is_loaded(
     else:
         with pytest.raises(ConfigError, match=f"^generation.vllm.tensor_parallel_size: got 2; .*{wrong}"):
             check_gpus(config, torch.device(learner))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on_host", "changes", "right"),
+    [
+        (2, 2, {}, False),  # a rank on each
+        (1, 2, {}, False),  # each rank sees its own GPU alone
+        (1, 1, {}, False),  # on each of two hosts
+        (2, 2, {"device": "cuda"}, False),
+        (3, 2, {}, True),
+        (2, 2, {"device": "cuda:0"}, True),  # said aloud
+        (2, 2, {"device": "cpu"}, True),
+        (2, 2, {"placement": "server", "urls": ["http://127.0.0.1:1"], "engine": "vllm"}, True),
+        (2, 2, {"placement": "inline"}, True),
+    ],
+)
+def test_generators_take_no_gpu_of_a_rank_unless_they_are_told_to(
+    monkeypatch, make_args, gpus, on_host, changes, right
+):
+    on_gpus(gpus, monkeypatch)
+    monkeypatch.setattr("async_rlhf.generation.gpus.launched_on_host", lambda: on_host)
+    config = make_args(generation=changes, staleness=1, parallel=ParallelConfig(ranks=2))
+    wrong = "^generation.device: got .*; the 2 ranks leave no GPU to generators; must name a GPU that they are to share"
+    with nullcontext() if right else pytest.raises(ConfigError, match=wrong):
+        check_gpus(config, torch.device("cuda:0"))
+    check_gpus(replace(config, parallel=ParallelConfig()), torch.device("cuda:0"))  # one rank shares the only GPU
 
 
 @pytest.mark.parametrize(
