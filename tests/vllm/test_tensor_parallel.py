@@ -33,14 +33,14 @@ def ranks(generator: ProcessGenerator) -> set[int]:
 
 def collected(generator: ProcessGenerator, policy: torch.nn.Module, index: int, version: int) -> Batch:
     generator.publish(policy, version)
-    generator.submit(index, version, prompts_of(8))
+    generator.submit(index, version, prompts_of(8, first=8 * version))
     return generator.collect(index)
 
 
 def same_but_for_rounding(batch: Batch, engine: object, policy: torch.nn.Module, version: int) -> bool:
     """As one process samples it that has the whole model."""
     engine.load(named_weights(policy), version)
-    expected = engine.generate(prompts_of(8))
+    expected = engine.generate(prompts_of(8, first=8 * version))
     found = [group.samples for group in batch.groups]
     for ours, theirs in zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
