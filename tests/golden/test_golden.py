@@ -1,4 +1,4 @@
-"""Golden runs: the losses of tiny trainings, stored. A refactor must not move them.
+"""Golden runs: the losses of tiny trainings and supervised stages, stored. A refactor must not move them.
 
 After a change that is meant to move them:  python -m pytest tests/golden --update-golden
 """
@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import count_letters
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig
 from async_rlhf.algorithms.table import BUILT_IN
+from async_rlhf.commands.reward import run_reward
+from async_rlhf.commands.sft import run_sft
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.config import AdapterConfig, RewardConfig, SFTConfig
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.trainer import OnlineTrainer
 
 KEYS = (
@@ -71,10 +77,51 @@ def test_losses_do_not_move(request, make_policy, make_reward_model, tokenizer, 
     trainer.train()
     lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
     found = {key: [line[key] for line in lines] for key in KEYS if key in lines[0]}
-    golden = Path(__file__).with_name(f"{name}_staleness_{staleness}.json")
+    compare(request, f"{name}_staleness_{staleness}", found, rel=2e-3, abs=2e-5)
+
+
+def compare(request: pytest.FixtureRequest, name: str, found: dict[str, Any], **tolerance: float) -> None:
+    golden = Path(__file__).with_name(f"{name}.json")
     if request.config.getoption("--update-golden"):
         golden.write_text(json.dumps(found, indent=1) + "\n")
     stored = json.loads(golden.read_text())
     assert stored.keys() == found.keys()
     for key, values in stored.items():
-        assert found[key] == pytest.approx(values, rel=2e-3, abs=2e-5), key
+        assert found[key] == pytest.approx(values, **tolerance), key
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "texts": [
+        {"query": f"q{i}:", "query_reference_response": f"q{i}:{'ab' * (i % 9)} {i % 7}", "score": i % 5}
+        for i in range(45)
+    ],
+    "pairs": [
+        {"prompt": f"p{i}", "chosen": f" a{'d' * (i % 6)}", "rejected": f" {'ab'[i % 3 > 0]}{'d' * (i % 4)}"}
+        for i in range(45)
+    ],
+}
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("texts", {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "eval_steps": 4}),
+    "sft_lora": ("texts", {"lora": AdapterConfig(rank=2), "completion_only": False, "warmup_steps": 2}),
+    "sft_by_tokens": ("texts", {"max_tokens_per_pass": 50}),
+    "reward": ("pairs", {"center_rewards_coefficient": 0.1, "eval_steps": 0.5, "gradient_checkpointing": True}),
+    "reward_lora": ("pairs", {"lora": AdapterConfig(rank=2)}),
+    "ratings": ("texts", {"max_tokens_per_pass": 60}),
+}
+"""Name of each stage, which begins with the command's unless rows are rated: its data, and what is not at default."""
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_losses_of_stages_do_not_move(request, tmp_path, make_policy, tokenizer, name):
+    """Nor the lines of the history, nor what is held out. Up to rounding: sums may be taken in another order."""
+    data, changes = STAGES[name]
+    write_model(make_policy(), tokenizer, tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text(json_lines(ROWS[data]))
+    common = {"eval_fraction": 0.2, "num_epochs": 1.7, "per_device_train_batch_size": 4, "logging_steps": 2}
+    values = {"train": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "out"), "model": str(tmp_path / "base")}
+    values |= {**common, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **changes}
+    results = run_sft(SFTConfig(**values)) if name.startswith("sft") else run_reward(RewardConfig(**values))
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    found = {f"{line['step']} {key}": value for line in lines for key, value in line.items()}
+    found |= {key: value for key, value in results.items() if not isinstance(value, list)}
+    compare(request, name, found, rel=2e-4, abs=2e-6)
