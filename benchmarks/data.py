@@ -94,7 +94,7 @@ def _measured(path: Path, kind: str, held_out: bool) -> dict[str, Any]:
     from async_rlhf.commands.ratings import encode_ratings
     from async_rlhf.commands.reward import encode_pairs
     from async_rlhf.commands.sft import encode_rows
-    from async_rlhf.commands.training import LengthBatches
+    from async_rlhf.commands.training import steps_of
     from async_rlhf.data.held_out import hold_out
     from async_rlhf.data.loading import load_rows
     from async_rlhf.data.stream import PromptStream
@@ -131,8 +131,7 @@ def _measured(path: Path, kind: str, held_out: bool) -> dict[str, Any]:
         make["ratings"] = lambda: encode_ratings(rows, tokenizer, "score", 2048, "data")[0]
         examples = make[kind]()
         lap("tokens")
-        batches = iter(LengthBatches(examples.lengths, 64, 0))
-        for _, numbers in zip(range(3), batches, strict=False):
+        for _, numbers in zip(range(3), steps_of(examples.lengths, 64, 1, 0), strict=False):
             [examples[i] for i in numbers]
     lap("first batch")
     return {**found, "memory": f"{_megabytes() - imports:.0f} MB"}

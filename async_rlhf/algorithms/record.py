@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 from async_rlhf.config.base import require
 from async_rlhf.config.online import OnlineConfig
-from async_rlhf.types import Experience, LossOutput, PolicyOutput
+from async_rlhf.types import Experience, LossOutput
 
 Credit: TypeAlias = Callable[[Experience, Any], Experience]
-Loss: TypeAlias = Callable[[PolicyOutput, Experience, Any], LossOutput]
+Loss: TypeAlias = Callable[[Any, Experience, Any], LossOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Algorithm:
     loss: Loss
     """(output of the policy, experience of the same rows, config) -> sums over these rows.
 
-    The learner calls it for a few rows at a time and divides by the total weight of the mini-batch's units.
+    The output is a PolicyOutput, or the scores of a reward model that is trained, (B,). The learner calls it for a few
+    rows at a time and divides by the total weight of the mini-batch's units.
     """
     needs: Callable[[Any], Needs] = nothing
     """config -> what the algorithm needs."""
@@ -73,6 +74,8 @@ class Algorithm:
     """config -> most samples of a prompt that are trained on; for the planner."""
     rows_per_unit: int = 1
     """Rows that share a pass in any case, as the experience that ``credit`` returns says: 2 for objectives on pairs."""
+    supervised: bool = False
+    """Whether rows are given, and nothing is sampled whose log-probabilities could be compared."""
 
     def __post_init__(self) -> None:
         named = isinstance(self.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", self.name) is not None

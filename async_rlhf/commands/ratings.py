@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.commands.stage import Stage, json_lines
-from async_rlhf.commands.training import StageTrainer
-from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
+from async_rlhf.commands.training import given_rows
+from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, demonstration_parts, first_words
@@ -30,10 +30,11 @@ from async_rlhf.data.ratings import draw_pairs, read_ratings, require_different
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import strip_eos
 from async_rlhf.data.views import Examples
+from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
-from async_rlhf.models.forward import reward_scores, score_rows
-from async_rlhf.models.rows import pad_rows
+from async_rlhf.models.forward import score_rows
 from async_rlhf.ranks.parallel import ALONE, Parallel
+from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)
 
@@ -104,40 +105,14 @@ def encode_ratings(
     return kept, len(rows) - len(kept)
 
 
-class RatingTrainer(StageTrainer):
-    """Minimises (score - z)^2, where z = (rating - mean) / sd over the training rows.
+def rating_rows(examples: Sequence[EncodedRating], scale: Scale) -> Experience:
+    """Rows with what their scores are to be, in standard deviations.
 
-    That is the likelihood of ratings with normal errors of one size. Without z, the head would first have to learn the
-    units of the ratings, and the learning rate that suits it would depend on them.
+    Otherwise the head would first have to learn the units of the ratings, and the learning rate that suits it would
+    depend on them.
     """
-
-    config: RewardConfig
-
-    def __init__(self, model: PreTrainedModel, examples: RatedRows, scale: Scale, *rest: Any) -> None:
-        self.scale = scale
-        super().__init__(model, examples, examples.lengths, *rest)
-
-    def collate(self, examples: Sequence[EncodedRating]) -> dict[str, Tensor]:
-        """input_ids (B, T), lengths (B), and targets (B) in standard deviations."""
-        targets_B = torch.tensor([(row.rating - self.scale.mean) / self.scale.sd for row in examples])
-        return {
-            "input_ids": pad_rows([row.tokens for row in examples], torch.long),
-            "lengths": torch.tensor([len(row.tokens) for row in examples]),
-            "targets": targets_B,
-        }
-
-    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """The squared errors, summed over the rows."""
-        scores_B = reward_scores(model, batch["input_ids"], batch["lengths"])
-        return (scores_B - batch["targets"]).square().sum()
-
-    def items(self, example: EncodedRating) -> int:
-        """A row has one loss."""
-        return 1
-
-    def sizes(self, example: EncodedRating) -> list[int]:
-        """Tokens of the row."""
-        return [len(example.tokens)]
+    targets = [(row.rating - scale.mean) / scale.sd for row in examples]
+    return given_rows([EncodedRow(row.tokens, 0) for row in examples], [1.0] * len(examples), targets)
 
 
 def evaluate_ratings(

@@ -6,8 +6,8 @@ B  pairs of a batch; their rows alternate: chosen, rejected, chosen, ...
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
-from async_rlhf.commands.ratings import RatingTrainer, Scale, encode_ratings, evaluate_ratings, told_ratings
+from async_rlhf.algorithms.supervised import PAIRS, RATINGS, pair_loss
+from async_rlhf.commands.ratings import Scale, encode_ratings, evaluate_ratings, rating_rows, told_ratings
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import StageTrainer, train
-from async_rlhf.commands.unfinished import Unfinished
+from async_rlhf.commands.training import Task, given_rows, run_stage
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.rows import SCORE
@@ -36,16 +35,16 @@ from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import strip_eos
 from async_rlhf.data.views import Examples
+from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import reward_scores
 from async_rlhf.models.loading import load_tokenizer, new_reward_model
 from async_rlhf.models.positions import longest_row
-from async_rlhf.models.rows import by_length, pad_rows
+from async_rlhf.models.rows import by_length
 from async_rlhf.models.shares import in_shares
-from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)
 
@@ -63,30 +62,6 @@ class EncodedPair:
         return max(len(self.chosen), len(self.rejected))
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What differs between learning from pairs and from ratings, after the data are read."""
-
-    trainer: Callable[..., StageTrainer]
-    """Called with ``evaluate``, the ranks and the unfinished stage's folder."""
-    counts: dict[str, Any]
-    reference: Sequence[tuple[int, ...]]
-    """Rows whose mean score is made 0 by default; none with ratings, whose mean is 0 already."""
-    evaluate: Callable[[Parallel], dict[str, Any]]
-    told: Callable[[dict[str, Any]], str]
-    """The results in one line."""
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What is trained, and what on."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    reference: Sequence[tuple[int, ...]]
-    task: _Task
-
-
 def run_reward(config: RewardConfig) -> dict[str, Any]:
     """Train a reward model and save it with its tokenizer in ``config.output_dir``.
 
@@ -101,36 +76,10 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     """
     inputs = {"train": config.train, "eval": config.eval, "model": config.model, "reference": config.reference}
     stage = Stage(Path(config.output_dir), "reward", config, inputs, owns_folder=True)
-    with on_ranks(config, "reward") as ranks:
-        if (results := done_by(stage, ranks)) is None:
-            results = _train(config, stage, ranks)
-    return results
+    return run_stage(stage, lambda: _task(config))
 
 
-def _train(config: RewardConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
-    check_integrations(config.report_to)
-    unfinished = Unfinished(stage, ranks)
-    inputs = lead_first(ranks, "reading", lambda: _inputs(config))
-    model, task = inputs.model, inputs.task
-
-    def evaluate() -> dict[str, Any]:
-        return task.evaluate(trainer.parallel)
-
-    trainer = task.trainer(evaluate, ranks, unfinished)
-    found: dict[str, Any] = {"train_loss": train(trainer), **task.counts, "score_offset": 0.0}
-    if config.center and (zero := inputs.reference or task.reference):
-        size = 2 * config.per_device_train_batch_size
-        found["score_offset"] = center_scores(model, zero, size, trainer.parallel)
-    results = evaluate()
-    trainer.log_evaluation(results)
-    found |= results
-    moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
-    logger.info("reward: %s%s", task.told(found), moved)
-    trainer.publish(stage, inputs.tokenizer, found)
-    return found
-
-
-def _inputs(config: RewardConfig) -> _Inputs:
+def _task(config: RewardConfig) -> Task:
     rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
@@ -139,8 +88,17 @@ def _inputs(config: RewardConfig) -> _Inputs:
     reference = _reference(config, tokenizer, longest)
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
-    task = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
-    return _Inputs(model, tokenizer, reference, task)
+    task, own_reference = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
+
+    def finish(parallel: Parallel) -> dict[str, Any]:
+        zero, size = reference or own_reference, 2 * config.per_device_train_batch_size
+        return {"score_offset": center_scores(model, zero, size, parallel) if config.center and zero else 0.0}
+
+    def told(found: dict[str, Any]) -> str:
+        moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
+        return task.told(found) + moved
+
+    return replace(task, finish=finish, told=told)
 
 
 def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
@@ -184,18 +142,23 @@ def _pairs(
     longest: int,
     rows: Rows,
     heldout: Rows,
-) -> _Task:
+) -> tuple[Task, Sequence[tuple[int, ...]]]:
+    """What is learnt from pairs, and the rows whose mean score is made 0 by default."""
     pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
     held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
-    size = config.per_device_train_batch_size
+    size, coefficient = config.per_device_train_batch_size, config.center_rewards_coefficient
     text = "on {eval_pairs} held-out pairs accuracy {eval_accuracy:.3f}, margin {eval_margin:.3f}, calibration error "
-    return _Task(
-        trainer=partial(RewardTrainer, model, pairs, pairs.lengths, config),
+    task = Task(
+        model,
+        tokenizer,
+        replace(PAIRS, loss=partial(pair_loss, coefficient=coefficient)),
+        pairs,
+        rows=pair_rows,
         counts={"pairs": len(pairs), **counts},
-        reference=pairs.with_items(lambda pair: pair.chosen),
         evaluate=lambda parallel: evaluate_pairs(model, held, size, parallel),
-        told=lambda found: (text + "{eval_ece:.3f} (a perfect model's is {eval_ece_floor:.3f})").format(**found),
+        told=(text + "{eval_ece:.3f} (a perfect model's is {eval_ece_floor:.3f})").format_map,
     )
+    return task, pairs.with_items(lambda pair: pair.chosen)
 
 
 def _ratings(
@@ -205,18 +168,23 @@ def _ratings(
     longest: int,
     rows: Rows,
     heldout: Rows,
-) -> _Task:
+) -> tuple[Task, Sequence[tuple[int, ...]]]:
+    """The same for ratings, whose mean is 0 already."""
     rated, dropped = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
     held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
     require_different(rated.ratings, config.score_field, f"train, up to {longest} tokens")
     scale, size = Scale.of(rated.ratings), 2 * config.per_device_train_batch_size
-    return _Task(
-        trainer=partial(RatingTrainer, model, rated, scale, config),
+    task = Task(
+        model,
+        tokenizer,
+        RATINGS,
+        rated,
+        rows=partial(rating_rows, scale=scale),
         counts={"rows": len(rated), "dropped": dropped, "rating_mean": scale.mean, "rating_sd": scale.sd},
-        reference=[],
         evaluate=lambda parallel: evaluate_ratings(model, held, scale, size, parallel),
         told=told_ratings,
     )
+    return task, []
 
 
 def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> Sequence[tuple[int, ...]]:
@@ -229,35 +197,10 @@ def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest
     return encode_rows(rows, tokenizer, False, longest, "reference")[0].with_items(lambda row: row.tokens)
 
 
-class RewardTrainer(StageTrainer):
-    """Minimises -log sigmoid(score(chosen) - score(rejected)), optionally with a penalty on the sum of the two."""
-
-    config: RewardConfig
-
-    def collate(self, examples: Sequence[EncodedPair]) -> dict[str, Tensor]:
-        """input_ids (2B, T) and lengths (2B)."""
-        tokens_BT, lengths_B = pair_tensors(examples)
-        return {"input_ids": tokens_BT, "lengths": lengths_B}
-
-    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss in nats, summed over the pairs."""
-        scores_B2 = reward_scores(model, batch["input_ids"], batch["lengths"]).view(-1, 2)
-        loss = -logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
-        return loss + self.config.center_rewards_coefficient * scores_B2.sum(dim=1).square().sum()
-
-    def items(self, example: EncodedPair) -> int:
-        """A pair has one loss."""
-        return 1
-
-    def sizes(self, example: EncodedPair) -> list[int]:
-        """Tokens of both sides."""
-        return [len(example.chosen), len(example.rejected)]
-
-
-def pair_tensors(pairs: Sequence[EncodedPair]) -> tuple[Tensor, Tensor]:
-    """Tokens (2B, T), padded on the right, and lengths (2B)."""
-    rows = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-    return pad_rows(rows, torch.long), torch.tensor([len(row) for row in rows])
+def pair_rows(pairs: Sequence[EncodedPair]) -> Experience:
+    """Rows that alternate: chosen, rejected, chosen, ..."""
+    rows = [EncodedRow(side, 0) for pair in pairs for side in (pair.chosen, pair.rejected)]
+    return given_rows(rows, [1.0] * len(pairs), rows_per_unit=2)
 
 
 def encode_pairs(
@@ -328,8 +271,8 @@ def evaluate_pairs(
     device = parallel.device_of(model)
 
     def scores(index_B: Tensor) -> Tensor:
-        tokens_BT, lengths_B = pair_tensors([pairs[i] for i in index_B.tolist()])
-        return reward_scores(model, tokens_BT.to(device), lengths_B).view(-1, 2).double().cpu()
+        rows = pair_rows([pairs[i] for i in index_B.tolist()])
+        return reward_scores(model, rows.tokens_BT.to(device), rows.lengths_B).view(-1, 2).double().cpu()
 
     batches = list(by_length(torch.tensor([pair.longest for pair in pairs]), batch_size))
     found = in_shares("held-out pairs", batches, scores, parallel.ranks, parallel.spreads_weights)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
+from async_rlhf.algorithms.supervised import SFT
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import StageTrainer, train
-from async_rlhf.commands.unfinished import Unfinished
+from async_rlhf.commands.training import Task, given_rows, run_stage
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.stages import StageConfig
@@ -27,14 +24,13 @@ from async_rlhf.data.templates import read_template, template_file, use_template
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import strip_eos, train_tokenizer
 from async_rlhf.data.views import Examples
-from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, row_tensors
+from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import embed_added_tokens, new_language_model
 from async_rlhf.models.positions import longest_row
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)
 
@@ -53,47 +49,10 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     if config.chat_template is not None and template_file(config.chat_template) is not None:
         inputs["chat_template"] = config.chat_template
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
-    with on_ranks(config, "sft") as ranks:
-        if (results := done_by(stage, ranks)) is None:
-            results = _train(config, stage, ranks)
-    return results
+    return run_stage(stage, lambda: _read(config))
 
 
-def _train(config: SFTConfig, stage: Stage, ranks: Ranks) -> dict[str, float]:
-    check_integrations(config.report_to)
-    unfinished = Unfinished(stage, ranks)
-    inputs = lead_first(ranks, "reading", lambda: _read(config))
-    model, tokenizer, held = inputs.model, inputs.tokenizer, inputs.held
-    if config.lora.rank > 0:
-        add_adapters(model, config.lora, config.seed)
-
-    def evaluate() -> dict[str, float]:
-        loss, perplexity = loss_and_perplexity(model, held, config.per_device_train_batch_size, trainer.parallel)
-        return {"eval_loss": loss, "eval_perplexity": perplexity}
-
-    trainer = SFTTrainer(model, inputs.examples, inputs.examples.lengths, config, evaluate, ranks, unfinished)
-    results = {"train_loss": train(trainer), "rows": len(inputs.examples), "dropped": inputs.dropped}
-    if held:
-        found = evaluate()
-        results |= found
-        trainer.log_evaluation(found)
-        logger.info("sft: held-out loss %.4f, perplexity %.2f", results["eval_loss"], results["eval_perplexity"])
-    trainer.publish(stage, tokenizer, results)
-    return results
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What a stage trains, and what on."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    examples: Examples[EncodedRow]
-    held: Sequence[EncodedRow]
-    dropped: int
-
-
-def _read(config: SFTConfig) -> _Inputs:
+def _read(config: SFTConfig) -> Task:
     rows, heldout, short = load_stage_rows(config)
     model, tokenizer = _start(config, rows)
     longest = longest_row(model, config.max_length)
@@ -101,29 +60,28 @@ def _read(config: SFTConfig) -> _Inputs:
     held: Sequence[EncodedRow] = []
     if heldout is not None:
         held = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0]
-    return _Inputs(model, tokenizer, examples, held, dropped + short)
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora, config.seed)
+
+    def evaluate(parallel: Parallel) -> dict[str, float]:
+        loss, perplexity = loss_and_perplexity(model, held, config.per_device_train_batch_size, parallel)
+        return {"eval_loss": loss, "eval_perplexity": perplexity}
+
+    return Task(
+        model,
+        tokenizer,
+        SFT,
+        examples,
+        rows=demonstration_rows,
+        counts={"rows": len(examples), "dropped": dropped + short},
+        evaluate=evaluate if held else None,
+        told="held-out loss {eval_loss:.4f}, perplexity {eval_perplexity:.2f}".format_map,
+    )
 
 
-class SFTTrainer(StageTrainer):
-    """Cross-entropy of the response tokens. The head computes no logits elsewhere."""
-
-    def collate(self, examples: Sequence[EncodedRow]) -> dict[str, Tensor]:
-        """input_ids (B, T), and labels (B, T) that are -100 outside the response."""
-        tokens_BT, mask_BT = row_tensors(examples)
-        return {"input_ids": tokens_BT, "labels": tokens_BT.masked_fill(~mask_BT, -100)}
-
-    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss in nats, summed over the response tokens."""
-        mask_BT = batch["labels"] != -100
-        return -response_logprobs(model, batch["input_ids"], mask_BT, 1.0, with_entropies=False).logprobs_BT.sum()
-
-    def items(self, example: EncodedRow) -> int:
-        """Response tokens."""
-        return example.targets
-
-    def sizes(self, example: EncodedRow) -> list[int]:
-        """Tokens of the row."""
-        return [len(example.tokens)]
+def demonstration_rows(examples: Sequence[EncodedRow]) -> Experience:
+    """Rows that weigh as many response tokens as they have."""
+    return given_rows(examples, [row.targets for row in examples])
 
 
 def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:

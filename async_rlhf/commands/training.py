@@ -1,358 +1,379 @@
-"""The loop of the supervised stages: batches of similar length, one normaliser a step, on one rank or several.
+"""Supervised stages: rows that are given, trained on by the learner and with the loop of online training.
 
-All ranks run the same loop. A step's rows are the same however many ranks there are; they are cut into passes, and the
-passes are dealt out. What a model draws (noise on routers, say; dropout is off) depends on the step and the number of
-the pass alone. So a step can be repeated after a restart, and by any number of ranks, which sum in another order.
+All that a stage has on disk until it is done is in a folder beside its output folder:
+
+    .sft.unfinished/
+      metrics.jsonl              loss, learning rate and evaluations
+      logs/, trackers.json       what trackers write, and how they find their run again
+      checkpoint-40/             the newest; see run/checkpoint.py
+
+The output folder appears only when the stage is done, with metrics.jsonl and logs/ in it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+import xxhash
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerControl
 
+from async_rlhf.algorithms.record import Algorithm
+from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.stage_reports import StageReports
-from async_rlhf.commands.unfinished import LOGS, Unfinished
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import dotted, may_change
+from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.config.stages import StageConfig
+from async_rlhf.data.views import Examples
+from async_rlhf.evaluation.likelihood import EncodedRow, row_tensors
 from async_rlhf.learner.launch import rank_device
-from async_rlhf.learner.strategies.choice import from_accelerate, spread_over
-from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens, memory_of
+from async_rlhf.learner.learner import Learner
+from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.loading import require_alike
-from async_rlhf.models.packing import choose, is_packed
-from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import dealt
 from async_rlhf.models.saving import write_model
 from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
+from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.reports.log import JsonLines
+from async_rlhf.run.callbacks import TRACKERS, Callbacks, tracked_runs
+from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
+from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
+from async_rlhf.run.loop import Loop
+from async_rlhf.run.manifest import delete_whole, stranger_in
+from async_rlhf.run.wiring import Training, restore_trained
+from async_rlhf.system.signals import ending_on_signals
+from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)
 
+_LOGS = "logs"
+_LOOKED_AT = 64
 _POOL = 50  # batches sorted together: enough to waste little on padding, few enough to stay random
-_ON_CPU = ("labels", "lengths")  # only say where to look
 
 
-class LengthBatches(Sampler[list[int]]):
-    """Batches of rows of similar length, in a random order that depends only on the seed and the epoch.
+@dataclass(frozen=True)
+class Task:
+    """What a stage trains, and on what."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    algorithm: Algorithm
+    examples: Examples[Any]
+    rows: Callable[[Sequence[Any]], Experience]
+    """The rows to train on, of some examples, each of which is a unit."""
+    counts: dict[str, Any]
+    """Of the results."""
+    evaluate: Callable[[Parallel], dict[str, Any]] | None
+    """`eval_loss` and other metrics of held-out data, if there are any."""
+    told: Callable[[dict[str, Any]], str]
+    """The results in one line."""
+    finish: Callable[[Parallel], dict[str, Any]] = lambda parallel: {}
+    """What is done to the trained model, and its results."""
+
+
+def given_rows(
+    rows: Sequence[EncodedRow], weights: Sequence[float], targets: Sequence[float] | None = None, rows_per_unit: int = 1
+) -> Experience:
+    """Rows to train on.
+
+    Args:
+        rows: those of a unit are adjacent.
+        weights: what each unit adds to the normaliser of the loss.
+        targets: what the scores are to be; None if nothing says.
+        rows_per_unit: of each unit.
+    """
+    tokens_BT, mask_BT = row_tensors(rows)
+    nothing_BT = torch.zeros(1, 1).expand(tokens_BT.shape)
+    return Experience(
+        tokens_BT=tokens_BT,
+        lengths_B=torch.tensor([len(row.tokens) for row in rows], dtype=torch.long),
+        sampled_BT=mask_BT.float(),
+        behaviour_logprobs_BT=nothing_BT,
+        rewards_BT=nothing_BT,
+        scores_B=torch.zeros(len(rows)) if targets is None else torch.tensor(targets, dtype=torch.float32),
+        weights_U=torch.tensor(weights, dtype=torch.float32),
+        rows_per_unit=rows_per_unit,
+    )
+
+
+def steps_of(lengths: np.ndarray, size: int, at_once: int, seed: int) -> Iterator[list[int]]:
+    """Numbers of the rows of each step, for ever, in a random order that depends only on seed and epoch.
 
     Args:
         lengths: tokens of each row.
-        size: rows of a batch; the last batch of an epoch may be smaller.
-        seed: of the order. Each pass over the sampler is the next epoch.
+        size: rows of a batch, which are of similar length; the last batch of an epoch may be smaller.
+        at_once: batches of a step; the last step of an epoch may have fewer.
+        seed: of the order.
     """
-
-    def __init__(self, lengths: Sequence[int] | np.ndarray, size: int, seed: int) -> None:
-        self.lengths = np.asarray(lengths)
-        self.size = size
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.lengths) / self.size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(len(self.lengths), generator=self._generator).numpy()
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(lengths), generator=generator).numpy()
         # Full batches and one remainder, as pools are multiples of the batch.
-        for start in range(0, len(order), _POOL * self.size):
-            pool = order[start : start + _POOL * self.size]
-            pool[:] = pool[np.argsort(self.lengths[pool], kind="stable")]
-        for number in torch.randperm(len(self), generator=self._generator).numpy():
-            yield order[number * self.size : (number + 1) * self.size].tolist()
+        for start in range(0, len(order), _POOL * size):
+            pool = order[start : start + _POOL * size]
+            pool[:] = pool[np.argsort(lengths[pool], kind="stable")]
+        batches = iter(torch.randperm(math.ceil(len(order) / size), generator=generator).tolist())
+        while numbers := list(islice(batches, at_once)):
+            yield np.concatenate([order[number * size : (number + 1) * size] for number in numbers]).tolist()
 
 
-class _Loss(nn.Module):
-    """A model with its loss as the forward pass, which is what DDP and DeepSpeed follow."""
-
-    def __init__(self, model: PreTrainedModel, loss_sum: Callable[[Any, Mapping[str, Tensor]], Tensor]) -> None:
-        super().__init__()
-        self.model, self._loss_sum = model, loss_sum
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self._loss_sum(self.model, batch)
-
-
-class StageTrainer:
-    """Trains a model. The loss of an optimiser step is a sum over its items divided by their number.
-
-    A subclass defines :meth:`collate`, :meth:`loss_sum`, :meth:`items` and :meth:`sizes`. All ranks must make it, with
-    the same arguments, and call its methods.
+@dataclass(frozen=True, kw_only=True)
+class StageLoop(Loop):
+    """Trains on the rows of a task.
 
     Args:
-        model: the model to train. Its weights may be sharded afterwards.
-        examples: any number.
-        lengths: tokens of each example.
+        task: says which.
         config: of the stage.
-        evaluate: returns `eval_loss` and other metrics of held-out data.
-        ranks: who share the work; None for this process alone.
-        unfinished: where checkpoints and the loss history go; None for nowhere.
-
-    Raises:
-        ConfigError: the checkpoint is of other data.
+        compared: what must stay on resume.
+        seen: rank 0's sum of the losses of all steps, and of those that are not logged yet; the last step that is;
+            tokens so far, without padding.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        examples: Sequence[Any],
-        lengths: Sequence[int] | np.ndarray,
-        config: StageConfig,
-        evaluate: Callable[[], dict[str, Any]] = dict,
-        ranks: Ranks | None = None,
-        unfinished: Unfinished | None = None,
-    ) -> None:
-        self.model, self.examples, self.config, self.evaluate = model, examples, config, evaluate
-        self.ranks = ranks or Ranks()
-        self.unfinished = unfinished
-        self.batches = LengthBatches(lengths, config.per_device_train_batch_size, config.seed)
-        begun = None if unfinished is None else unfinished.begin(examples, self.batches.lengths)
-        self.done = 0 if begun is None else begun.step
-        """Optimiser steps so far."""
-        values: dict[str, Any] = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0}
-        self.values = values if begun is None else begun.values
-        """Sum of the losses of all steps, and of those that are not logged yet; the last step that is; tokens so far,
-        without padding."""
-        self._prepare(begun)
-        self._new_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        """Of this rank's passes, since the ranks last met."""
-        logs = Path() if unfinished is None else unfinished.folder / LOGS
-        self.reports = StageReports(config, model, self.steps, self.done, logs) if self.ranks.leads else None
-
-    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """A batch on the CPU, with ``input_ids``."""
-        raise NotImplementedError
-
-    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum of the losses of the batch's items, differentiable. ``labels`` and ``lengths`` stay on the CPU."""
-        raise NotImplementedError
-
-    def items(self, example: Any) -> int:
-        """How many losses an example has."""
-        raise NotImplementedError
-
-    def sizes(self, example: Any) -> list[int]:
-        """Tokens of each of an example's rows; all examples have as many rows."""
-        raise NotImplementedError
+    task: Task
+    config: StageConfig
+    compared: dict[str, Any]
+    seen: dict[str, Any]
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimiser steps of a pass over the data."""
-        return math.ceil(len(self.batches) / self._at_once)
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps in all."""
-        return math.ceil(self.config.num_epochs * self.steps_per_epoch)
-
-    @property
-    def _at_once(self) -> int:
-        """Batches of the sampler in a step."""
-        return self.config.gradient_accumulation_steps * self.ranks.count
-
-    def _prepare(self, begun: Any) -> None:
-        """Place the weights, shard them, and make the optimiser; all of it as a checkpoint says, if there is one."""
-        config, model = self.config, self.model
-        self.device = rank_device(config, self.ranks)
-        model.to(self.device).eval()
-        require_alike(self.ranks, model=model)
-        if begun is not None:
-            begun.load_weights(model)
-        choose("auto", config.max_tokens_per_pass is not None, {"model": model}, config.bf16)
-        if config.gradient_checkpointing:  # the re-entrant kind finds no gradient below adapters
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.parallel = Parallel(self.ranks)
-        if self.ranks.count > 1:
-            strategy = from_accelerate(config.parallel, config.bf16)
-            self.parallel = spread_over(strategy, self.ranks, self.device, config)
-        self.optimizer = self.parallel.prepare(_Loss(model, self.loss_sum), [model], self._adamw)
-        warm_up = config.warmup_steps or math.ceil(config.warmup_ratio * self.steps)
-        self.scheduler: Any = get_scheduler(config.lr_scheduler_type, self.optimizer, warm_up, self.steps)
-        if begun is not None:
-            self.parallel.load_moments(begun.part("optimizer."))
-            self.scheduler.last_epoch = self.done
-            for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
-                group["lr"] = group["initial_lr"] * factor(self.done)
-            self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-            begun.tensors = {}
-
-    def _adamw(self) -> torch.optim.Optimizer:
-        config = self.config
-        groups = decayed_groups(trainable(self.model), config.learning_rate, config.weight_decay)
-        return torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        return math.ceil(len(self.task.examples) / self.config.batch_size)
 
     def train(self) -> float:
-        """Train to the end. Returns the mean loss of all steps.
-
-        Raises:
-            FloatingPointError: a gradient is no finite number.
-        """
-        started, begun, config = time.monotonic(), self.done, self.config
-        if self.reports is not None:
-            self.reports.begin()
-        log_every, evaluate_every = (self._whole(every) for every in (config.logging_steps, config.eval_steps))
-        rows = 0
-        for batches in islice(self._batches(), self.done, self.steps):
-            norm = self._step(batches)
-            rows += sum(map(len, batches))
-            self.done += 1
-            epoch, last = self.done / self.steps_per_epoch, self.done == self.steps
-            if self.reports is not None:
-                self.reports.step_end(self.done, epoch)
-            if self.done % log_every == 0 or last:
-                self._log(norm)
-            if evaluate_every and self.done % evaluate_every == 0 and not last:
-                self.log_evaluation(self.evaluate())
-            if config.save_steps and self.done % config.save_steps == 0 and not last:
-                self._save()
-        loss, seconds = self.values["loss"] / self.steps, time.monotonic() - started
-        if self.reports is not None:
-            self.reports.log({"train_loss": loss, "train_runtime": seconds, "train_samples_per_second": rows / seconds})
-            self.reports.end()
+        """Train to the end. Returns the mean loss of all steps, on rank 0."""
+        run, config, learner = self.run, self.config, self.run.learner
+        started, begun, rows = time.monotonic(), run.callbacks.state.global_step, 0
+        size, steps = config.per_device_train_batch_size, run.config.num_batches
+        run.callbacks.begin()
+        order = steps_of(self.task.examples.lengths, size, config.batch_size // size, config.seed)
+        for step, numbers in enumerate(islice(order, begun, steps), start=begun + 1):
+            run.callbacks.step_begin()
+            experience = self.task.rows([self.task.examples[i] for i in numbers] if run.ranks.leads else [])
+            rate = float(learner.optimizer.param_groups[0]["lr"])
+            metrics = learner.update(experience, step) | {"lr": rate}
+            rows += len(numbers)
+            self._after_batch(experience, metrics)
+        loss, seconds = self.seen["loss"] / steps, time.monotonic() - started
+        run.callbacks.log({"train_loss": loss, "train_runtime": seconds, "train_samples_per_second": rows / seconds})
+        run.callbacks.end()
         again = f", {begun} of them before" if begun else ""
-        logger.info("%d steps%s, loss %.4f, %.1f rows/s", self.done, again, loss, rows / seconds)
+        logger.info("%d steps%s, loss %.4f, %.1f rows/s", steps, again, loss, rows / seconds)
         return loss
 
-    def _whole(self, every: float) -> int:
-        """A number of steps that may be a share of all."""
-        return int(every) if every >= 1 else math.ceil(every * self.steps)
+    def _log(self, batch: Experience, metrics: dict[str, float], everything: bool) -> None:
+        """Count, and log the mean loss since the last time."""
+        seen, state = self.seen, self.run.callbacks.state
+        seen["tokens"] += int(batch.lengths_B.sum())
+        for name in ("loss", "recent_loss"):
+            seen[name] += metrics["loss"]
+        if everything or state.global_step == state.max_steps:
+            line = {"loss": seen["recent_loss"] / (state.global_step - seen["logged"])}
+            line["grad_norm"] = metrics["grad_norm"]
+            seen |= {"recent_loss": 0.0, "logged": state.global_step}
+            epoch = self._write_line({**line, "lr": metrics["lr"], "tokens": seen["tokens"]})
+            self.run.callbacks.log({**line, "learning_rate": metrics["lr"], "epoch": epoch})
 
-    def _batches(self) -> Iterator[list[list[int]]]:
-        """Numbers of the rows of each step, for ever. A step has several of the sampler's batches."""
-        while True:
-            batches = iter(self.batches)
-            while found := list(islice(batches, self._at_once)):
-                yield found
-
-    def _step(self, batches: list[list[int]]) -> float:
-        """One optimiser step. Returns the gradient's norm."""
-        parts = list(enumerate(self._passes(batches)))
-        mine = [
-            (number, [self.examples[i] for i in part], counts)
-            for (number, part), counts in dealt(parts, self.ranks.rank, self.ranks.count)
-        ]
-        examples = [example for _, part, counts in mine if counts for example in part]
-        counted = (sum(map(self.items, examples)), sum(sum(self.sizes(example)) for example in examples))
-        items, tokens = map(sum, zip(*self.ranks.gather("rows of a step", counted), strict=True))
-        self.model.train()
-        for place, (number, part, counts) in enumerate(mine, start=1):
-            torch.manual_seed(_seed_of(self.config.seed, self.done, number))  # for what the model may draw
-            batch = {
-                name: tensor if name in _ON_CPU else tensor.to(self.device, non_blocking=True)
-                for name, tensor in self.collate(part).items()
-            }
-            with self.parallel.accumulating(last=place == len(mine)):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bf16):
-                    loss_sum = self.parallel.forward(batch)
-                loss = loss_sum / items if counts else loss_sum * 0
-                self.parallel.backward(loss)
-            self._new_loss += loss.detach()
-        try:
-            norms = self.parallel.step(self.config.max_grad_norm)
-        except FloatingPointError as error:
-            lower = f"lower learning_rate ({self.config.learning_rate})"
-            raise FloatingPointError(f"step {self.done + 1}: {error}; {lower}") from error
-        assert norms is not None  # there is no loss scale that a step could be skipped for
-        self._rate = float(self.optimizer.param_groups[0]["lr"])
-        self.scheduler.step()
-        self.values["tokens"] += tokens
-        return norms[0]
-
-    def _passes(self, batches: list[list[int]]) -> list[list[int]]:
-        """A step's rows, in passes."""
-        if self._limits is None:
-            return batches
-        rows = [number for batch in batches for number in batch]
-        sizes = [self.sizes(self.examples[number]) for number in rows]
-        lengths = torch.tensor([length for each in sizes for length in each])
-        parts = self._limits.split(lengths, len(sizes[0]), self.ranks.count)
-        return [[rows[i] for i in part.tolist()] for part in parts]
-
-    @cached_property
-    def _limits(self) -> Passes | None:
-        """The limits of a pass, if tokens limit it. Every rank must ask: with "auto" each says what fits."""
-        tokens = self.config.max_tokens_per_pass
-        if tokens is None:
-            return None
-        if tokens == "auto":
-            memory = memory_of(self.model, self.config, self.parallel, self.config.gradient_checkpointing)
-            to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))
-            name = "max_tokens_per_pass"
-            fits = fitting_tokens(name, PassMemory((memory,), with_gradient=True), self.device, to_come)
-            tokens = min(self.ranks.gather(name, fits))
-        width = self.model.config.get_text_config().hidden_size
-        return Passes(None, tokens, is_packed(self.model), width)
-
-    def _meet(self) -> None:
-        """Add up the losses of all ranks."""
-        found = sum(self.ranks.gather("losses", self._new_loss.item()))
-        self._new_loss.zero_()
-        self.values["loss"] += found
-        self.values["recent_loss"] += found
-
-    def _log(self, norm: float) -> None:
-        """Log the mean loss since the last time."""
-        self._meet()
-        loss = self.values["recent_loss"] / (self.done - self.values["logged"])
-        self.values |= {"recent_loss": 0.0, "logged": self.done}
-        self._write({"loss": loss, "grad_norm": norm, "lr": self._rate, "tokens": self.values["tokens"]})
-        if self.reports is not None:
-            self.reports.log({"loss": loss, "grad_norm": norm, "learning_rate": self._rate})
-
-    def log_evaluation(self, found: Mapping[str, Any]) -> None:
-        """Log metrics of held-out data; those that are no numbers are left out."""
-        numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
-        self._write(numbers)
-        if self.done < self.steps:  # the command's results say the rest
-            logger.info("step %d of %d: held-out loss %.4f", self.done, self.steps, numbers["eval_loss"])
-            if self.reports is not None:
-                self.reports.log(numbers)
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        if self.unfinished is not None:
-            self.unfinished.log({"step": self.done, "epoch": self.done / self.steps_per_epoch, **values})
-
-    def _save(self) -> None:
-        """Write a checkpoint, on rank 0."""
-        self._meet()
-        self.parallel.meet("saving", self.model)
-        tensors = {f"optimizer.{name}": tensor for name, tensor in self.parallel.moments().items()}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                with self.parallel.gathered([parameter]):
-                    whole = self.parallel.whole(parameter.data)
-                    if self.ranks.leads:
-                        tensors[f"weights.{name}"] = whole.cpu()
-        if self.ranks.leads and self.unfinished is not None:
-            self.unfinished.save(self.done, self.values, tensors)
-
-    def publish(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, results: Mapping[str, Any]) -> None:
-        """Save model, tokenizer, the marker, metrics.jsonl and what integrations wrote: whole or not at all."""
-        self.parallel.meet("publishing", self.model)
-        if not self.ranks.leads:
-            write_model(self.model, tokenizer, stage.folder, self.parallel)  # rank 0 writes
+    def _evaluate(self, control: TrainerControl, batch: int) -> None:
+        steps, learner = self.run.config.num_batches, self.run.learner
+        wanted = self.run.ranks.from_lead("evaluate?", lambda: control.should_evaluate)
+        if not wanted or batch == steps or self.task.evaluate is None:
             return
-        with stage.publish_folder(results) as folder:
-            write_model(self.model, tokenizer, folder, self.parallel)
-            if self.unfinished is not None:
-                self.unfinished.publish(folder)
-        if self.unfinished is not None:
-            self.unfinished.delete()
+        found = self.task.evaluate(learner.parallel)
+        learner.model.train()
+        epoch = self.log_evaluation(found)
+        logger.info("step %d of %d: held-out loss %.4f", batch, steps, found["eval_loss"])
+        self.run.callbacks.log({**_numbers(found), "epoch": epoch})
+
+    def log_evaluation(self, found: dict[str, Any]) -> float:
+        """Write metrics of held-out data into metrics.jsonl; those that are no numbers are left out."""
+        return self._write_line(_numbers(found))
+
+    def _write_line(self, values: dict[str, Any]) -> float:
+        """Add step and epoch, which is returned."""
+        step = self.run.callbacks.state.global_step
+        epoch = step / self.steps_per_epoch
+        if METRICS in self.logs:
+            self.logs[METRICS].write({"step": step, "epoch": epoch, **values})
+        return epoch
+
+    def _own_state(self, batch: int) -> dict[str, Any]:
+        return {"config": self.compared, "values": {"seen": dict(self.seen)}}
 
 
-def _seed_of(*numbers: int) -> int:
-    """A seed of a pass's own."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def _numbers(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
-def train(trainer: StageTrainer) -> float:
-    """Run the training and return its mean loss; see :meth:`StageTrainer.train`."""
-    return trainer.train()
+def run_stage(stage: Stage, read: Callable[[], Task]) -> dict[str, Any]:
+    """Train, and write the model with its tokenizer, the marker and the logs into the stage's folder: whole or not at
+    all. With several ranks, all must call it.
+
+    Args:
+        stage: of a :class:`StageConfig`.
+        read: reads data and models; called by rank 0 first.
+
+    Returns:
+        The results, those of before if the stage is done already.
+
+    Raises:
+        ConfigError: there is a checkpoint, and neither ``resume`` nor ``overwrite`` is set; or it is of another
+            configuration, or of other data.
+    """
+    with on_ranks(stage.config, stage.name) as ranks:
+        if (results := done_by(stage, ranks)) is None:
+            check_integrations(stage.config.report_to)
+            results = _train(stage, ranks, read)
+    return results
+
+
+def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, Any]:
+    config, folder = stage.config, _unfinished(stage)
+    checkpoint = ranks.from_lead("checkpoint", lambda: _to_resume(stage, folder))
+    resumed = None if checkpoint is None else ResumeState.read(checkpoint)
+    compared = ranks.from_lead("what is compared", lambda: _compared(stage))
+    if resumed is not None:
+        require_same(resumed.config, compared, config.resume_anyway)
+    task = lead_first(ranks, "reading", read)
+    run = _prepared(config, task, ranks, folder, checkpoint, resumed)
+    seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
+    with ExitStack() as stack:
+        logs = {}
+        if ranks.leads:
+            kept = 0 if resumed is None else resumed.logs[METRICS]
+            logs[METRICS] = stack.enter_context(closing(JsonLines(folder / METRICS, kept)))
+        with closing(run.callbacks), ending_on_signals() as asked:
+            known: dict[str, Any] = {"task": task, "config": config, "compared": compared, "seen": seen}
+            loop = StageLoop(run=run, logs=logs, stop_asked=asked, **known)
+            results = {"train_loss": loop.train(), **task.counts}
+        results |= task.finish(run.learner.parallel)
+        if task.evaluate is not None:
+            found = task.evaluate(run.learner.parallel)
+            loop.log_evaluation(found)
+            results |= found
+            logger.info("%s: %s", stage.name, task.told(results))
+        results = ranks.from_lead("results", lambda: results)
+        _publish(stage, run, folder, results)
+    return results
+
+
+def _prepared(
+    config: StageConfig, task: Task, ranks: Ranks, folder: Path, checkpoint: Path | None, resumed: ResumeState | None
+) -> Training:
+    """The learner and what is about it, restored if there is a checkpoint."""
+    steps = math.ceil(config.num_epochs * math.ceil(len(task.examples) / config.batch_size))
+    own = config.for_learner(steps, str(folder))
+    task.model.to(rank_device(own, ranks)).eval()
+    require_alike(ranks, model=task.model)
+    load = None
+    if checkpoint is not None and resumed is not None:
+        load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
+    learner = Learner(task.model, None, task.algorithm, own, parallel=make_parallel(own, ranks), load=load)
+    if ranks.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+    shown = {**dotted(without_secrets(asdict(config), HIDDEN)), "num_train_epochs": config.num_epochs}
+    callbacks = Callbacks(own, learner, task.tokenizer, (), shown, tracked_runs(folder) if ranks.leads else {})
+    callbacks.arguments.output_dir = str(folder / _LOGS)
+    run = Training(
+        config=own,
+        ranks=ranks,
+        folder=RunFolder(own, checkpoint, 0 if resumed is None else resumed.batch),
+        tokenizer=task.tokenizer,
+        learner=learner,
+        callbacks=callbacks,
+        fingerprints={"rows, as tokens": _digest(task.examples)},
+    )
+    if resumed is not None:
+        restore_trained(run, resumed)
+    return run
+
+
+def _publish(stage: Stage, run: Training, folder: Path, results: dict[str, Any]) -> None:
+    model, parallel = run.learner.policy, run.learner.parallel
+    parallel.meet("publishing", model)
+    if not run.ranks.leads:
+        write_model(model, run.tokenizer, stage.folder, parallel)  # rank 0 writes
+        return
+    with stage.publish_folder(results) as place:
+        write_model(model, run.tokenizer, place, parallel)
+        shutil.copy2(folder / METRICS, place / METRICS)
+        if (logs := folder / _LOGS).is_dir() and any(logs.iterdir()):
+            shutil.copytree(logs, place / _LOGS)
+    _delete(folder)
+
+
+def _unfinished(stage: Stage) -> Path:
+    place = stage.folder.resolve()
+    return place.with_name(f".{place.name}.unfinished")
+
+
+def _to_resume(stage: Stage, folder: Path) -> Path | None:
+    """The checkpoint to go on from; without one, what is left of an interrupted command is deleted."""
+    config, own = stage.config, Checkpoints(folder)
+    newest, there = own.newest_whole() if config.resume else None, own.all()
+    if newest is not None:
+        return newest
+    if there and not config.overwrite:
+        if config.resume:
+            raise ConfigError(
+                f"resume: {there[-1].name} in {str(folder)!r} is damaged, and there is no other; set "
+                "overwrite, too, to start at the beginning"
+            )
+        raise ConfigError(
+            f"output_dir: {str(stage.folder)!r} is unfinished, with {there[-1].name} in {str(folder)!r}; "
+            "set resume to go on with it, or overwrite to start at the beginning"
+        )
+    if config.resume:
+        logger.warning("resume: there is no checkpoint of %s; starting at the beginning", stage.folder)
+    _delete(folder)
+    return None
+
+
+def _delete(folder: Path) -> None:
+    """Delete what an unfinished stage has written into its folder, and the folder if nothing else is in it."""
+    if not folder.is_dir():
+        return
+    for path in Checkpoints(folder).all():
+        if stranger_in(path) is None:
+            delete_whole(path)
+    for path in (*folder.glob(".checkpoint-*.tmp"), folder / _LOGS):
+        shutil.rmtree(path, ignore_errors=True)
+    for name in (METRICS, TRACKERS):
+        (folder / name).unlink(missing_ok=True)
+    left = sorted(path.name for path in folder.iterdir())
+    if left:
+        logger.warning("WARNING: %s is kept, for %s was not written by a stage", folder, left[0])
+    else:
+        folder.rmdir()
+
+
+def _compared(stage: Stage) -> dict[str, Any]:
+    """What has to stay on resume, as read back from JSON: keys, and inputs by their content."""
+    config = stage.config
+    values = {
+        key: value
+        for key, value in dotted(asdict(config)).items()
+        if key not in stage.inputs and not may_change(config, key)
+    }
+    values |= dotted({"inputs": stage.identity["inputs"]})
+    return json.loads(json.dumps(without_secrets(values)))
+
+
+def _digest(examples: Examples[Any]) -> str:
+    """A checksum of all lengths, and of some of the examples: another tokenizer would give others."""
+    digest = xxhash.xxh3_128(np.ascontiguousarray(examples.lengths, dtype=np.int64).tobytes())
+    for number in np.linspace(0, len(examples) - 1, min(_LOOKED_AT, len(examples))).astype(int):
+        digest.update(repr(examples[int(number)]).encode())
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
@@ -20,8 +21,16 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype
-from async_rlhf.config.online import LEARNING_RATE, SEED, TOKENS, AdapterConfig, LRSchedule, TokensPerPass
+from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, GenerationConfig
+from async_rlhf.config.online import (
+    LEARNING_RATE,
+    SEED,
+    TOKENS,
+    AdapterConfig,
+    LRSchedule,
+    OnlineConfig,
+    TokensPerPass,
+)
 from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
 from async_rlhf.config.rewards import check_bits, check_one_judge
 from async_rlhf.config.rows import (
@@ -143,22 +152,38 @@ class StageConfig(Checked):
     overwrite: bool = key(False, role="place", main="output")
     """Do the stage again even if it is done already."""
 
-    # No keys, as they have no type here: what spreads a model over ranks asks for them.
-    fp16 = False
-    head_float32 = False
-    offload_frozen = False
-    max_grad_norm = 1.0
-
     def check(self) -> None:
         check_one_held_out(self.eval, self.eval_fraction)
         right = "must be 0 without eval or eval_fraction"
         require(self.eval_steps == 0 or self.holds_out, "eval_steps", self.eval_steps, right)
         check_device(self.device, self.parallel.ranks)
 
-    @property
-    def units_by_pass(self) -> int:
-        """Rows, or pairs, of a pass that no number of tokens limits."""
-        return self.per_device_train_batch_size
+    def for_learner(self, steps: int, folder: str) -> OnlineConfig:
+        """What the learner and the loop are told: an optimiser step is a batch of so many rows, or pairs.
+
+        Args:
+            steps: optimiser steps in all.
+            folder: where checkpoints and logs go.
+        """
+        same = (
+            *("max_tokens_per_pass", "learning_rate", "lr_scheduler_type", "weight_decay", "bf16", "report_to"),
+            *("gradient_checkpointing", "save_steps", "seed", "device", "parallel", "trust_remote_code"),
+        )
+        by_tokens = self.max_tokens_per_pass is not None
+        return OnlineConfig(
+            output_dir=folder,
+            batches=steps,
+            samples_per_prompt=1,
+            completions_per_batch=self.batch_size,
+            per_device_train_batch_size=None if by_tokens else self.per_device_train_batch_size,
+            warmup_steps=self.warmup_steps or math.ceil(self.warmup_ratio * steps),
+            logging_steps=_whole(self.logging_steps, steps),
+            eval_steps=_whole(self.eval_steps, steps),
+            save_total_limit=1,
+            staleness=0,
+            generation=GenerationConfig(temperature=1.0),
+            **{name: getattr(self, name) for name in same},
+        )
 
     @property
     def batch_size(self) -> int:
@@ -169,6 +194,11 @@ class StageConfig(Checked):
     def holds_out(self) -> bool:
         """Whether there is held-out data."""
         return self.eval is not None or self.eval_fraction is not None
+
+
+def _whole(every: float, steps: int) -> int:
+    """A number of steps that may be a share of all."""
+    return int(every) if every >= 1 else math.ceil(every * steps)
 
 
 @dataclass(frozen=True)

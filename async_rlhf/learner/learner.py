@@ -28,10 +28,12 @@ from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens
 from async_rlhf.models.dealing import Deal
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
+    RewardWrapper,
     autocast_dtype,
     end_values,
     head_in_float32,
     in_sixteen_bits,
+    last_sampled,
     response_logprobs,
     response_values,
 )
@@ -97,7 +99,8 @@ class Learner:
         for model in filter(None, (policy, own_reference) if config.head_float32 else ()):
             head_in_float32(model)
         self.value = None if value is None else disable_dropout(value)
-        self.model = PolicyAndValueWrapper(policy, self.value)
+        wrapper = PolicyAndValueWrapper if policy.can_generate() else RewardWrapper
+        self.model = wrapper(policy, self.value)
         self.fingerprint = self._fingerprint(own_reference)
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
@@ -302,10 +305,8 @@ class Learner:
     def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
         """Values of whole texts, up to and including the last response token."""
         assert self.value is not None
-        positions_T = torch.arange(1, mask_BT.shape[1] + 1)
-        lengths_B = (mask_BT * positions_T).amax(dim=1).long().clamp(min=1)
         with self.autocast():
-            return {"end_values_B": end_values(self.policy, self.value, tokens_BT, lengths_B)}
+            return {"end_values_B": end_values(self.policy, self.value, tokens_BT, last_sampled(mask_BT) + 1)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps.
@@ -314,6 +315,9 @@ class Learner:
 
         Returns:
             On rank 0, means over all steps.
+
+        Raises:
+            FloatingPointError: a gradient is no finite number.
         """
         self.ranks.meet(f"training on batch {batch}")
         loss_sums: dict[str, Tensor] = {}
@@ -322,9 +326,13 @@ class Learner:
         for units_U, weight in self.mini_batches(experience, batch):
             deal = self._step(experience, units_U, weight)
             if len(deal):  # else the optimiser's momentum would move the weights for a mini-batch of ties
-                self._backward(deal, loss_sums, seen)
+                self._backward(deal, batch, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
-                found = self.parallel.step(limit)
+                try:
+                    found = self.parallel.step(limit)
+                except FloatingPointError as error:
+                    lower = f"lower learning_rate ({self.config.learning_rate})"
+                    raise FloatingPointError(f"update {batch}: {error}; {lower}") from error
                 total_weight += deal.told.weight
                 if found is None:
                     skipped += 1
@@ -339,7 +347,8 @@ class Learner:
             return {}
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
-        metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
+        if not self.algorithm.supervised:
+            metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
         metrics["optimizer_steps"] = float(steps)
         if self.parallel.loss_scale is not None:
             metrics |= {"skipped_steps": float(skipped), "loss_scale": self.parallel.loss_scale.value}
@@ -372,20 +381,22 @@ class Learner:
         told = _Step(weight, experience.rows_per_unit, self._batch_coef)
         return self._deal("mini-batch", experience, parts, told=told)
 
-    def _backward(self, deal: Deal, loss_sums: dict[str, Tensor], seen: RatioMonitor) -> None:
+    def _backward(self, deal: Deal, batch: int, loss_sums: dict[str, Tensor], seen: RatioMonitor) -> None:
         """Accumulate the gradient of (sum of losses) / weight over this rank's micro-batches, and the metrics.
 
         Nothing here reads a number from the device, so that it need not be waited for.
         """
         device, step = self.parallel.device_of(self.policy), deal.told
-        config = self._adapted_config(step.kl_coef)
-        for turn, (_, part, counts) in enumerate(deal, start=1):
+        config, given = self._adapted_config(step.kl_coef), self.algorithm.supervised
+        for turn, (number, part, counts) in enumerate(deal, start=1):
+            if given:  # what a model draws, such as noise on routers, is to depend on nothing else
+                torch.manual_seed(_seed_of(config.seed, batch, number))
             rows = Experience(**part, rows_per_unit=step.rows_per_unit)
             micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
                     output = self.parallel.forward(
-                        micro_batch.tokens_BT, rows.sampled_BT, config.generation.temperature
+                        micro_batch.tokens_BT, rows.sampled_BT, config.generation.temperature, not given
                     )
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
@@ -393,7 +404,8 @@ class Learner:
                 for name, value in loss.metrics.items():
                     found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
                     loss_sums[name] = found + loss_sums.get(name, 0.0)
-                seen.add(output, micro_batch, rows.sampled_BT)
+                if not given:
+                    seen.add(output, micro_batch, rows.sampled_BT)
 
     @cached_property
     def _training(self) -> Passes:
@@ -441,6 +453,10 @@ def _rewarded(scored: ScoredBatch) -> Experience:
     rows = sampled_rows([sample for group in groups for sample in group.samples])
     weights_U = torch.ones(len(rows["tokens_BT"]))
     return Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
+
+
+def _seed_of(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _read(sums: dict[str, Tensor]) -> dict[str, float]:

@@ -245,6 +245,19 @@ class PolicyAndValueWrapper(nn.Module):
         return output
 
 
+class RewardWrapper(PolicyAndValueWrapper):
+    """A reward model that is trained, in the policy's place; its rows are all sampled, up to their ends."""
+
+    def forward(self, tokens_BT: Tensor, sampled_BT: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        """See :func:`reward_scores`."""
+        return reward_scores(self.policy, tokens_BT, last_sampled(sampled_BT) + 1)
+
+
+def last_sampled(sampled_BT: Tensor) -> Tensor:
+    """(B,): the place of the last response token of each row; 0 if there is none."""
+    return ((sampled_BT != 0) * torch.arange(sampled_BT.shape[1])).amax(dim=1)
+
+
 def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Score of each row, read at its last real token.
 

@@ -100,7 +100,8 @@ def training_arguments(
 
     Args:
         config: of the run.
-        known: what is to be logged of it and of what else decides the run; None for the configuration alone.
+        known: what is to be logged of it and of what else decides the run; None for the configuration, and what
+            follows from it.
         rows: prompts of one pass over the data, if that is known.
     """
     arguments = OnlineTrainingArguments(
@@ -136,21 +137,30 @@ def training_arguments(
     passed = {item.name for item in fields(TrainingArguments)} & {item.name for item in fields(config)}
     for name in passed - _TRANSLATED:
         setattr(arguments, name, values[name])
-    sizes = derived(config, rows)
-    arguments.num_train_epochs = sizes.get("num_train_epochs", 1.0)
-    arguments.online_config, arguments.tracker_project = config, config.project
-    logged = dotted(without_secrets(values, HIDDEN)) if known is None else known
-    arguments.logged_config = {**logged, **sizes}
+    if known is None:
+        known = {**dotted(without_secrets(values, HIDDEN)), **derived(config, rows)}
+    arguments.num_train_epochs = known.get("num_train_epochs") or 1.0
+    arguments.online_config, arguments.tracker_project, arguments.logged_config = config, config.project, known
     return arguments
 
 
-_SHOWN = {"objective/scores": "score {:.3f}", "objective/kl": "kl {:.2f}", "val/ended_share": "ended {:.0%}"}
+_SHOWN = {
+    "loss": "loss {:.3f}",
+    "objective/scores": "score {:.3f}",
+    "objective/kl": "kl {:.2f}",
+    "val/ended_share": "ended {:.0%}",
+}
 
 
 class ProgressCallback(TrainerCallback):
-    """Batches done, with the rate, the time left and the latest scores: a bar on a terminal, else lines in the log."""
+    """Batches done, with the rate, the time left and the latest scores: a bar on a terminal, else lines in the log.
 
-    def __init__(self) -> None:
+    Args:
+        unit: what is counted.
+    """
+
+    def __init__(self, unit: str = "batch") -> None:
+        self._unit = unit
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -170,7 +180,7 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         """Show the bar."""
         if not on_terminal():
-            self._lines = Lines("train: batch", state.max_steps, state.global_step)
+            self._lines = Lines(f"train: {self._unit}", state.max_steps, state.global_step)
             return
         self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
         self._progress.start()
@@ -182,7 +192,7 @@ class ProgressCallback(TrainerCallback):
                 self._lines.say(state.global_step)
             return
         speed = self._progress.tasks[0].speed
-        rate = f"{speed:.2f} batches/s" if speed else ""
+        rate = f"{speed:.2f} {'batches' if self._unit == 'batch' else 'steps'}/s" if speed else ""
         self._progress.update(self._task, completed=state.global_step, rate=rate)
 
     def on_log(
@@ -224,7 +234,6 @@ class Callbacks:
         processing_class: the tokenizer.
         callbacks: the user's, classes or instances, called only on rank 0. The other ranks have only the state.
         known: what trackers show as the configuration; None for ``config`` alone.
-        rows: prompts of one pass over the data, if that is known.
         found: the runs of trackers to go on with, from :func:`tracked_runs`.
     """
 
@@ -235,10 +244,9 @@ class Callbacks:
         processing_class: Any,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         known: Mapping[str, Any] | None = None,
-        rows: int | None = None,
         found: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.arguments = training_arguments(config, known, rows)
+        self.arguments = training_arguments(config, known)
         self.state = OnlineTrainerState(
             max_steps=config.num_batches,
             logging_steps=config.logging_steps,
@@ -247,7 +255,8 @@ class Callbacks:
         )
         self.control = TrainerControl()
         self._leads = leads = learner.ranks.leads
-        self._progress = ProgressCallback() if config.progress and leads else None
+        unit = "step" if learner.algorithm.supervised else "batch"
+        self._progress = ProgressCallback(unit) if config.progress and leads else None
         called: list[Any] = [DefaultFlowCallback]
         integrations = tracker_callbacks(config.report_to if leads else (), found or {})
         self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}

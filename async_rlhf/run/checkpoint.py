@@ -117,6 +117,9 @@ class ResumeState:
             CheckpointError: it cannot be read.
             ConfigError: another version of this package has written it, in another format.
         """
+        if (folder / "state.json").is_file():  # of `sft` or `reward` when they had a format of their own
+            right = "go on with the version that has written it, or set overwrite to start at the beginning"
+            raise ConfigError(f"resume: {str(folder)!r} is a stage's checkpoint of an older format; {right}")
         folder = folder / "resume"
         try:
             values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -175,11 +178,11 @@ class ResumeState:
             {key: value for key, value in values.items() if not may_change(config, key)}
             for values in (with_new_keys(without_secrets(self.config), config), as_saved(config, algorithm))
         )
-        _require_same(old, new, config.resume_anyway)
+        require_same(old, new, config.resume_anyway)
 
     def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
         """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
-        _require_same(self.inputs, inputs, anyway)
+        require_same(self.inputs, inputs, anyway)
 
 
 def as_saved(config: OnlineConfig, algorithm: str) -> dict[str, Any]:
@@ -192,7 +195,12 @@ def as_saved(config: OnlineConfig, algorithm: str) -> dict[str, Any]:
     return json.loads(json.dumps({**derived, **without_secrets(dotted(asdict(config)))}))
 
 
-def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:
+def require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -> None:
+    """Require that a checkpoint goes on as the run that wrote it.
+
+    Raises:
+        ConfigError: names every value that differs, unless ``anyway``; then a warning does.
+    """
     differences = [
         f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
@@ -206,9 +214,6 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) 
         )
     for difference in differences:
         logger.warning("resume_anyway: %s", difference)
-
-
-require_same = _require_same
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -280,15 +285,14 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 parameter.copy_(tensors[f"adapter.{name}"])
-    if not has_adapters(model.policy):
-        saved = load_policy(str(folder), trust=trust, unread=is_unread(model.policy))
-        take_weights(model.policy, saved)
-    place = folder / "value_model"
-    if isinstance(model.value, nn.Linear):
-        load_value_head(place, model.value)
-    elif model.value is not None:
-        saved = load_reward_model(str(place), key="value_model", trust=trust, unread=is_unread(model.value))
-        take_weights(model.value, saved, "score" if has_adapters(model.value) else "")
+    for part, place, key in ((model.policy, folder, "model"), (model.value, folder / "value_model", "value_model")):
+        adapted = part is not None and has_adapters(part)
+        if isinstance(part, nn.Linear):
+            load_value_head(place, part)
+        elif part is not None and not (part.can_generate() and adapted):
+            load = load_policy if part.can_generate() else load_reward_model
+            saved = load(str(place), key=key, trust=trust, unread=is_unread(part))
+            take_weights(part, saved, "score" if adapted else "")
 
 
 def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,19 +1,22 @@
-"""The only training loop: train on each batch, then log, evaluate and save."""
+"""The training loop: train on each batch, then log, evaluate and save; the latter also for the supervised stages."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.models.copies import Write
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.background import ShardedSaves
@@ -25,7 +28,7 @@ from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDUL
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.wiring import Run
+from async_rlhf.run.wiring import Run, Training
 from async_rlhf.system import random_state
 from async_rlhf.types import Batch, ScoredBatch
 
@@ -37,29 +40,143 @@ TABLE_ROWS = 200
 """Rows of an evaluation that trackers show; all are in a file of the run."""
 
 
-@dataclass(frozen=True)
-class TrainingLoop:
-    """Trains the policy on one batch after another. Every rank of the learner runs it.
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What follows each batch, whatever is trained: it is logged, and there may be an evaluation, a checkpoint, an end.
 
-    Only rank 0 has callbacks and logs and writes files. It broadcasts the callbacks' decisions, which all ranks follow.
+    Every rank of the learner runs it. Only rank 0 has callbacks and logs and writes files. It broadcasts the callbacks'
+    decisions, which all ranks follow.
 
     Args:
-        run: this rank's part of the run.
-        rollouts: the batches, in order.
-        evaluations: on held-out prompts.
+        run: this rank's part of what is trained.
         trace: records the spans.
         logs: open files by name, on rank 0.
         stop_asked: returns True once this rank has been told to save and end.
         saves: writes sharded checkpoints beside training; None for whole ones.
     """
 
+    run: Training
+    logs: Mapping[str, JsonLines]
+    stop_asked: Callable[[], bool]
+    trace: Trace = field(default_factory=Trace)
+    saves: ShardedSaves | None = None
+
+    @abstractmethod
+    def _log(self, batch: Any, metrics: dict[str, float], everything: bool) -> None:
+        """Log the batch, on rank 0; its metrics too if ``everything``."""
+
+    @abstractmethod
+    def _evaluate(self, control: TrainerControl, batch: int) -> None:
+        """Evaluate, as the callbacks say."""
+
+    @abstractmethod
+    def _own_state(self, batch: int) -> dict[str, Any]:
+        """On rank 0, fields of the state to resume from; their values are added to those that all have."""
+
+    @property
+    def _beside(self) -> list[Write]:
+        """Functions that write what else is in a checkpoint, on rank 0."""
+        return []
+
+    @property
+    def _evaluating(self) -> bool:
+        """Whether answers of an evaluation are under way."""
+        return False
+
+    def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
+        """Write policy, callbacks' state and any ``resume`` as one folder. All ranks gather weights; rank 0 writes."""
+        run = self.run
+        self._finish_save(wait=True)
+        run.require_folder()
+        policy = partial(save_learner, run.learner, run.tokenizer)
+        if run.ranks.leads:
+            more = [] if resume is None else [resume.write]
+            write_whole(folder, [policy, run.callbacks.save_state, *self._beside, *more])
+        else:
+            policy(folder)
+
+    def save(self) -> None:
+        """Write a checkpoint from which the run can resume bit for bit, and delete old ones."""
+        run, state = self.run, self.run.callbacks.state
+        checkpoints = Checkpoints(run.folder.path)
+        path = checkpoints.path(state.global_step)
+        with self.trace.span("save", batch=state.global_step):
+            self._finish_save(wait=True)
+            if run.ranks.leads:
+                run.callbacks.note_best(path, self._evaluating)
+            resume = self._resume_state(state.global_step)
+            delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
+            if self.saves is not None:
+                self._start_save(self.saves, path, resume, delete_old)
+                return
+            self._write(path, resume)
+            if run.ranks.leads:
+                delete_old()
+        run.callbacks.saved(state.global_step)
+
+    def _start_save(
+        self, saves: ShardedSaves, path: Path, resume: ResumeState | None, then: Callable[[], None]
+    ) -> None:
+        """Copy all that goes into a checkpoint; it is written beside training."""
+        run = self.run
+        run.require_folder()
+        now = [] if resume is None else [run.callbacks.save_state, *self._beside, resume.write_state]
+        later = [] if resume is None else [resume.write_ahead]
+        saves.start(path, run.callbacks.state.global_step, now, later, then)
+
+    def _finish_save(self, wait: bool = False) -> None:
+        """Say it to the callbacks if a sharded checkpoint has become whole, and raise the error if it could not."""
+        if self.saves is not None and (batch := self.saves.finished(wait)) is not None:
+            self.run.callbacks.saved(batch)
+
+    def _resume_state(self, batch: int) -> ResumeState | None:
+        """On rank 0, the state to resume from after a batch. All ranks must call it: they have parts of it."""
+        run = self.run
+        tensors, values = learner_state(run.learner, with_tensors=self.saves is None)
+        own = self._own_state(batch)
+        if not run.ranks.leads:
+            return None
+        own["values"] = {"learner": values, "unjudged": run.callbacks.unjudged, **own["values"]}
+        own["tensors"] = tensors | own.get("tensors", {})
+        return ResumeState(
+            batch=batch,
+            inputs=dict(run.fingerprints),
+            logs={name: log.position() for name, log in self.logs.items()},
+            sharded=self.saves is not None,
+            **own,
+        )
+
+    def _after_batch(self, batch: Any, metrics: dict[str, float]) -> bool:
+        """Log, evaluate and save as the callbacks say. Returns whether the run must stop."""
+        run, state, prompts = self.run, self.run.callbacks.state, self.run.config.batch_size
+        self._finish_save()
+        control = run.callbacks.step_end(prompts, prompts * run.config.samples_per_prompt)
+        run.require_folder()
+        if run.ranks.leads:
+            self._log(batch, metrics, control.should_log)
+        self._evaluate(control, state.global_step)
+        # Asked once: it may become true at any moment, and on one rank alone.
+        stop = any(run.ranks.gather("end?", self.stop_asked()))
+        if run.ranks.from_lead("save?", lambda: control.should_save or stop):
+            self.save()
+        if stop:
+            self._finish_save(wait=True)
+            raise SystemExit(0)
+        return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLoop(Loop):
+    """Trains the policy on one batch after another.
+
+    Args:
+        rollouts: the batches, in order.
+        evaluations: on held-out prompts.
+    """
+
     run: Run
     rollouts: RolloutSchedule
     evaluations: Evaluations
-    trace: Trace
-    logs: Mapping[str, JsonLines]
-    stop_asked: Callable[[], bool]
-    saves: ShardedSaves | None = None
 
     def train(self) -> OnlineTrainerState:
         """Train on all remaining batches and save the final policy."""
@@ -88,17 +205,13 @@ class TrainingLoop:
         run.callbacks.end()
         return run.ranks.from_lead("final state", lambda: run.callbacks.state)
 
-    def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
-        """Write policy, callbacks' state and any ``resume`` as one folder. All ranks gather weights; rank 0 writes."""
-        run = self.run
-        self._finish_save(wait=True)
-        run.require_folder()
-        policy = partial(save_learner, run.learner, run.tokenizer)
-        if run.ranks.leads:
-            parts = [policy, run.callbacks.save_state, self._write_card, *([] if resume is None else [resume.write])]
-            write_whole(folder, parts)
-        else:
-            policy(folder)
+    @property
+    def _beside(self) -> list[Write]:
+        return [self._write_card]
+
+    @property
+    def _evaluating(self) -> bool:
+        return self.evaluations.asked is not None
 
     def _write_card(self, folder: Path) -> None:
         run, stream = self.run, self.run.prompts.stream
@@ -108,86 +221,22 @@ class TrainingLoop:
         card = Card(name, run.config, run.record, rows)
         card.write(folder, run.folder.path / METRICS, run.callbacks.state.newest)
 
-    def save(self) -> None:
-        """Write a checkpoint from which the run can resume bit for bit, and delete old ones."""
-        run, state = self.run, self.run.callbacks.state
-        checkpoints = Checkpoints(run.folder.path)
-        path = checkpoints.path(state.global_step)
-        with self.trace.span("save", batch=state.global_step):
-            self._finish_save(wait=True)
-            if run.ranks.leads:
-                run.callbacks.note_best(path, self.evaluations.asked is not None)
-            resume = self._resume_state(state.global_step)
-            delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
-            if self.saves is not None:
-                self._start_save(self.saves, path, resume, delete_old)
-                return
-            self._write(path, resume)
-            if run.ranks.leads:
-                delete_old()
-        run.callbacks.saved(state.global_step)
-
-    def _start_save(
-        self, saves: ShardedSaves, path: Path, resume: ResumeState | None, then: Callable[[], None]
-    ) -> None:
-        """Copy all that goes into a checkpoint; it is written beside training."""
-        run = self.run
-        run.require_folder()
-        now = [] if resume is None else [run.callbacks.save_state, self._write_card, resume.write_state]
-        later = [] if resume is None else [resume.write_ahead]
-        saves.start(path, run.callbacks.state.global_step, now, later, then)
-
-    def _finish_save(self, wait: bool = False) -> None:
-        """Say it to the callbacks if a sharded checkpoint has become whole, and raise the error if it could not."""
-        if self.saves is not None and (batch := self.saves.finished(wait)) is not None:
-            self.run.callbacks.saved(batch)
-
-    def _resume_state(self, batch: int) -> ResumeState | None:
-        """On rank 0, the state to resume from after a batch. All ranks must call it: learner and rollouts need them."""
-        tensors, values = learner_state(self.run.learner, with_tensors=self.saves is None)
+    def _own_state(self, batch: int) -> dict[str, Any]:
         ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
         evaluation = self.evaluations.under_way(batch)
         if not self.run.ranks.leads:
-            return None
+            return {}
         random_tensors, random_values = self.run.scorer.random_state()
-        return ResumeState(
-            batch=batch,
-            config=as_saved(self.run.config, self.run.algorithm.name),
-            inputs=dict(self.run.fingerprints),
-            values={
-                "learner": values,
-                "random": random_values,
-                "rewards": self.run.scorer.state(),
-                "agreement": self.rollouts.generator.agreement.state(),
-                "unjudged": self.run.callbacks.unjudged,
-            },
-            logs={name: log.position() for name, log in self.logs.items()},
-            tensors=tensors | random_tensors,
-            ahead=ahead,
-            evaluation=evaluation,
-            sharded=self.saves is not None,
-        )
+        values = {
+            "random": random_values,
+            "rewards": self.run.scorer.state(),
+            "agreement": self.rollouts.generator.agreement.state(),
+        }
+        config = as_saved(self.run.config, self.run.algorithm.name)
+        own = {"config": config, "values": values, "tensors": random_tensors}
+        return {**own, "ahead": ahead, "evaluation": evaluation}
 
-    def _after_batch(self, scored: ScoredBatch, metrics: dict[str, float]) -> bool:
-        """Log, evaluate and save as the callbacks say. Returns whether the run must stop."""
-        run, state, prompts = self.run, self.run.callbacks.state, self.run.config.batch_size
-        self._finish_save()
-        control = run.callbacks.step_end(prompts, prompts * run.config.samples_per_prompt)
-        run.require_folder()
-        if run.ranks.leads:
-            self._log(scored, metrics, control.should_log)
-        if run.eval_prompts is not None:
-            self._evaluate(control, state.global_step)
-        # Asked once: it may become true at any moment, and on one rank alone.
-        stop = any(run.ranks.gather("end?", self.stop_asked()))
-        if run.ranks.from_lead("save?", lambda: control.should_save or stop):
-            self.save()
-        if stop:
-            self._finish_save(wait=True)
-            raise SystemExit(0)
-        return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
-
-    def _log(self, scored: ScoredBatch, metrics: Mapping[str, float], everything: bool) -> None:
+    def _log(self, scored: ScoredBatch, metrics: dict[str, float], everything: bool) -> None:
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         if SCHEDULE in self.logs:
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
@@ -208,6 +257,8 @@ class TrainingLoop:
     def _evaluate(self, control: TrainerControl, batch: int) -> None:
         """Take the answers to held-out prompts that are due, and ask for new ones, as the callbacks say."""
         ranks, evaluations, state = self.run.ranks, self.evaluations, self.run.callbacks.state
+        if self.run.eval_prompts is None:
+            return
 
         def last() -> bool:
             return state.global_step == state.max_steps or control.should_training_stop

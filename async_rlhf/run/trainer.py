@@ -307,7 +307,15 @@ def train(run: Run) -> OnlineTrainerState:
         sharded = run.config.checkpoint_format == "sharded"
         saves = stack.enter_context(ShardedSaves(run).finishing()) if sharded else None
         rollouts = _rollouts(run, generator, trace)
-        state = TrainingLoop(run, rollouts, Evaluations(run, rollouts), trace, logs, stop_asked, saves).train()
+        state = TrainingLoop(
+            run=run,
+            rollouts=rollouts,
+            evaluations=Evaluations(run, rollouts),
+            trace=trace,
+            logs=logs,
+            stop_asked=stop_asked,
+            saves=saves,
+        ).train()
         stack.close()
         run.watch.close()
     return state

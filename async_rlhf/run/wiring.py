@@ -54,7 +54,7 @@ from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.choices import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
-from async_rlhf.run.record import Record, of_python
+from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.scoring import Scorer
@@ -99,33 +99,18 @@ class Inputs:
             raise ConfigError("ref_model: got the policy itself; give a copy, or None for the starting weights")
 
 
-@dataclass(frozen=True)
-class Run:
-    """All parts of a run on one rank, before it begins. A resumed run's state is already restored."""
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the loop needs of anything that is trained, on one rank."""
 
     config: OnlineConfig
-    algorithm: Algorithm
     ranks: Ranks
-    watch: Watch
-    hold: Hold | None
+    hold: Hold | None = None
     """On rank 0, the hold on the folder; released when the run has ended."""
     folder: RunFolder
-    resumed: ResumeState | None
     tokenizer: PreTrainedTokenizerBase
-    prompts: SharedPrompts
-    recorded: Mapping[int, tuple[int, ...]] | None
-    """A schedule to repeat."""
-    device: torch.device
     learner: Learner
-    scorer: Scorer
-    engine: SharedEngine
-    """Samples from the learner's policy, for inline generation."""
-    eval_prompts: SharedPrompts | None
-    eval_params: SamplingParams
-    """How completions of held-out prompts are sampled."""
     callbacks: Callbacks
-    record: Record
-    """How the run was asked for."""
     fingerprints: Mapping[str, str]
     """Fingerprints of the inputs that decide the result; on rank 0."""
 
@@ -137,6 +122,27 @@ class Run:
         """
         if self.hold is not None:
             self.hold.require()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    """All parts of a run on one rank, before it begins. A resumed run's state is already restored."""
+
+    algorithm: Algorithm
+    watch: Watch
+    resumed: ResumeState | None
+    prompts: SharedPrompts
+    recorded: Mapping[int, tuple[int, ...]] | None
+    """A schedule to repeat."""
+    device: torch.device
+    scorer: Scorer
+    engine: SharedEngine
+    """Samples from the learner's policy, for inline generation."""
+    eval_prompts: SharedPrompts | None
+    eval_params: SamplingParams
+    """How completions of held-out prompts are sampled."""
+    record: Record
+    """How the run was asked for."""
 
 
 def build(config: OnlineConfig, inputs: Inputs) -> Run:
@@ -264,8 +270,8 @@ def _callbacks(
     """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
     known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
     found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.leads else {}
-    rows = None if prompts.stream is None else prompts.stream.epoch_size
-    return Callbacks(config, learner, tokenizer, inputs.callbacks, known, rows, found)
+    known |= derived(config, None if prompts.stream is None else prompts.stream.epoch_size)
+    return Callbacks(config, learner, tokenizer, inputs.callbacks, known, found)
 
 
 def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
@@ -436,20 +442,32 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
     )
 
 
+def restore_trained(run: Training, resumed: ResumeState) -> None:
+    """Restore learner and callbacks from the checkpoint, which must be of the same inputs. Every rank must call it.
+
+    Raises:
+        ConfigError: it is of others.
+    """
+    checkpoint = run.folder.checkpoint
+    assert checkpoint is not None
+    if run.ranks.leads:
+        resumed.check_inputs(run.fingerprints, run.config.resume_anyway)
+    run.callbacks.restore_state(checkpoint)
+    tensors = load_shards(run.learner, checkpoint / "resume" / SHARDS) if resumed.sharded else resumed.tensors
+    restore_learner(run.learner, tensors, resumed.values["learner"])
+    resumed.forget_weights()
+
+
 def _restore(run: Run, resumed: ResumeState) -> None:
     """Restore everything from the checkpoint except random generators and the engine's agreement statistics."""
     checkpoint = run.folder.checkpoint
     assert checkpoint is not None
     if run.ranks.leads:
-        resumed.check_inputs(run.fingerprints, run.config.resume_anyway)
         run.scorer.restore(resumed.values["rewards"])
         exact = run.device.type == "cpu" or run.config.deterministic
         how = "" if exact else "; what follows is equal up to rounding, as deterministic is false"
         logger.info("resuming after batch %d, from %s%s", resumed.batch, checkpoint, how)
-    run.callbacks.restore_state(checkpoint)
-    tensors = load_shards(run.learner, checkpoint / "resume" / SHARDS) if resumed.sharded else resumed.tensors
-    restore_learner(run.learner, tensors, resumed.values["learner"])
-    resumed.forget_weights()
+    restore_trained(run, resumed)
     resumed.read_ahead(checkpoint, run.prompts)
     resumed.read_evaluation(checkpoint, run.eval_prompts, run.ranks)
     run.callbacks.unjudged = None if resumed.evaluation is None else resumed.values.get("unjudged")

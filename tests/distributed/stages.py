@@ -16,16 +16,16 @@ import torch
 from tiny import byte_tokenizer, new_policy, new_reward_model
 
 from async_rlhf.cli import _run
-from async_rlhf.commands.training import StageTrainer
-from async_rlhf.commands.unfinished import Unfinished
+from async_rlhf.commands.training import StageLoop
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import write_model
 from async_rlhf.ranks.parallel import decayed_groups, trainable
 
 
-def smooth_adamw(trainer: StageTrainer) -> torch.optim.Optimizer:
+def smooth_adamw(learner: Learner, own: None) -> torch.optim.Optimizer:
     """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
-    config = trainer.config
-    groups = decayed_groups(trainable(trainer.model), config.learning_rate, config.weight_decay)
+    config = learner.config
+    groups = decayed_groups(trainable(learner.policy), config.learning_rate, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay, eps=1e-2)
 
 
@@ -58,19 +58,20 @@ def write_inputs(folder: Path) -> None:
     )
 
 
-def save_twice(unfinished: Unfinished, step: int, *rest: object) -> None:
+def save_twice(loop: StageLoop) -> None:
     """Leave what there is after the fourth step as if the stage had been killed then, under another name."""
-    SAVE(unfinished, step, *rest)
-    if step == 4:
-        shutil.copytree(unfinished.folder, unfinished.folder.with_name(f".again {unfinished.folder.name[1:]}"))
+    SAVE(loop)
+    folder = loop.run.folder.path
+    if loop.run.ranks.leads and loop.run.callbacks.state.global_step == 4:
+        shutil.copytree(folder, folder.with_name(f".again {folder.name[1:]}"))
 
 
-SAVE = Unfinished.save
+SAVE = StageLoop.save
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Unfinished.save = save_twice
-    StageTrainer._adamw = smooth_adamw
+    StageLoop.save = save_twice
+    Learner._optimizer = smooth_adamw
     for words in json.loads(sys.argv[1]):
         code = _run(words[0], words[1:])
         if code:

@@ -14,7 +14,7 @@ from launching import SCRIPT, family, finish, free_port, kill_all, left_of, star
 from safetensors.torch import load_file
 
 from async_rlhf.cli import _run
-from async_rlhf.commands.training import StageTrainer
+from async_rlhf.learner.learner import Learner
 
 pytestmark = pytest.mark.distributed
 
@@ -75,7 +75,7 @@ def alone(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(StageTrainer, "_adamw", stages.smooth_adamw)
+        patch.setattr(Learner, "_optimizer", stages.smooth_adamw)
         for words in (*(trained(name, 2) for name in TRAINED), *map(shared, SHARED)):
             assert _run(words[0], words[1:]) == 0, words
     torch.set_num_threads(before)

@@ -118,7 +118,11 @@ def test_losses_of_stages_do_not_move(request, tmp_path, make_policy, tokenizer,
     write_model(make_policy(), tokenizer, tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text(json_lines(ROWS[data]))
     common = {"eval_fraction": 0.2, "num_epochs": 1.7, "per_device_train_batch_size": 4, "logging_steps": 2}
-    values = {"train": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "out"), "model": str(tmp_path / "base")}
+    values = {
+        "train": str(tmp_path / "rows.jsonl"),
+        "output_dir": str(tmp_path / "out"),
+        "model": str(tmp_path / "base"),
+    }
     values |= {**common, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **changes}
     results = run_sft(SFTConfig(**values)) if name.startswith("sft") else run_reward(RewardConfig(**values))
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -9,19 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from async_rlhf.algorithms import supervised
 from async_rlhf.commands.pairs import best_and_worst, run_pairs
-from async_rlhf.commands.reward import (
-    EncodedPair,
-    RewardTrainer,
-    encode_pairs,
-    evaluate_pairs,
-    pair_tensors,
-    run_reward,
-)
+from async_rlhf.commands.reward import EncodedPair, encode_pairs, evaluate_pairs, pair_rows, run_reward
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.commands.training import train
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.data.loading import load_rows
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models.loading import load_reward_model
 from async_rlhf.models.saving import write_model
 from async_rlhf.types import Prompt, Sample
@@ -184,8 +178,8 @@ def test_reward_loss_by_hand(make_reward_model, tokenizer, tmp_path, size, accum
         gradient_accumulation_steps=accumulate,
         learning_rate=1e-8,
     )
-    trainer = RewardTrainer(model, pairs, [pair.longest for pair in pairs], config)
-    assert train(trainer) == pytest.approx(by_hand, rel=1e-4)
+    learner = Learner(model, None, supervised.PAIRS, config.for_learner(1, str(tmp_path)))
+    assert learner.update(pair_rows(pairs), 1)["loss"] == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_pairs_left_out(tokenizer):
@@ -198,9 +192,9 @@ def test_pairs_left_out(tokenizer):
     assert (len(pairs), counts) == (4, {"dropped": 1, "ties": 1})
     with pytest.raises(ConfigError, match="train: row 1: `chosen` is a chat, but `prompt` is str"):
         encode_pairs([{"prompt": "p", "chosen": [{"role": "user"}], "rejected": ""}], tokenizer, 30, "train")
-    tokens_BT, lengths_B = pair_tensors([EncodedPair((5, 6, 7), (8,)), EncodedPair((9, 9), (4, 4))])
-    assert tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0], [9, 9, 0], [4, 4, 0]]
-    assert lengths_B.tolist() == [3, 1, 2, 2]
+    both = pair_rows([EncodedPair((5, 6, 7), (8,)), EncodedPair((9, 9), (4, 4))])
+    assert both.tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0], [9, 9, 0], [4, 4, 0]]
+    assert both.lengths_B.tolist() == [3, 1, 2, 2]
 
 
 def test_run_reward_learns_a_preference(tmp_path, make_policy, tokenizer):

@@ -11,24 +11,25 @@ import numpy as np
 import pytest
 import torch
 
+from async_rlhf.algorithms.supervised import RATINGS
 from async_rlhf.commands import reward
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.ratings import (
     EncodedRating,
-    RatingTrainer,
     Scale,
     encode_ratings,
     evaluate_ratings,
     rating_calibration,
+    rating_rows,
 )
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.commands.training import train
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import draw_pairs
 from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer
 from async_rlhf.models.saving import write_model
@@ -72,7 +73,8 @@ def test_the_loss_is_the_formula(config, make_reward_model, tokenizer, size, acc
         by_hand += (float(hidden_TH[-1] @ model.score.weight[0]) - (row.rating - 45) / 5) ** 2 / 16
     changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
     config = replace(config, num_epochs=1.0, learning_rate=1e-8, **changes)
-    assert train(RatingTrainer(model, rows, scale, config)) == pytest.approx(by_hand, rel=1e-5)
+    learner = Learner(model, None, RATINGS, config.for_learner(1, config.output_dir))
+    assert learner.update(rating_rows(rows, scale), 1)["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_a_rated_row_ends_unless_it_was_cut_off(tokenizer):

@@ -15,10 +15,9 @@ from tiny import LLAMA_SIZES
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline
 
 from async_rlhf.commands.relabel import run_relabel
-from async_rlhf.commands.reward import RewardTrainer, encode_pairs, run_reward
+from async_rlhf.commands.reward import encode_pairs, run_reward
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.commands.training import train
 from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.evaluation.statistics import wilson
@@ -117,14 +116,14 @@ def test_rows_of_the_reference_that_are_too_long_do_not_count(config, tmp_path):
     assert offsets[0] == offsets[1] != 0
 
 
-def test_the_penalty_on_sums_by_hand(make_reward_model, tokenizer, config):
-    model = make_reward_model()
+def test_the_penalty_on_sums_by_hand(tokenizer, config, tmp_path):
+    model = new_reward_model(config.model, tokenizer, config.seed)
     pairs, _ = encode_pairs(PAIRS[:8], tokenizer, 96, "train")
     scores = [[score_rows(model, [side], 1).item() for side in (pair.chosen, pair.rejected)] for pair in pairs]
     by_hand = sum(math.log1p(math.exp(r - c)) + 0.3 * (c + r) ** 2 for c, r in scores) / 8
-    changed = replace(config, center_rewards_coefficient=0.3, learning_rate=1e-9)
-    trainer = RewardTrainer(model, pairs, [pair.longest for pair in pairs], changed)
-    assert train(trainer) == pytest.approx(by_hand, rel=1e-4)
+    (tmp_path / "few.jsonl").write_text(json_lines(PAIRS[:8]))
+    changed = replace(config, center_rewards_coefficient=0.3, train=str(tmp_path / "few.jsonl"), eval=config.train)
+    assert run_reward(changed)["train_loss"] == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_rows_longer_than_the_model_has_positions_are_dropped(config, tmp_path):

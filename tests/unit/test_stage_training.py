@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 from tiny import new_policy
 
+from async_rlhf.algorithms.supervised import SFT, response_loss
 from async_rlhf.cli import _spelt_out
+from async_rlhf.commands import sft as sft_command
 from async_rlhf.commands.reward import run_reward
-from async_rlhf.commands.sft import SFTTrainer, run_sft
+from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.commands.training import StageTrainer
-from async_rlhf.commands.unfinished import Unfinished
+from async_rlhf.commands.training import StageLoop
 from async_rlhf.config import AdapterConfig, ConfigError, ParallelConfig, RewardConfig, SFTConfig
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import write_model
 
 TEXTS = [{"query": f"q{i}:", "query_reference_response": f"q{i}:{'ab' * (i % 9)} {i % 7}"} for i in range(40)]
@@ -65,19 +67,20 @@ class Killed(BaseException):
 
 def stop_after(step: int, patch: pytest.MonkeyPatch, written: bool = True) -> None:
     """End the process, as it were, after the checkpoint of that step, or in the middle of writing it."""
-    real = Unfinished.save
+    real = StageLoop.save
 
-    def save(unfinished, number, *rest):
+    def save(loop):
+        number = loop.run.callbacks.state.global_step
         if number == step and not written:
-            half = unfinished.folder / f".checkpoint-{number}.tmp"
+            half = loop.run.folder.path / f".checkpoint-{number}.tmp"
             half.mkdir()
             (half / "state.json").write_text("{")
             raise Killed
-        real(unfinished, number, *rest)
+        real(loop)
         if number == step:
             raise Killed
 
-    patch.setattr(Unfinished, "save", save)
+    patch.setattr(StageLoop, "save", save)
 
 
 def interrupted(run, config, step: int, written: bool = True) -> None:
@@ -94,8 +97,12 @@ def test_a_resumed_stage_is_the_uninterrupted_one(sft, tmp_path, monkeypatch, ad
     """Bit for bit: weights, results, and every line of the loss history; after two ends, once in the middle of
     writing a checkpoint, and after more lines than the checkpoint knows. The model draws random numbers in each pass.
     """
-    plain = SFTTrainer.loss_sum
-    monkeypatch.setattr(SFTTrainer, "loss_sum", lambda *args: plain(*args) * (1 + torch.rand(()) / 2))
+
+    def noisy(*args):
+        found = response_loss(*args)
+        return replace(found, loss_sum=found.loss_sum * (1 + torch.rand(()) / 2))
+
+    monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=noisy))
     sft = replace(sft, lora=AdapterConfig(adapters), lr_scheduler_type="cosine", save_steps=3)
     whole = run_sft(sft)
     cut = replace(sft, output_dir=str(tmp_path / "cut"), resume=True)
@@ -139,7 +146,7 @@ def test_what_is_unfinished_is_neither_lost_nor_taken_for_another(sft, tmp_path,
     with pytest.raises(ConfigError, match=r"another run, .*:\n  inputs\.train: was 'xxh3"):
         run_sft(replace(resumed, train=str(tmp_path / "more.jsonl")))
     (place,) = (tmp_path / ".cut.unfinished").glob("checkpoint-*")
-    tensors = place / "tensors.safetensors"
+    tensors = place / "model.safetensors"
     before = tensors.read_bytes()
     tensors.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     right = r"resume: checkpoint-3 in '.*' is damaged, and there is no other; set overwrite"
@@ -183,16 +190,19 @@ def test_the_loss_history(sft, tmp_path):
 def test_tokens_limit_passes_and_change_no_weight(sft, tmp_path, monkeypatch, tokens):
     sft = replace(sft, model=None, new_model=replace(sft.new_model, vocab_size=300, hidden_size=16, num_layers=1))
     sft = replace(sft, bf16=False, learning_rate=1e-2, num_epochs=1)
-    monkeypatch.setattr(StageTrainer, "_adamw", lambda self: torch.optim.SGD(self.model.parameters(), 0.1))
+    monkeypatch.setattr(Learner, "_optimizer", lambda self, own: torch.optim.SGD(self.model.parameters(), 0.1))
     run_sft(sft)
     seen = []
-    real = SFTTrainer.collate
-    monkeypatch.setattr(SFTTrainer, "collate", lambda self, rows: seen.append(rows) or real(self, rows))
+
+    def counted(output, rows, config):
+        seen.append(rows)
+        return response_loss(output, rows, config)
+
+    monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=counted))
     limited = replace(sft, output_dir=str(tmp_path / "limited"), max_tokens_per_pass=tokens)
     results = run_sft(limited)
-    sizes = [sum(len(row.tokens) for row in rows) for rows in seen]
     most = {1: 1, 30: 30, "auto": 2048}[tokens]
-    assert all(size <= most or len(rows) == 1 for size, rows in zip(sizes, seen, strict=True))
+    assert all(rows.lengths_B.sum() <= most or len(rows) == 1 for rows in seen)
     assert {1: len(seen) == 40, 30: 5 < len(seen) < 40, "auto": len(seen) == 5}[tokens]
     for name, tensor in weights(sft.output_dir).items():
         assert torch.allclose(weights(limited.output_dir)[name], tensor, rtol=0, atol=1e-6), name

@@ -12,18 +12,22 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from async_rlhf.commands.sft import SFTTrainer, encode_rows, run_sft
+from async_rlhf.algorithms.supervised import SFT
+from async_rlhf.commands.sft import demonstration_rows, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
-from async_rlhf.commands.training import LengthBatches, train
+from async_rlhf.commands.training import steps_of
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
 from async_rlhf.data import cache
 from async_rlhf.evaluation.likelihood import EncodedRow
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.saving import write_model
 from async_rlhf.models.weights import checksum, named_weights
@@ -253,14 +257,19 @@ def test_killed_midway_it_is_not_done(make_stage, tmp_path, script, left):
 
 
 def test_batches_are_a_seeded_partition_of_like_lengths():
-    lengths = [(7 * i * i) % 53 + 1 for i in range(203)]
-    sampler, again = LengthBatches(lengths, 8, seed=3), LengthBatches(lengths, 8, seed=3)
-    first, second = list(sampler), list(sampler)
-    assert [first, second] == [list(again), list(again)]
+    lengths = np.array([(7 * i * i) % 53 + 1 for i in range(203)])
+
+    def epochs(seed: int) -> list[list[list[int]]]:
+        steps = list(islice(steps_of(lengths, 8, 1, seed), 52))
+        return [steps[:26], steps[26:]]
+
+    first, second = epochs(3)
+    assert [first, second] == epochs(3)
     assert first != second
-    assert first != list(LengthBatches(lengths, 8, seed=4))
+    assert first != epochs(4)[0]
+    joined = list(islice(steps_of(lengths, 8, 4, 3), 7))
+    assert [i for step in joined for i in step] == [i for batch in first for i in batch]
     for epoch in (first, second):
-        assert len(epoch) == len(sampler) == 26
         assert sorted(map(len, epoch)) == [3] + [8] * 25
         assert sorted(i for batch in epoch for i in batch) == list(range(203))
         padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in epoch)
@@ -322,20 +331,20 @@ def test_sft_loss_is_the_mean_over_response_tokens(make_policy, tokenizer, tmp_p
         num_epochs=1.0,
         learning_rate=1e-8,
     )
-    assert train(SFTTrainer(model, rows, [len(row.tokens) for row in rows], config)) == pytest.approx(by_hand, rel=1e-5)
+    learner = Learner(model, None, SFT, config.for_learner(1, str(tmp_path)))
+    assert learner.update(demonstration_rows(rows), 1)["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_the_prompt_is_masked_and_the_end_is_not(tokenizer):
     rows, _ = encode_rows(ROWS[:3], tokenizer, True, 96, "train")
-    batch = SFTTrainer.collate(None, rows)
-    for row, source, labels in zip(rows, ROWS, batch["labels"].tolist(), strict=False):
+    batch = demonstration_rows(rows)
+    for row, source, tokens, mask in zip(rows, ROWS, batch.tokens_BT, batch.sampled_BT > 0, strict=False):
         query = tuple(tokenizer.encode(source["query"], add_special_tokens=False))
         assert row.tokens[: row.start] == query
-        assert labels[: len(query)] == [-100] * len(query)
-        assert tokenizer.decode([label for label in labels if label != -100]) == (
-            source["query_reference_response"].removeprefix(source["query"]) + "<eos>"
-        )
-        assert labels[len(row.tokens) :] == [-100] * (len(labels) - len(row.tokens))
+        assert not mask[: len(query)].any()
+        response = source["query_reference_response"].removeprefix(source["query"])
+        assert tokenizer.decode(tokens[mask]) == response + "<eos>"
+        assert not mask[len(row.tokens) :].any()
 
 
 def test_rows_that_do_not_fit(tokenizer):
