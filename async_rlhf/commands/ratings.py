@@ -18,17 +18,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.commands.training import given_rows
-from async_rlhf.config import ConfigError, PairsConfig
+from async_rlhf.config import PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.cache import forget
-from async_rlhf.data.formats import RowReader, demonstration_parts, first_words
+from async_rlhf.data.formats import demonstration_parts, first_words
 from async_rlhf.data.held_out import held_out_names
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import draw_pairs, read_ratings, require_different
-from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.data.tokenizer import strip_eos
 from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
@@ -79,30 +78,14 @@ def encode_ratings(
     Raises:
         ConfigError: a row has no text, or every row is too long.
     """
-    reader, eos = RowReader(tokenizer, key), (tokenizer.eos_token_id,)
-
-    def read(row: Mapping[str, Any], number: int) -> Part:
-        prompt, response = reader.demonstration(row, number)
-        return Part((prompt, strip_eos(tokenizer, response)), (row.get("finish_reason") != "length",))
-
-    encoded = encode_parts(tokenizer, rows, "rated rows", read, key)
-    prompts, responses = encoded.tokens
-    ended, ratings = encoded.numbers[:, 0], read_ratings(rows, field, key)
-    lengths = prompts.lengths() + responses.lengths() + ended.astype(np.int32)
-
-    def example(number: int) -> EncodedRating:
-        tokens = prompts[number] + responses[number] + eos * int(ended[number])
-        return EncodedRating(tokens, float(ratings[number]))
-
-    kept = RatedRows.of(example, lengths, (lengths >= 1) & (lengths <= longest))
+    encoded, dropped = encode_rows(rows, tokenizer, False, longest, key, may_be_cut=True)
+    ratings = read_ratings(rows, field, key)
+    kept = RatedRows(
+        lambda row: EncodedRating(encoded.make(row).tokens, float(ratings[row])), encoded.rows, encoded.lengths
+    )
     kept.ratings = ratings[kept.rows]
     forget(ratings)
-    forget(encoded.numbers)
-    if not kept:
-        raise ConfigError(f"max_length: got {longest}; no row of {key} is so short (the shortest has {lengths.min()})")
-    if len(kept) < len(rows):
-        logger.warning("%s: dropped %d of %d rows: not 1 to %d tokens", key, len(rows) - len(kept), len(rows), longest)
-    return kept, len(rows) - len(kept)
+    return kept, dropped
 
 
 def rating_rows(examples: Sequence[EncodedRating], scale: Scale) -> Experience:

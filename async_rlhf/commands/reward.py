@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.algorithms.supervised import PAIRS, RATINGS, pair_loss
 from async_rlhf.commands.ratings import Scale, encode_ratings, evaluate_ratings, rating_rows, told_ratings
 from async_rlhf.commands.reward_scale import calibration, center_scores
-from async_rlhf.commands.sft import encode_rows
+from async_rlhf.commands.sft import divided, encode_rows, load_stage_rows
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.training import Task, given_rows, run_stage
 from async_rlhf.config import ConfigError, RewardConfig
@@ -29,7 +27,6 @@ from async_rlhf.config.base import require
 from async_rlhf.config.rows import SCORE
 from async_rlhf.data.cache import forget, kept_array
 from async_rlhf.data.formats import RowReader, first_words
-from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.token_cache import Part, encode_parts
@@ -38,11 +35,9 @@ from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.forward import reward_scores
+from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_tokenizer, new_reward_model
 from async_rlhf.models.positions import longest_row
-from async_rlhf.models.rows import by_length
-from async_rlhf.models.shares import in_shares
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Experience
 
@@ -103,8 +98,7 @@ def _task(config: RewardConfig) -> Task:
 
 def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
     """Training and held-out rows, and whether they are rated; checked before any model is loaded."""
-    rows = load_rows(config.train, config.train_split, key="train")
-    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+    rows, heldout = load_stage_rows(config)
     field = config.score_field
     rated = is_rated(rows, field)
     if rated:
@@ -116,13 +110,10 @@ def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
         require(weight == 0, "center_rewards_coefficient", weight, right)
     else:
         _require_pairs(rows, field)
-    if config.prompt_words is not None:
-        rows = first_words(rows, config.prompt_words, "train")
-        heldout = None if heldout is None else first_words(heldout, config.prompt_words, "eval")
-    if heldout is None:
-        rows, heldout = hold_out(rows, config.held_out_share, "train")
+    rows, heldout, _ = divided(config, rows, heldout)
     if rated:
         require_different(read_ratings(rows, field, "train"), field, "train, less what is held out")
+    assert heldout is not None
     return rows, heldout, rated
 
 
@@ -256,7 +247,6 @@ def encode_pairs(
     return kept, {name: float(count) for name, count in counts.items()}
 
 
-@torch.no_grad()
 def evaluate_pairs(
     model: PreTrainedModel, pairs: Sequence[EncodedPair], batch_size: int, parallel: Parallel = ALONE
 ) -> dict[str, Any]:
@@ -268,17 +258,8 @@ def evaluate_pairs(
         :func:`~async_rlhf.commands.reward_scale.calibration`), score_mean and score_sd over both sides.
     """
     model.eval()
-    device = parallel.device_of(model)
-
-    def scores(index_B: Tensor) -> Tensor:
-        rows = pair_rows([pairs[i] for i in index_B.tolist()])
-        return reward_scores(model, rows.tokens_BT.to(device), rows.lengths_B).view(-1, 2).double().cpu()
-
-    batches = list(by_length(torch.tensor([pair.longest for pair in pairs]), batch_size))
-    found = in_shares("held-out pairs", batches, scores, parallel.ranks, parallel.spreads_weights)
-    scores_R2 = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    for index_B, scores_B2 in zip(batches, found, strict=True):
-        scores_R2[index_B] = scores_B2
+    sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+    scores_R2 = score_rows(model, sides, 2 * batch_size, parallel).double().view(-1, 2)
     margins_R = scores_R2[:, 0] - scores_R2[:, 1]
     accuracy = wilson((margins_R > 0).sum().item() + (margins_R == 0).sum().item() / 2, len(pairs))
     return {

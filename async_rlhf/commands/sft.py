@@ -53,7 +53,7 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
 
 
 def _read(config: SFTConfig) -> Task:
-    rows, heldout, short = load_stage_rows(config)
+    rows, heldout, short = divided(config, *load_stage_rows(config))
     model, tokenizer = _start(config, rows)
     longest = longest_row(model, config.max_length)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
@@ -84,26 +84,35 @@ def demonstration_rows(examples: Sequence[EncodedRow]) -> Experience:
     return given_rows(examples, [row.targets for row in examples])
 
 
-def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None, int]:
+def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
+    """Training rows, and those of a file of held-out rows, if there is one."""
+    rows = load_rows(config.train, config.train_split, key="train")
+    return rows, load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+
+
+def divided(config: StageConfig, rows: Rows, heldout: Rows | None) -> tuple[Rows, Rows | None, int]:
     """Training rows, held-out rows if there are any, and how many training texts ``prompt_words`` left out.
 
     Raises:
-        ConfigError: they cannot be read, or cannot be divided.
+        ConfigError: they cannot be divided.
     """
-    rows = load_rows(config.train, config.train_split, key="train")
-    heldout = load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
     count = len(rows)
     if config.prompt_words is not None:
         rows = first_words(rows, config.prompt_words, "train")
         heldout = None if heldout is None else first_words(heldout, config.prompt_words, "eval")
     short = count - len(rows)
-    if config.eval_fraction is not None:
-        rows, heldout = hold_out(rows, config.eval_fraction, "train")
+    if heldout is None and config.held_out_share is not None:
+        rows, heldout = hold_out(rows, config.held_out_share, "train")
     return rows, heldout, short
 
 
 def encode_rows(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, completion_only: bool, longest: int, key: str
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    completion_only: bool,
+    longest: int,
+    key: str,
+    may_be_cut: bool = False,
 ) -> tuple[Examples[EncodedRow], int]:
     """Rows as tokens, made when they are asked for, and how many were dropped for having more than ``longest``.
 
@@ -113,39 +122,41 @@ def encode_rows(
         completion_only: only the response is trained on.
         longest: most tokens of a row.
         key: the configuration key that errors name.
+        may_be_cut: a row whose `finish_reason` is "length" does not end, and a row may have a single token.
 
     Raises:
         ConfigError: a row is not a demonstration, or has no prompt to leave out, or every row is too long.
     """
-    reader, eos = RowReader(tokenizer, key), tokenizer.eos_token_id
+    reader, eos, least = RowReader(tokenizer, key), (tokenizer.eos_token_id,), 1 if may_be_cut else 2
 
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, response = reader.demonstration(row, number)
-        return Part((prompt, strip_eos(tokenizer, response)), (prompt == "",))
+        ended = not may_be_cut or row.get("finish_reason") != "length"
+        return Part((prompt, strip_eos(tokenizer, response)), (prompt == "", ended))
 
-    encoded = encode_parts(tokenizer, rows, "demonstrations", read, key)
+    encoded = encode_parts(tokenizer, rows, "rated rows" if may_be_cut else "demonstrations", read, key)
     bare = np.flatnonzero(encoded.numbers[:, 0])
-    forget(encoded.numbers)
     if completion_only and len(bare) > 0:
         raise ConfigError(
             f"completion_only: got True, and row {bare[0] + 1} of {key} has no prompt (`query`, or `prompt` "
             "with `completion`, or `messages`); set completion_only false to train on whole texts, or prompt_words"
         )
     prompts, responses = encoded.tokens
-    lengths = prompts.lengths()
-    lengths += responses.lengths() + np.int32(1)
+    ended = encoded.numbers[:, 1].astype(np.int8)
+    forget(encoded.numbers)
+    lengths = prompts.lengths() + responses.lengths() + ended
 
     def example(number: int) -> EncodedRow:
         prompt = prompts[number]
-        return EncodedRow((*prompt, *responses[number], eos), len(prompt) if completion_only else 0)
+        return EncodedRow(prompt + responses[number] + eos * int(ended[number]), len(prompt) if completion_only else 0)
 
-    kept = Examples.of(example, lengths, (lengths > 1) & (lengths <= longest))
+    kept = Examples.of(example, lengths, (lengths >= least) & (lengths <= longest))
     dropped = len(lengths) - len(kept)
     if not kept:
-        right = f"no row of {key} has 2 to {longest} tokens (the shortest has {lengths.min()})"
+        right = f"no row of {key} has {least} to {longest} tokens (the shortest has {lengths.min()})"
         raise ConfigError(f"max_length: got {longest}; {right}")
     if dropped:
-        logger.warning("%s: dropped %d of %d rows: not 2 to %d tokens", key, dropped, len(lengths), longest)
+        logger.warning("%s: dropped %d of %d rows: not %d to %d tokens", key, dropped, len(lengths), least, longest)
     return kept, dropped
 
 

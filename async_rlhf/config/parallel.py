@@ -134,31 +134,3 @@ class OnRanks(Protocol):
     @property
     def parallel(self) -> ParallelConfig | SharedConfig:
         """How many ranks there are to be."""
-
-
-class Trained(Protocol):
-    """What spreading a model that is trained asks of a configuration, besides ``parallel``."""
-
-    @property
-    def bf16(self) -> bool:
-        """Whether it computes under bfloat16 autocast."""
-
-    @property
-    def fp16(self) -> bool:
-        """Whether it computes under float16 autocast."""
-
-    @property
-    def head_float32(self) -> bool:
-        """Whether the head computes in float32 nevertheless."""
-
-    @property
-    def offload_frozen(self) -> bool:
-        """Whether what is not trained lies in the host's memory."""
-
-    @property
-    def max_grad_norm(self) -> float:
-        """The norm to which gradients are clipped; 0 for none."""
-
-    @property
-    def units_by_pass(self) -> int:
-        """Rows, or pairs, of a pass."""

@@ -155,7 +155,8 @@ class StageConfig(Checked):
     def check(self) -> None:
         check_one_held_out(self.eval, self.eval_fraction)
         right = "must be 0 without eval or eval_fraction"
-        require(self.eval_steps == 0 or self.holds_out, "eval_steps", self.eval_steps, right)
+        held_out = self.eval is not None or self.held_out_share is not None
+        require(self.eval_steps == 0 or held_out, "eval_steps", self.eval_steps, right)
         check_device(self.device, self.parallel.ranks)
 
     def for_learner(self, steps: int, folder: str) -> OnlineConfig:
@@ -191,9 +192,9 @@ class StageConfig(Checked):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.parallel.ranks
 
     @property
-    def holds_out(self) -> bool:
-        """Whether there is held-out data."""
-        return self.eval is not None or self.eval_fraction is not None
+    def held_out_share(self) -> float | None:
+        """The share of the training data that is held out, unless eval is given; None for none."""
+        return self.eval_fraction
 
 
 def _whole(every: float, steps: int) -> int:
@@ -357,12 +358,7 @@ class RewardConfig(StageConfig):
     2312.09244); 0 for none."""
 
     @property
-    def holds_out(self) -> bool:
-        return True
-
-    @property
     def held_out_share(self) -> float:
-        """eval_fraction, or a tenth where neither it nor eval is given."""
         return 0.1 if self.eval_fraction is None else self.eval_fraction
 
     def check(self) -> None:

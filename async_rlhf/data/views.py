@@ -28,7 +28,7 @@ class Examples(Sequence[T], Generic[T]):
     """
 
     def __init__(self, make: Callable[[int], T], rows: np.ndarray, lengths: np.ndarray) -> None:
-        self._make, self.rows, self.lengths = make, rows, lengths
+        self.make, self.rows, self.lengths = make, rows, lengths
 
     @classmethod
     def of(cls, make: Callable[[int], T], lengths: np.ndarray, kept: np.ndarray) -> Self:
@@ -45,12 +45,12 @@ class Examples(Sequence[T], Generic[T]):
     def __getitem__(self, number: slice) -> list[T]: ...
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return [self._make(int(row)) for row in self.rows[number]]
-        return self._make(int(self.rows[number]))
+            return [self.make(int(row)) for row in self.rows[number]]
+        return self.make(int(self.rows[number]))
 
     def with_items(self, change: Callable[[T], U]) -> Examples[U]:
         """The same with what a function makes of each example."""
-        make = self._make
+        make = self.make
         return Examples(lambda row: change(make(row)), self.rows, self.lengths)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.config.parallel import Trained
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.memory import LearnerMemory, Pass, Shape
 from async_rlhf.ranks.parallel import Parallel, trainable
@@ -66,7 +65,7 @@ class PassMemory:
         return fits
 
 
-def memory_of(model: PreTrainedModel, config: Trained, parallel: Parallel, recompute: bool) -> LearnerMemory:
+def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool) -> LearnerMemory:
     """A rank's memory for a model, without frozen ones, and with passes of no tokens."""
     return LearnerMemory(
         shape_of(model, parallel),

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_rlhf.config.parallel import Trained
+from async_rlhf.config import OnlineConfig
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
 from async_rlhf.models.packing import laid_out
 from async_rlhf.models.passes import Passes
@@ -69,12 +69,12 @@ class _OutOfAutocast:
             self._contexts.pop().__exit__(None, None, None)
 
 
-def autocast_dtype(config: Trained) -> torch.dtype | None:
+def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
-def in_sixteen_bits(config: Trained, model: PreTrainedModel) -> bool:
+def in_sixteen_bits(config: OnlineConfig, model: PreTrainedModel) -> bool:
     """Whether a model computes in 16 bits."""
     return autocast_dtype(config) is not None or model.dtype in (torch.float16, torch.bfloat16)
 

@@ -9,7 +9,16 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 SECONDS = 5.0
@@ -66,20 +75,33 @@ class Lines:
 
 
 @contextmanager
-def progress_bar(description: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    description: str, total: int, shown: bool = True, done: int = 0, brief: bool = True
+) -> Iterator[Callable[..., None]]:
     """Show the progress during the block, unless it is not ``shown``: of several ranks, one shows it.
 
+    Args:
+        description: what is done.
+        total: units.
+        shown: whether anything is.
+        done: units that are done already.
+        brief: say nothing of what takes less than a few seconds, where there is no terminal.
+
     Yields:
-        A function to call with how much is done so far.
+        A function to call with how much is done so far, and maybe a text that is shown beside it.
     """
     if not shown:
-        yield lambda _: None
+        yield lambda done, more="": None
         return
     if not on_terminal():
-        lines = Lines(f"{description}:", total, brief=True)
-        yield lines.say
+        yield Lines(f"{description}:" if brief else description, total, done, brief).say
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda completed: progress.update(task, completed=completed)
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn()]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[more]}")]
+    with Progress(*columns, refresh_per_second=2, console=Console(stderr=True)) as progress:
+        task = progress.add_task(description, total=total, completed=done, more="")
+
+        def show(done: int, more: str = "") -> None:
+            progress.update(task, completed=done, more=more or progress.tasks[0].fields["more"])
+
+        yield show

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
@@ -21,7 +19,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
-from async_rlhf.reports.progress import Lines, on_terminal
+from async_rlhf.reports.progress import progress_bar
 from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.peak import StopAtPeak
@@ -113,22 +111,11 @@ def training_arguments(
         logging_steps=config.logging_steps,
         save_strategy="steps" if config.save_steps else "no",
         save_steps=config.save_steps or 500,
-        save_total_limit=config.save_total_limit,
         metric_for_best_model=config.best_metric,
-        greater_is_better=config.greater_is_better,
         eval_strategy="steps" if config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
         per_device_train_batch_size=config.units_by_pass,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler_type,
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_epsilon=config.adam_epsilon,
-        max_grad_norm=config.max_grad_norm,
-        seed=config.seed,
         disable_tqdm=not config.progress,
         use_cpu=not torch.cuda.is_available(),
     )
@@ -160,69 +147,36 @@ class ProgressCallback(TrainerCallback):
     """
 
     def __init__(self, unit: str = "batch") -> None:
-        self._unit = unit
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[score]}"),
-            refresh_per_second=2,
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("train", total=None, rate="", score="")
-        self._lines: Lines | None = None
+        self._what = f"train: {unit}"
+        self._shown = ExitStack()
+        self._say: Callable[..., None]
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar."""
-        if not on_terminal():
-            self._lines = Lines(f"train: {self._unit}", state.max_steps, state.global_step)
-            return
-        self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
-        self._progress.start()
+        bar = progress_bar(self._what, state.max_steps, done=state.global_step, brief=False)
+        self._say = self._shown.enter_context(bar)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance by one batch."""
-        if self._lines is not None:
-            if not control.should_log:  # else the line waits for the batch's scores
-                self._lines.say(state.global_step)
-            return
-        speed = self._progress.tasks[0].speed
-        rate = f"{speed:.2f} {'batches' if self._unit == 'batch' else 'steps'}/s" if speed else ""
-        self._progress.update(self._task, completed=state.global_step, rate=rate)
+        if not control.should_log:  # else it waits for the batch's scores
+            self._say(state.global_step)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Show score, KL and the share of ended answers of the latest batch."""
-        shown = [
-            form.format(round(logs[key], 3) + 0.0) for key, form in _SHOWN.items() if logs is not None and key in logs
-        ]
-        if self._lines is not None:
-            self._lines.say(state.global_step, ", ".join(shown))
-        elif shown:
-            self._progress.update(self._task, score=" ".join(shown))
+        """Show loss, or score, KL and the share of ended answers, of the latest batch."""
+        known = logs or {}
+        if shown := [form.format(round(known[key], 3) + 0.0) for key, form in _SHOWN.items() if key in known]:
+            self._say(state.global_step, ", ".join(shown))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the finished bar."""
         self.stop()
 
     def stop(self) -> None:
         """Release the terminal; safe to call twice."""
-        if self._progress.live.is_started:  # else it would print an empty line
-            with suppress(OSError):  # the terminal may have been closed
-                self._progress.stop()
+        with suppress(OSError):  # the terminal may have been closed
+            self._shown.close()
 
 
 class Callbacks:

@@ -87,7 +87,9 @@ def test_a_rated_row_ends_unless_it_was_cut_off(tokenizer):
     assert second == EncodedRating(tuple(tokenizer.encode("ab cd")), 2.5)
     kept, dropped = encode_ratings([*rows, {"text": "z" * 50, "score": 3}], tokenizer, "score", 30, "train")
     assert (len(kept), dropped) == (2, 1)
-    with pytest.raises(ConfigError, match=r"max_length: got 3; no row of train is so short \(the shortest has 5\)"):
+    with pytest.raises(
+        ConfigError, match=r"max_length: got 3; no row of train has 1 to 3 tokens \(the shortest has 5\)"
+    ):
         encode_ratings(rows, tokenizer, "score", 3, "train")
 
 

@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.config.base import require
-from async_rlhf.config.parallel import Strategy, Trained
+from async_rlhf.config.parallel import Strategy
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.strategies.ddp import DataParallel
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
@@ -68,9 +66,17 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     """What ``parallel.strategy`` asks for."""
     if ranks.count == 1:
         return Parallel(ranks)
-    parallel = from_accelerate(config.parallel, config.bf16, fp16=config.fp16)
+    parallel, device = from_accelerate(config.parallel, config.bf16, fp16=config.fp16), rank_device(config, ranks)
     _check(config, parallel)
-    return spread_over(parallel, ranks, rank_device(config, ranks), config)
+    if ranks.leads:
+        logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
+    if parallel.strategy == "ddp":
+        return DataParallel(ranks)
+    if parallel.strategy == "fsdp":
+        return FullyShardedDataParallel(ranks, parallel, device, config)
+    from async_rlhf.learner.strategies.deepspeed import ZeRO
+
+    return ZeRO(ranks, parallel, device, config)
 
 
 def _check(config: OnlineConfig, parallel: ParallelConfig) -> None:
@@ -86,23 +92,3 @@ def _check(config: OnlineConfig, parallel: ParallelConfig) -> None:
     require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
     require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, right)
-
-
-def spread_over(parallel: ParallelConfig, ranks: Ranks, device: torch.device, run: Trained) -> Parallel:
-    """The strategy by its name, which is resolved, for several ranks.
-
-    Args:
-        parallel: names it, with its options.
-        ranks: who share the work.
-        device: of this rank.
-        run: precision and sizes.
-    """
-    if ranks.leads:
-        logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
-    if parallel.strategy == "ddp":
-        return DataParallel(ranks)
-    if parallel.strategy == "fsdp":
-        return FullyShardedDataParallel(ranks, parallel, device, run)
-    from async_rlhf.learner.strategies.deepspeed import ZeRO
-
-    return ZeRO(ranks, parallel, device, run)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from async_rlhf.config import ConfigError, ParallelConfig
-from async_rlhf.config.parallel import Trained
+from async_rlhf.config import ConfigError, OnlineConfig, ParallelConfig
 from async_rlhf.models.sharded_loading import fill_in_turn
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Model, Parallel, require_finite
@@ -35,7 +34,7 @@ class ZeRO(Parallel):
 
     takes_optimizers, takes_shards = False, False
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         self.stage = int(config.strategy.removeprefix("zero"))

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from async_rlhf.config import ParallelConfig
-from async_rlhf.config.parallel import Trained
+from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
 from async_rlhf.models.sharded_loading import fill
@@ -40,7 +39,7 @@ class FullyShardedDataParallel(Parallel):
     spreads_weights, reads_shares, casts_gathered, takes_optimizers = True, True, True, False
     device: torch.device
 
-    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: Trained) -> None:
+    def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         size = self.shards
