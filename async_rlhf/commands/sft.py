@@ -64,6 +64,8 @@ def _read(config: SFTConfig) -> Task:
         add_adapters(model, config.lora, config.seed)
 
     def evaluate(parallel: Parallel) -> dict[str, float]:
+        if not held:
+            return {}
         loss, perplexity = loss_and_perplexity(model, held, config.per_device_train_batch_size, parallel)
         return {"eval_loss": loss, "eval_perplexity": perplexity}
 
@@ -74,7 +76,7 @@ def _read(config: SFTConfig) -> Task:
         examples,
         rows=demonstration_rows,
         counts={"rows": len(examples), "dropped": dropped + short},
-        evaluate=evaluate if held else None,
+        evaluate=evaluate,
         told="held-out loss {eval_loss:.4f}, perplexity {eval_perplexity:.2f}".format_map,
     )
 

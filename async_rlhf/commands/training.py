@@ -76,8 +76,8 @@ class Task:
     """The rows to train on, of some examples, each of which is a unit."""
     counts: dict[str, Any]
     """Of the results."""
-    evaluate: Callable[[Parallel], dict[str, Any]] | None
-    """`eval_loss` and other metrics of held-out data, if there are any."""
+    evaluate: Callable[[Parallel], dict[str, Any]]
+    """`eval_loss` and other metrics of held-out data; nothing if there are none."""
     told: Callable[[dict[str, Any]], str]
     """The results in one line."""
     finish: Callable[[Parallel], dict[str, Any]] = lambda parallel: {}
@@ -147,11 +147,6 @@ class StageLoop(Loop):
     compared: dict[str, Any]
     seen: dict[str, Any]
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimiser steps of a pass over the data."""
-        return math.ceil(len(self.task.examples) / self.config.batch_size)
-
     def train(self) -> float:
         """Train to the end. Returns the mean loss of all steps, on rank 0."""
         run, config, learner = self.run, self.config, self.run.learner
@@ -187,24 +182,23 @@ class StageLoop(Loop):
             self.run.callbacks.log({**line, "learning_rate": metrics["lr"], "epoch": epoch})
 
     def _evaluate(self, control: TrainerControl, batch: int) -> None:
-        steps, learner = self.run.config.num_batches, self.run.learner
+        steps = self.run.config.num_batches
         wanted = self.run.ranks.from_lead("evaluate?", lambda: control.should_evaluate)
-        if not wanted or batch == steps or self.task.evaluate is None:
-            return
-        found = self.task.evaluate(learner.parallel)
-        learner.model.train()
-        epoch = self.log_evaluation(found)
-        logger.info("step %d of %d: held-out loss %.4f", batch, steps, found["eval_loss"])
-        self.run.callbacks.log({**_numbers(found), "epoch": epoch})
+        if wanted and batch < steps:
+            found, epoch = self.evaluate()
+            logger.info("step %d of %d: held-out loss %.4f", batch, steps, found["eval_loss"])
+            self.run.callbacks.log({**_numbers(found), "epoch": epoch})
 
-    def log_evaluation(self, found: dict[str, Any]) -> float:
-        """Write metrics of held-out data into metrics.jsonl; those that are no numbers are left out."""
-        return self._write_line(_numbers(found))
+    def evaluate(self) -> tuple[dict[str, Any], float]:
+        """Metrics of held-out data, if there are any, and the epoch; what are numbers is written into metrics.jsonl."""
+        found = self.task.evaluate(self.run.learner.parallel)
+        self.run.learner.model.train()
+        return found, self._write_line(_numbers(found)) if found else 0.0
 
     def _write_line(self, values: dict[str, Any]) -> float:
         """Add step and epoch, which is returned."""
         step = self.run.callbacks.state.global_step
-        epoch = step / self.steps_per_epoch
+        epoch = step / self.config.steps_per_epoch(len(self.task.examples))
         if METRICS in self.logs:
             self.logs[METRICS].write({"step": step, "epoch": epoch, **values})
         return epoch
@@ -255,14 +249,14 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, An
             kept = 0 if resumed is None else resumed.logs[METRICS]
             logs[METRICS] = stack.enter_context(closing(JsonLines(folder / METRICS, kept)))
         with closing(run.callbacks), ending_on_signals() as asked:
-            known: dict[str, Any] = {"task": task, "config": config, "compared": compared, "seen": seen}
-            loop = StageLoop(run=run, logs=logs, stop_asked=asked, **known)
+            loop = StageLoop(
+                run=run, logs=logs, stop_asked=asked, task=task, config=config, compared=compared, seen=seen
+            )
             results = {"train_loss": loop.train(), **task.counts}
         results |= task.finish(run.learner.parallel)
-        if task.evaluate is not None:
-            found = task.evaluate(run.learner.parallel)
-            loop.log_evaluation(found)
-            results |= found
+        found, _ = loop.evaluate()
+        results |= found
+        if found:
             logger.info("%s: %s", stage.name, task.told(results))
         results = ranks.from_lead("results", lambda: results)
         _publish(stage, run, folder, results)
@@ -273,8 +267,7 @@ def _prepared(
     config: StageConfig, task: Task, ranks: Ranks, folder: Path, checkpoint: Path | None, resumed: ResumeState | None
 ) -> Training:
     """The learner and what is about it, restored if there is a checkpoint."""
-    steps = math.ceil(config.num_epochs * math.ceil(len(task.examples) / config.batch_size))
-    own = config.for_learner(steps, str(folder))
+    own = config.for_learner(len(task.examples), str(folder))
     task.model.to(rank_device(own, ranks)).eval()
     require_alike(ranks, model=task.model)
     load = None

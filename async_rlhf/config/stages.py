@@ -159,13 +159,18 @@ class StageConfig(Checked):
         require(self.eval_steps == 0 or held_out, "eval_steps", self.eval_steps, right)
         check_device(self.device, self.parallel.ranks)
 
-    def for_learner(self, steps: int, folder: str) -> OnlineConfig:
-        """What the learner and the loop are told: an optimiser step is a batch of so many rows, or pairs.
+    def steps_per_epoch(self, rows: int) -> int:
+        """Optimiser steps of a pass over so many rows, or pairs."""
+        return math.ceil(rows / self.batch_size)
+
+    def for_learner(self, rows: int, folder: str) -> OnlineConfig:
+        """What the learner and the loop are told: an optimiser step is a batch.
 
         Args:
-            steps: optimiser steps in all.
+            rows: to train on, or pairs.
             folder: where checkpoints and logs go.
         """
+        steps = math.ceil(self.num_epochs * self.steps_per_epoch(rows))
         same = (
             *("max_tokens_per_pass", "learning_rate", "lr_scheduler_type", "weight_decay", "bf16", "report_to"),
             *("gradient_checkpointing", "save_steps", "seed", "device", "parallel", "trust_remote_code"),

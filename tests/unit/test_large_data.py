@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import datasets
@@ -652,6 +652,8 @@ def test_batches_of_similar_length_are_those_of_before(count, size, seed):
         expected = [ordered[i : i + size] for i in range(0, count, size)]
         expected = [expected[i] for i in torch.randperm(len(expected), generator=generator).tolist()]
         assert [*islice(batches, len(expected))] == expected
+    several, one = (steps_of(np.array(lengths), size, at_once, seed) for at_once in (3, 1))
+    assert next(several) == [*chain.from_iterable(islice(one, min(3, len(expected))))]
 
 
 @pytest.mark.parametrize("kind", ["sft", "pairs", "ratings"])

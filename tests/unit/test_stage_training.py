@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +25,10 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.commands.training import StageLoop
 from async_rlhf.config import AdapterConfig, ConfigError, ParallelConfig, RewardConfig, SFTConfig
 from async_rlhf.learner.learner import Learner
+from async_rlhf.models.loading import load_policy
 from async_rlhf.models.saving import write_model
+from async_rlhf.run.manifest import write_whole
+from async_rlhf.types import LossOutput
 
 TEXTS = [{"query": f"q{i}:", "query_reference_response": f"q{i}:{'ab' * (i % 9)} {i % 7}"} for i in range(40)]
 PAIRS = [{"prompt": f"p{i}", "chosen": f" good{'d' * (i % 6)}", "rejected": f" bad{'x' * (i % 4)}"} for i in range(40)]
@@ -92,17 +98,17 @@ def interrupted(run, config, step: int, written: bool = True) -> None:
     assert not Path(config.output_dir).exists()
 
 
+def _times(found: LossOutput, factor: float | torch.Tensor) -> LossOutput:
+    return replace(found, loss_sum=found.loss_sum * factor)
+
+
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_a_resumed_stage_is_the_uninterrupted_one(sft, tmp_path, monkeypatch, adapters):
     """Bit for bit: weights, results, and every line of the loss history; after two ends, once in the middle of
     writing a checkpoint, and after more lines than the checkpoint knows. The model draws random numbers in each pass.
     """
-
-    def noisy(*args):
-        found = response_loss(*args)
-        return replace(found, loss_sum=found.loss_sum * (1 + torch.rand(()) / 2))
-
-    monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=noisy))
+    noisy = replace(SFT, loss=lambda *args: _times(response_loss(*args), 1 + torch.rand(()) / 2))
+    monkeypatch.setattr(sft_command, "SFT", noisy)
     sft = replace(sft, lora=AdapterConfig(adapters), lr_scheduler_type="cosine", save_steps=3)
     whole = run_sft(sft)
     cut = replace(sft, output_dir=str(tmp_path / "cut"), resume=True)
@@ -168,6 +174,46 @@ def test_keys_that_change_no_weight_may_change_on_resume(sft, tmp_path):
     assert all(
         torch.equal(weights(tmp_path / "cut")[name], tensor) for name, tensor in weights(tmp_path / "whole").items()
     )
+
+
+def test_a_signal_saves_and_ends_and_an_older_format_is_refused(sft, tmp_path, monkeypatch):
+    """SIGTERM in the third step, without save_steps."""
+    whole = run_sft(sft)
+    steps = []
+
+    def ended(*args):
+        steps.append(1)
+        if len(steps) == 5:  # of two passes a step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return response_loss(*args)
+
+    cut = replace(sft, output_dir=str(tmp_path / "cut"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sft_command, "SFT", replace(SFT, loss=ended))
+        with pytest.raises(SystemExit) as end:
+            run_sft(cut)
+    assert end.value.code == 0
+    (place,) = (tmp_path / ".cut.unfinished").glob("checkpoint-*")
+    assert place.name == "checkpoint-3"
+    load_policy(str(place))  # as any model
+    gc.collect()
+    older = place.with_name("checkpoint-4")
+    write_whole(older, [lambda folder: (folder / "state.json").write_text('{"format": 1}')])
+    with pytest.raises(
+        ConfigError, match=r"resume: '.*checkpoint-4' is a stage's checkpoint of an older format; go on"
+    ):
+        run_sft(replace(cut, resume=True))
+    shutil.rmtree(older)
+    assert run_sft(replace(cut, resume=True)) == whole
+    assert same_weights(cut.output_dir, sft.output_dir)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_stage(sft, monkeypatch):
+    monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=lambda *args: _times(response_loss(*args), math.nan)))
+    with pytest.raises(
+        FloatingPointError, match=r"update 1: .* is nan; the weights .*; lower learning_rate \(0\.001\)"
+    ):
+        run_sft(sft)
 
 
 def test_the_loss_history(sft, tmp_path):

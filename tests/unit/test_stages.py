@@ -1,4 +1,4 @@
-"""Stages that are skipped where they are done, batches of like length, and supervised fine-tuning."""
+"""Stages that are skipped where they are done, and supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from async_rlhf.algorithms.supervised import SFT
 from async_rlhf.commands.sft import demonstration_rows, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
-from async_rlhf.commands.training import steps_of
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
 from async_rlhf.data import cache
@@ -251,32 +248,6 @@ def test_killed_midway_it_is_not_done(make_stage, tmp_path, script, left):
         assert make_stage().done() is None
         finish(make_stage())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
-
-
-# ---------------------------------------------------------------- batches
-
-
-def test_batches_are_a_seeded_partition_of_like_lengths():
-    lengths = np.array([(7 * i * i) % 53 + 1 for i in range(203)])
-
-    def epochs(seed: int) -> list[list[list[int]]]:
-        steps = list(islice(steps_of(lengths, 8, 1, seed), 52))
-        return [steps[:26], steps[26:]]
-
-    first, second = epochs(3)
-    assert [first, second] == epochs(3)
-    assert first != second
-    assert first != epochs(4)[0]
-    joined = list(islice(steps_of(lengths, 8, 4, 3), 7))
-    assert [i for step in joined for i in step] == [i for batch in first for i in batch]
-    for epoch in (first, second):
-        assert sorted(map(len, epoch)) == [3] + [8] * 25
-        assert sorted(i for batch in epoch for i in batch) == list(range(203))
-        padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in epoch)
-        assert padded < 1.1 * sum(lengths)
-        longest = [max(lengths[i] for i in batch) for batch in epoch]
-        assert longest != sorted(longest)
-        assert longest != sorted(longest, reverse=True)
 
 
 # ---------------------------------------------------------------- SFT
