@@ -234,12 +234,12 @@ def run_stage(stage: Stage, read: Callable[[], Task]) -> dict[str, Any]:
 
 
 def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, Any]:
-    config, folder = stage.config, _unfinished(stage)
+    config, folder, anyway = stage.config, _unfinished(stage), stage.config.resume_anyway
     checkpoint = ranks.from_lead("checkpoint", lambda: _to_resume(stage, folder))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     compared = ranks.from_lead("what is compared", lambda: _compared(stage))
     if resumed is not None:
-        require_same(resumed.config, compared, config.resume_anyway)
+        require_same(resumed.config, compared, anyway)
     task = lead_first(ranks, "reading", read)
     run = _prepared(config, task, ranks, folder, checkpoint, resumed)
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
