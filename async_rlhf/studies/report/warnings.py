@@ -86,9 +86,6 @@ class _Ends:
     def rises(self, errors: float) -> bool:
         return self.enough and _apart(self.start, self.end) > errors
 
-    def falls(self, errors: float) -> bool:
-        return self.enough and _apart(self.end, self.start) > errors
-
 
 def _part(values: Sequence[float]) -> _Part:
     if not values:
