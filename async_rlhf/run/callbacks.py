@@ -22,7 +22,6 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
-from async_rlhf.run.peak import StopAtPeak
 from async_rlhf.run.record import derived
 from async_rlhf.system.files import naming, whole_file
 
@@ -75,18 +74,8 @@ class OnlineTrainingArguments(TrainingArguments):
 
 
 _TRANSLATED = {
-    *(
-        "output_dir",
-        "report_to",
-        "save_steps",
-        "eval_steps",
-        "lr_scheduler_type",
-        "per_device_train_batch_size",
-        "run_name",
-        "project",
-        "num_train_epochs",
-    ),
-    *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
+    *("output_dir", "report_to", "save_steps", "eval_steps", "lr_scheduler_type", "per_device_train_batch_size"),
+    *("run_name", "project", "num_train_epochs", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
 }
 """Keys that transformers spells in another way, or would act on."""
 
@@ -177,6 +166,44 @@ class ProgressCallback(TrainerCallback):
         """Release the terminal; safe to call twice."""
         with suppress(OSError):  # the terminal may have been closed
             self._shown.close()
+
+
+class StopAtPeak(TrainerCallback, ExportableState):
+    """Stops after ``stop_patience`` evaluations in a row without a new best value of ``stop_at``.
+
+    transformers' EarlyStoppingCallback compares with the best checkpoint, so a peak without one would not count.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: OnlineConfig) -> None:
+        assert config.stop_at is not None
+        self.name, self.patience = config.stop_at, config.stop_patience
+        self.sign = 1 if config.greater_is_better else -1
+        self.best: float | None = None
+        self.best_batch = 0
+        self.waited = 0
+
+    def state(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in ("best", "best_batch", "waited")}}
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Compare; a result that is missing, because no completion has a score, is no new best."""
+        found = (metrics or {}).get(self.name)
+        if found is not None and (self.best is None or self.sign * found > self.sign * self.best):
+            self.best, self.best_batch, self.waited = found, state.global_step, 0
+            return
+        self.waited += 1
+        if self.waited < self.patience:
+            return
+        control.should_training_stop = True
+        if self.waited == self.patience:  # the policy at the end is evaluated once more
+            peak = "has no value" if self.best is None else f"peaked at batch {self.best_batch} with {self.best:.6g}"
+            logger.info("stopped: %s %s; %d evaluations since were no better", self.name, peak, self.waited)
 
 
 class Callbacks:
