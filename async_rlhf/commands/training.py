@@ -48,6 +48,7 @@ from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.reports.log import JsonLines
+from async_rlhf.reports.trace import Trace
 from async_rlhf.run.callbacks import TRACKERS, Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
 from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
@@ -130,7 +131,7 @@ def steps_of(lengths: np.ndarray, size: int, at_once: int, seed: int) -> Iterato
             yield np.concatenate([order[number * size : (number + 1) * size] for number in numbers]).tolist()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StageLoop(Loop):
     """Trains on the rows of a task.
 
@@ -249,9 +250,7 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, An
             kept = 0 if resumed is None else resumed.logs[METRICS]
             logs[METRICS] = stack.enter_context(closing(JsonLines(folder / METRICS, kept)))
         with closing(run.callbacks), ending_on_signals() as asked:
-            loop = StageLoop(
-                run=run, logs=logs, stop_asked=asked, task=task, config=config, compared=compared, seen=seen
-            )
+            loop = StageLoop(run, Trace(), logs, asked, None, task, config, compared, seen)
             results = {"train_loss": loop.train(), **task.counts}
         results |= task.finish(run.learner.parallel)
         found, _ = loop.evaluate()

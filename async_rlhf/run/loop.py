@@ -7,7 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ TABLE_ROWS = 200
 """Rows of an evaluation that trackers show; all are in a file of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Loop:
     """What follows each batch, whatever is trained: it is logged, and there may be an evaluation, a checkpoint, an end.
 
@@ -56,10 +56,10 @@ class Loop:
     """
 
     run: Training
+    trace: Trace
     logs: Mapping[str, JsonLines]
     stop_asked: Callable[[], bool]
-    trace: Trace = field(default_factory=Trace)
-    saves: ShardedSaves | None = None
+    saves: ShardedSaves | None
 
     @abstractmethod
     def _log(self, batch: Any, metrics: dict[str, float], everything: bool) -> None:
@@ -165,7 +165,7 @@ class Loop:
         return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingLoop(Loop):
     """Trains the policy on one batch after another.
 

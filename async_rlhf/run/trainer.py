@@ -310,15 +310,8 @@ def train(run: Run) -> OnlineTrainerState:
         sharded = run.config.checkpoint_format == "sharded"
         saves = stack.enter_context(ShardedSaves(run).finishing()) if sharded else None
         rollouts = _rollouts(run, generator, trace)
-        state = TrainingLoop(
-            run=run,
-            rollouts=rollouts,
-            evaluations=Evaluations(run, rollouts),
-            trace=trace,
-            logs=logs,
-            stop_asked=stop_asked,
-            saves=saves,
-        ).train()
+        evaluations = Evaluations(run, rollouts)
+        state = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, evaluations).train()
         stack.close()
         run.watch.close()
     return state
