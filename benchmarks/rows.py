@@ -46,11 +46,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceCl
 from async_rlhf import GenerationConfig, GRPOConfig
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
-from async_rlhf.generation.messages import Reply, Request
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.replies import fingerprint
-from async_rlhf.generation.restarting import Arrived, RestartingGenerator
+from async_rlhf.generation.protocol import Reply, Request, SamplingParams
+from async_rlhf.generation.remote import Arrived, RemoteGenerator
+from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.learner import learner as learners
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import forward
@@ -114,7 +112,7 @@ class Snapshots(NoSnapshots):
         return {}
 
 
-class Generator(RestartingGenerator):
+class Generator(RemoteGenerator):
     """Whose worker never dies."""
 
     kind = "worker"

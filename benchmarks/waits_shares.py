@@ -27,11 +27,9 @@ import waits
 from waiting import sleeping_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig
-from async_rlhf.generation.dispatch import Worker
-from async_rlhf.generation.idleness import Timesheet
-from async_rlhf.generation.messages import Request
+from async_rlhf.generation.dispatch import Timesheet, Worker
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.studies.plan.config import SecondsConfig, WorkloadConfig

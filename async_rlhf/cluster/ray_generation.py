@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import ray
@@ -24,13 +23,13 @@ from transformers import PreTrainedModel
 
 from async_rlhf.cluster.ray import Actor, NoRoomError, Place, Signs, generator_place, is_lost
 from async_rlhf.config import OnlineConfig
-from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.restarting import Arrived, RestartingGenerator
-from async_rlhf.generation.vllm_engine import cpu_environment
+from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import RequestHandler, to_failure
-from async_rlhf.models.leaving import Later, Leaving, at_once
-from async_rlhf.models.weights import TensorSpec, digests, iterate_weights, layout, tensors_in
+from async_rlhf.models.snapshots import DraftSnapshots
+from async_rlhf.models.weights import TensorSpec, digests, tensors_in
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 
@@ -38,7 +37,7 @@ Memory = NDArray[np.uint8]
 _LOOK_SECONDS = 0.005
 
 
-class ObjectStoreSnapshots:
+class ObjectStoreSnapshots(DraftSnapshots):
     """S + 1 snapshots in Ray's object store; see :class:`~async_rlhf.models.snapshots.Snapshots`.
 
     A snapshot is one array of bytes, which every reader on a node maps into its memory without a copy.
@@ -51,28 +50,17 @@ class ObjectStoreSnapshots:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
-        self.specs, size = layout(model, dtype, parallel=parallel)
-        self.slots, self.newest, self._dtype = slots, -1, dtype
-        self.published: dict[int, dict[str, str]] = {}
+        super().__init__(dtype, slots)
+        self._places(model, -1, parallel)
         self._references: dict[int, ray.ObjectRef] = {}
-        self._draft = torch.empty(size, dtype=torch.uint8)
         self.on_arrival: Callable[[int], None] = lambda version: None
         """Called, in any thread, when a version has come into the store."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights; the copy is put into the store later."""
-        views, leaving = tensors_in(self._draft, self.specs), Leaving(model, parallel, later)
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self._dtype):
-                leaving.copy(tensor, views[name])
-        leaving.end(partial(self._finish, version))
-
     def _finish(self, version: int) -> None:
-        for kept in (self.published, self._references):
-            kept.pop(version - self.slots, None)
-        self.published[version] = digests(tensors_in(self._draft, self.specs))
-        self._references[version] = ray.put(self._draft.numpy())
-        self.newest = version
+        self._references.pop(version - self.slots, None)
+        self.published[version] = digests(self.draft)
+        self._references[version] = ray.put(self.memory.numpy())
+        self._newest = version
         self.on_arrival(version)
 
     def reference(self, version: int) -> list[ray.ObjectRef]:
@@ -87,7 +75,7 @@ class ObjectStoreSnapshots:
 
     def close(self) -> None:
         """Let the store free the snapshots."""
-        self.published.clear()
+        super().close()
         self._references.clear()
 
 
@@ -171,7 +159,7 @@ class GeneratorActor(Signs):
         self.has_begun, self.last_sign = True, time.monotonic()
 
 
-class RayGenerator(RestartingGenerator):
+class RayGenerator(RemoteGenerator):
     """Actors that sample the units of every batch.
 
     Args:
@@ -182,9 +170,8 @@ class RayGenerator(RestartingGenerator):
         parallel: how the policy's weights are sharded over ranks.
     """
 
-    kind = "generator actor"
-    unstartable = NoRoomError
-    workers: list[_Worker]
+    kind, grows, unstartable = "generator actor", True, NoRoomError
+    workers: list[ActorWorker]
 
     def __init__(
         self,
@@ -201,11 +188,11 @@ class RayGenerator(RestartingGenerator):
         arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
         workers = list(map(self._make, range(generation.workers)))
-        super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
+        super().__init__(config, policy, params, trace, parallel, snapshots, workers, arrived)
         snapshots.on_arrival = self._announce
 
-    def _make(self, number: int) -> _Worker:
-        return _Worker(number, *self._of_each)
+    def _make(self, number: int) -> ActorWorker:
+        return ActorWorker(number, *self._of_each)
 
     def _announce(self, version: int) -> None:
         """Have every actor fetch a version."""
@@ -213,8 +200,8 @@ class RayGenerator(RestartingGenerator):
             worker.announce(version)
 
 
-class _Worker(Actor):
-    """One generator actor; see :class:`~async_rlhf.generation.restarting.MortalWorker`.
+class ActorWorker(Actor, Worker):
+    """One generator actor.
 
     Args:
         arrived: takes what comes from the actor.
@@ -230,12 +217,11 @@ class _Worker(Actor):
         place: Place,
         room_timeout: float,
     ) -> None:
-        environment = cpu_environment() if spec.vllm is not None and spec.device == "cpu" else {}
+        Worker.__init__(self, number, f"generator {number}", arrived)
+        environment = spec.environment((spec.device,)) if spec.device == "cpu" else None
         arguments = (spec, params, snapshots.specs, snapshots.slots)
-        super().__init__(f"generator {number}", GeneratorActor, arguments, place, room_timeout, environment)
-        self.number = number
-        self.open: list[Request] = []
-        self._snapshots, self._arrived = snapshots, arrived
+        Actor.__init__(self, self.label, GeneratorActor, arguments, place, room_timeout, environment)
+        self._snapshots = snapshots
         self.start()
 
     def announce(self, version: int) -> None:
@@ -252,7 +238,7 @@ class _Worker(Actor):
 
     def answered(self, place: int) -> Request:
         self.at_rest()
-        return self.open.pop(place)
+        return super().answered(place)
 
     def close(self) -> None:
         self.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked, at_least, at_most, key
-from async_rlhf.generation.roster import Roster
+from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.run.folder import refuse_second
 from async_rlhf.system.lock import InUseError
 
@@ -33,7 +33,7 @@ def run_workers(config: WorkersConfig) -> None:
     Raises:
         ConfigError: the run is not training, or has no generators of its own.
     """
-    roster = Roster(Path(config.run))
+    roster = WorkerCount(Path(config.run))
     if not _is_training(Path(config.run)) or roster.present() is None:
         right = "must be the output folder of a run that is training on this host, with generator processes or actors"
         raise ConfigError(f"run: got {config.run!r}; {right}")

@@ -6,35 +6,94 @@ submitted, so what is computed does not depend on who takes which.
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from async_rlhf.generation.idleness import Timesheet
-from async_rlhf.generation.messages import Request
+from async_rlhf.generation.protocol import Failure, Ready, Reply, Request
 
 Item = TypeVar("Item")
 
 
-class Worker(Protocol):
-    """One process or server, and the unit that it samples."""
+class Worker:
+    """One process, actor or server that samples, and the units that it was given. It may be lost and started again.
 
-    number: int
-    label: str
-    open: list[Request]
-    """What it was given and has not answered."""
+    Args:
+        number: among the workers.
+        label: its name in messages and traces.
+        arrived: takes what comes from it.
+    """
+
+    has_begun: Any
+    """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
+    has_place = True
+    """Whether it has a host to run on. One that is lost before is started again, and that counts as no restart."""
+
+    def __init__(self, number: int, label: str, arrived: queue.SimpleQueue[Arrived | None]) -> None:
+        self.number, self.label, self._arrived = number, label, arrived
+        self.open: list[Request] = []
+        """What it was given and has not answered."""
+        self.starts = 0
+        """How often it was started; what comes from an earlier start is ignored."""
+        self.since = 0.0
+        """When its silence may have begun."""
+
+    def arrive(self, answer: Answer) -> None:
+        """Hand over what came from it."""
+        self._arrived.put(Arrived(self, self.starts, answer))
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
+        raise NotImplementedError
 
     def answered(self, place: int) -> Request:
         """Remove and return the request at a place of :attr:`open`, which was just answered."""
+        return self.open.pop(place)
+
+    def start(self) -> None:
+        """Start it, the first time or again. It says Ready once it can sample."""
+        raise NotImplementedError
+
+    def silent_for(self) -> float:
+        """Seconds since its last sign of life, or its start, while it had something to do; 0 if unknown.
+
+        May raise ``unstartable`` of its generator.
+        """
+        return 0.0
+
+    def end(self) -> str:
+        """Make sure that it has ended, and describe how it ended."""
+        return ""
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
 
     def close(self) -> None:
         """End it."""
+        raise NotImplementedError
+
+
+class Stop(NamedTuple):
+    """The worker shall end when it has answered what it has."""
+
+
+Answer = Ready | Reply | Failure | Stop | BaseException | None
+"""What comes from a worker, or is to become of it. None: it was lost. An exception ends the run as it is."""
+
+
+class Arrived(NamedTuple):
+    """An answer, and who sent it."""
+
+    worker: Any
+    start: int
+    """Number of the start of the worker that sent it."""
+    answer: Answer
 
 
 class Dispatcher:
@@ -60,7 +119,7 @@ class Dispatcher:
         self._given: dict[int, dict[tuple[int, int], Request]] = {}
         """By number of a worker, batch and unit: what it has, as it lay in the queue."""
         self._unanswered: dict[int, int] = {}
-        self._times, self._clock = Timesheet(), clock
+        self._times, self._clock = Utilisation(), clock
         self._idle: dict[int, float] = {}
         for worker in workers:
             self.join(worker)
@@ -145,6 +204,68 @@ class Dispatcher:
             self._given.setdefault(worker.number, {})[request.batch, request.unit] = request
             self._times.began(worker.number, request.batch, self._clock())
             worker.submit(request)
+
+
+@dataclass
+class _Span:
+    """From ``start`` to ``end``, which is infinite while it lasts."""
+
+    start: float
+    end: float = math.inf
+
+    def within(self, start: float, end: float) -> float:
+        """How many seconds of it lie between two times."""
+        return max(0.0, min(self.end, end) - max(self.start, start))
+
+
+@dataclass
+class _Times:
+    there: list[_Span] = field(default_factory=list)
+    busy: list[_Span] = field(default_factory=list)
+
+
+class Utilisation:
+    """When each worker was there, and when it had a unit to sample. All times are seconds of one clock, and grow."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, _Times] = {}
+        self._began: dict[int, float] = {}
+
+    def came(self, worker: int, now: float) -> None:
+        """A worker is there."""
+        self._workers.setdefault(worker, _Times()).there.append(_Span(now))
+
+    def left(self, worker: int, now: float) -> None:
+        """It is not there any more, or gets nothing any more."""
+        self._workers[worker].there[-1].end = now
+        self.ended(worker, now)
+
+    def began(self, worker: int, batch: int, now: float) -> None:
+        """It got a unit of a batch."""
+        self._began.setdefault(batch, now)
+        busy = self._workers[worker].busy
+        if not busy or busy[-1].end < math.inf:
+            busy.append(_Span(now))
+
+    def ended(self, worker: int, now: float) -> None:
+        """It has answered all that it had, if it had something."""
+        for span in self._workers[worker].busy[-1:]:
+            span.end = min(span.end, now)
+
+    def idle_share(self, batch: int, now: float) -> float:
+        """The share of the time that workers were there in which they had nothing, since the first unit of the batch
+        was begun. Work on other batches counts as work. The batch must have ended.
+        """
+        began = self._began.pop(batch)
+        there = sum(span.within(began, now) for worker in self._workers.values() for span in worker.there)
+        busy = sum(span.within(began, now) for worker in self._workers.values() for span in worker.busy)
+        self._forget(min(self._began.values(), default=now))
+        return 1 - busy / there if there else 0.0
+
+    def _forget(self, before: float) -> None:
+        for worker in self._workers.values():
+            worker.there = [span for span in worker.there if span.end >= before]
+            worker.busy = [span for span in worker.busy if span.end >= before]
 
 
 def cut(items: Sequence[Item], number: int, size: int | None) -> list[Sequence[Item]]:

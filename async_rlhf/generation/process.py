@@ -21,11 +21,11 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.generation.gpus import worker_devices
-from async_rlhf.generation.messages import ModelSpec, Request
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.restarting import Arrived, RestartingGenerator
-from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
+from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.placement import worker_devices
+from async_rlhf.generation.protocol import Request, SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.snapshots import DeviceRing, SnapshotRing
@@ -34,7 +34,7 @@ from async_rlhf.reports.trace import Trace
 from async_rlhf.system.children import NO_RANK, context_of, hang_up, start_process
 
 
-class ProcessGenerator(RestartingGenerator):
+class ProcessGenerator(RemoteGenerator):
     """Generator processes that sample the units of every batch.
 
     Args:
@@ -45,8 +45,8 @@ class ProcessGenerator(RestartingGenerator):
         parallel: how the policy's weights are sharded over ranks.
     """
 
-    kind, streams = "generator process", True
-    workers: list[_Worker]
+    kind, streams, grows = "generator process", True, True
+    workers: list[ProcessWorker]
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class ProcessGenerator(RestartingGenerator):
                 config, generation=replace(generation, probe_steps=0)
             )  # vLLM gives no log-probabilities of prompts with an adapter
         arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        self._worker = partial(_Worker, spec=spec, params=params, ring=self.ring, arrived=arrived)
+        self._worker = partial(ProcessWorker, spec=spec, params=params, ring=self.ring, arrived=arrived)
         workers = list(map(self._make, range(generation.workers)))
-        super().__init__(arrived, config, policy, params, trace, parallel, self.ring, workers)
+        super().__init__(config, policy, params, trace, parallel, self.ring, workers, arrived)
         # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
 
-    def _make(self, number: int) -> _Worker:
+    def _make(self, number: int) -> ProcessWorker:
         return self._worker(number, self._devices(number))
 
     def close(self) -> None:
@@ -98,16 +98,14 @@ class ProcessGenerator(RestartingGenerator):
             self._base.cleanup()
 
 
-class _Worker:
-    """One generator process; see :class:`~async_rlhf.generation.restarting.MortalWorker`.
+class ProcessWorker(Worker):
+    """One generator process.
 
     Two threads serve its pipe, so that a process that is stopped in the middle of a message blocks nothing here.
 
     Args:
         arrived: takes what comes from the process.
     """
-
-    has_place = True
 
     def __init__(
         self,
@@ -118,19 +116,13 @@ class _Worker:
         ring: SnapshotRing,
         arrived: queue.SimpleQueue[Arrived | None],
     ) -> None:
-        self.number = number
-        self.label = f"generator {number}"
-        self.open: list[Request] = []
-        self.starts = 0
+        super().__init__(number, f"generator {number}", arrived)
         spec = replace(spec, device=devices[0])
         self._arguments = (spec, params, ring)
-        self._method = "forkserver"
-        self._environment: dict[str, str | None] = dict(NO_RANK)
-        if spec.vllm is not None:
-            # A fresh interpreter: importing vLLM takes long anyway, and libraries can be preloaded.
-            self._method = "spawn"
-            self._environment |= gpu_environment(devices) if "cuda" in spec.device else cpu_environment()
-        self._arrived = arrived
+        environment = spec.environment(devices)
+        # A fresh interpreter for an engine whose libraries take long to import anyway, or are to be preloaded.
+        self._method = "forkserver" if environment is None else "spawn"
+        self._environment: dict[str, str | None] = {**NO_RANK, **(environment or {})}
         self.start()
 
     def start(self) -> None:
@@ -175,10 +167,6 @@ class _Worker:
         hang_up(self._pipe)  # if the fork server is dead, nothing else shows whether it has ended
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
-
-    def answered(self, place: int) -> Request:
-        """Remove and return the request that was just answered."""
-        return self.open.pop(place)
 
     def submit(self, request: Request) -> None:
         """Send a request; its time begins. If the process has died, it is noticed by the thread that reads."""

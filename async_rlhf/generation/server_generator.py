@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.secrets import masked
+from async_rlhf.generation.audit import probe_tokens
 from async_rlhf.generation.broadcast import Sender, gpu_of
-from async_rlhf.generation.messages import Reply, Request, work
-from async_rlhf.generation.probe import probe_tokens
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, work
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
+from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS = 1.0
-_LOOK_SECONDS = 5.0
 _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
@@ -63,7 +62,8 @@ class ServerGenerator(RemoteGenerator):
     """
 
     streams = True
-    workers: list[_Server]
+    kind = "server"
+    workers: list[ServerWorker]
 
     def __init__(
         self,
@@ -93,56 +93,17 @@ class ServerGenerator(RemoteGenerator):
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
                 for url, processes in zip(urls, described, strict=True)
             ]
-        self._arrived: queue.SimpleQueue[tuple[_Server, Request, Reply] | BaseException] = queue.SimpleQueue()
-        vocabulary = policy.get_input_embeddings().num_embeddings
-        key = key_of(generation)
+        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        vocabulary, key = policy.get_input_embeddings().num_embeddings, key_of(generation)
         workers = [
-            _Server(number, url, key, run, params, snapshots, transport, vocabulary, self)
+            ServerWorker(number, url, key, run, params, snapshots, transport, vocabulary, arrived)
             for number, (url, transport) in enumerate(zip(urls, transports, strict=True))
         ]
-        super().__init__(config, policy, params, trace, parallel, snapshots, workers)
+        super().__init__(config, policy, params, trace, parallel, snapshots, workers, arrived)
 
-    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
-        """Take an answer, in the server's thread."""
-        taken = answer if isinstance(answer, BaseException) else (worker, self.taken(worker, answer), answer)
-        self._arrived.put(taken)
-
-    def gone(self, worker: _Server) -> None:
-        """Give what a server has to others, until it is back."""
-        self.dispatcher.lost(worker)
-
-    def back(self, worker: _Server) -> None:
-        """Count on a server again."""
-        self.dispatcher.join(worker)
-
-    def _wait(self, seconds: float) -> bool:
-        pause = min(max(seconds, 0.0), _LOOK_SECONDS)
-        try:
-            answer = self._arrived.get(timeout=pause)
-        except queue.Empty:
-            if seconds > pause:
-                return False
-            busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
-            raise GeneratorError(
-                f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}"
-            ) from None
-        if isinstance(answer, BaseException):
-            raise answer
-        self._accept(*answer)
-        return True
-
-
-class _Taker(Protocol):
-    """Whom a server tells what has become of what it was given."""
-
-    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
-        """It has answered, or cannot."""
-
-    def gone(self, worker: _Server) -> None:
-        """It does not answer for now."""
-
-    def back(self, worker: _Server) -> None:
-        """It can be asked again."""
+    def _no_answer(self) -> GeneratorError:
+        busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
+        return GeneratorError(f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}")
 
 
 class _Transport(Protocol):
@@ -222,8 +183,8 @@ def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> to
     return learner if apart else torch.device("cpu")
 
 
-class _Server:
-    """One server, and the thread that talks to it.
+class ServerWorker(Worker):
+    """One server, and the thread that talks to it. It is never killed, and may come back whenever it likes.
 
     Args:
         number: among the servers.
@@ -234,8 +195,11 @@ class _Server:
         snapshots: the weights.
         transport: how they get there.
         vocabulary: tokens of the policy.
-        taker: is told what becomes of what it was given.
+        arrived: takes what comes from the server.
     """
+
+    has_begun = True
+    has_place = False
 
     def __init__(
         self,
@@ -247,17 +211,14 @@ class _Server:
         snapshots: Snapshots,
         transport: _Transport,
         vocabulary: int,
-        taker: _Taker,
+        arrived: queue.SimpleQueue[Arrived | None],
     ) -> None:
-        self.number = number
-        self.label = f"server {masked(url)}"
+        super().__init__(number, f"server {masked(url)}", arrived)
         self.trouble = ""
-        self.open: list[Request] = []
         self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
         self._key = key
         self._transport = transport
         self._prefix = f"{run}:"
-        self._taker = taker
         self._probed: tuple[int, list[float]] | None = None
         self._version, self._held = -1, dict[int, dict[str, str]]()
         self._weights = Condition()
@@ -266,6 +227,7 @@ class _Server:
         self._runner = Runner(loop_factory=new_event_loop)
         self._loop = self._runner.get_loop()
         self._task: Task[None] | None = None
+        self._handed_back = Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name=self.label)
         self._thread.start()
 
@@ -278,9 +240,11 @@ class _Server:
         with suppress(RuntimeError):  # the loop has already ended, and the run will hear of it
             self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
-    def answered(self, place: int) -> Request:
-        """The request that was just answered."""
-        return self.open.pop(place)
+    def start(self) -> None:
+        """Look for it until it is there again: its requests have been given to others."""
+        self.starts += 1
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._handed_back.set)
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running and drops what is under way."""
@@ -297,7 +261,7 @@ class _Server:
             try:
                 self._runner.run(self._stay())
             except BaseException as error:
-                self._taker.answer(self, error)
+                self.arrive(error)
 
     async def _stay(self) -> None:
         """Answer requests to the end; if the server goes away meanwhile, hand back what it has, and wait until it is
@@ -314,13 +278,15 @@ class _Server:
                     if not self.trouble:
                         logger.warning("%s: %s%s", self.label, error, self._again())
                     self.trouble = f" ({error})"
-                self._taker.gone(self)
+                self._handed_back.clear()
+                self.arrive(None)
+                await self._handed_back.wait()
                 await sleep(_RETRY_SECONDS)
                 while not await client.is_there():
                     await sleep(_RETRY_SECONDS)
             while not (ended or self._requests.empty()):  # what it had got and not begun
                 ended = self._requests.get_nowait() is None
-            self._taker.back(self)
+            self.arrive(Ready())
 
     def _again(self) -> str:
         """What becomes of the requests that it has, in words."""
@@ -388,7 +354,7 @@ class _Server:
 
     def _reply(self, reply: Reply) -> None:
         self.trouble = ""
-        self._taker.answer(self, reply)
+        self.arrive(reply)
 
     async def _sample(self, client: ServerClient, request: Request) -> Reply:
         """Answer a request alone, with the weights that it names."""

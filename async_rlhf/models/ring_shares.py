@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.models.leaving import Later, Leaving, Work, pinned
+from async_rlhf.models.copy_stream import pinned
 from async_rlhf.models.weights import TensorSpec, mapped_at, nameless_file, published_parameters, saved_buffers
 from async_rlhf.ranks.parallel import Parallel
 
@@ -58,38 +57,35 @@ class RingShares:
         if parallel.device is not None and parallel.device.type == "cuda" and not parallel.ranks.leads:
             self._held.enter_context(pinned(memory))
 
-    def publish(self, model: nn.Module, version: int, later: Later, finish: Work) -> None:
-        """Copy this rank's shares of a version. On rank 0, ``finish`` is done when all ranks have."""
-        parallel, leaving = self._parallel, Leaving(model, self._parallel, later)
+    def pieces(self, model: nn.Module, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's shares of a version, each with its place."""
+        parallel = self._parallel
         parallel.meet("writing weights", model)
         start, specs = self.ring.starts[version % len(self.ring.starts)], {spec.name: spec for spec in self.ring.specs}
-        with torch.no_grad():
-            for name, (parameter,), _ in published_parameters(model, adapters_only=False):
-                mine, first = parallel.piece(parameter)
-                if mine.numel():
-                    leaving.copy(mine, self._place(start, specs[name], first, mine.numel()))
-            for name, buffer in saved_buffers(model) if parallel.ranks.leads else ():
-                leaving.copy(buffer.reshape(-1), self._place(start, specs[name], 0, buffer.numel()))
-        leaving.end(partial(self._written, version, finish))
+        for name, (parameter,), _ in published_parameters(model, adapters_only=False):
+            mine, first = parallel.piece(parameter)
+            if mine.numel():
+                yield mine, self._place(start, specs[name], first, mine.numel())
+        for name, buffer in saved_buffers(model) if parallel.ranks.leads else ():
+            yield buffer.reshape(-1), self._place(start, specs[name], 0, buffer.numel())
 
     def _place(self, start: int, spec: TensorSpec, first: int, count: int) -> Tensor:
         """Some consecutive numbers of a tensor."""
         begin = start + spec.offset + first * spec.dtype.itemsize
         return self._memory[begin : begin + count * spec.dtype.itemsize].view(spec.dtype)
 
-    def _written(self, version: int, finish: Work) -> None:
+    def written(self, version: int) -> bool:
+        """Say that this rank's share is written; on rank 0, wait for those of the others. Returns whether they are."""
         ranks = self._parallel.ranks
         self._words[ranks.rank] = version
-        if not ranks.leads:
-            return
         looked = time.monotonic()
-        while bool((self._words < version).any()):
+        while ranks.leads and bool((self._words < version).any()):
             if self._stopped.wait(_LOOK_SECONDS):
-                return
+                return False
             if time.monotonic() - looked > _ALIVE_SECONDS:
                 self._require_all_alive(version)
                 looked = time.monotonic()
-        finish()
+        return True
 
     def _require_all_alive(self, version: int) -> None:
         for rank, pid in enumerate(self._pids):

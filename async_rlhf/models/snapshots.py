@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,14 +29,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from async_rlhf.models.leaving import Later, Leaving, at_once, pinned
+from async_rlhf.models.copy_stream import AsyncCopy, Later, at_once, pinned
 from async_rlhf.models.ring_shares import Ring, RingShares
 from async_rlhf.models.weights import (
     ALIGNMENT,
     TensorSpec,
     digests,
     iterate_weights,
-    kept_dtype,
     layout,
     mapped,
     nameless_file,
@@ -45,11 +44,27 @@ from async_rlhf.models.weights import (
 from async_rlhf.ranks.parallel import ALONE, Parallel
 
 
-class Snapshots(Protocol):
-    """Where workers find numbered weights."""
+class Snapshots:
+    """Where workers find numbered weights.
 
-    published: dict[int, dict[str, str]]
-    """The available versions, with the digest of each tensor."""
+    Args:
+        dtype: parameters are rounded to it; None copies them as they are.
+        slots: S + 1.
+        adapters_only: see :func:`iterate_weights`.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, slots: int, adapters_only: bool = False) -> None:
+        self.dtype, self.slots, self.adapters_only = dtype, slots, adapters_only
+        self.published: dict[int, dict[str, str]] = {}
+        """The available versions, with the digest of each tensor."""
+        self.shares: RingShares | None = None
+        """Set where each rank writes its own share."""
+        self._newest = -1
+
+    @property
+    def newest(self) -> int:
+        """The version published last; -1 for none."""
+        return self._newest
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
         """Copy the weights, which may change when this returns, and make the copy available.
@@ -62,16 +77,34 @@ class Snapshots(Protocol):
             parallel: how they are sharded over ranks.
             later: does what need not be done now.
         """
+        self.published.pop(version - self.slots, None)
+        copies = AsyncCopy(model, parallel, later)
+        with torch.no_grad():
+            if self.shares is not None:
+                for piece, place in self.shares.pieces(model, version):
+                    copies.copy(piece, place)
+            elif parallel.takes_part:
+                places = self._places(model, version, parallel)
+                for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
+                    if name in places:
+                        copies.copy(tensor, places[name])
+        copies.end(partial(self._finish, version))
+
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        """Where a version's tensors are copied to, by name."""
+        raise NotImplementedError
+
+    def _finish(self, version: int) -> None:
+        """Make a copy available whose tensors are in their places."""
+        raise NotImplementedError
 
     def views(self, version: int) -> Mapping[str, Tensor | None]:
         """The tensors of a version; on ranks other than 0, None in place of each."""
-
-    @property
-    def newest(self) -> int:
-        """The version published last."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free what is held."""
+        self.published.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +125,7 @@ class SharedTensors(dict[str, Tensor]):
         self.region = region
 
 
-class SnapshotRing:
+class SnapshotRing(Snapshots):
     """S + 1 snapshots in memory that processes share through a file descriptor, without a name.
 
     Nameless memory cannot leak: the kernel frees it with the last process that holds it, however that one ends.
@@ -117,13 +150,10 @@ class SnapshotRing:
         adapters_only: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
-        self.adapters_only, self.dtype = adapters_only, dtype
+        super().__init__(dtype, slots, adapters_only)
+        self.specs, self.slot_bytes = specs, slot_bytes
         self._bytes, self.fd = memory, fd
         self._pinned = ExitStack()
-        self.shares: RingShares | None = None
-        """Set where each rank writes its own share."""
-        self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """A child process gets the same memory, not a copy."""
@@ -176,17 +206,8 @@ class SnapshotRing:
         """The version published last, seen from any process; -1 for none."""
         return int(self._bytes[:8].view(torch.int64)[0])
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights into the version's slot: all of them, or if all ranks are on this host, each its own."""
-        self.published.pop(version - self.slots, None)
-        if self.shares is not None:
-            self.shares.publish(model, version, later, partial(self._finish, version))
-            return
-        views, leaving = self.views(version), Leaving(model, parallel, later)
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
-                leaving.copy(tensor, views[name])
-        leaving.end(partial(self._finish, version))
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        return self.views(version)
 
     def for_others(self) -> tuple[Ring, Tensor] | None:
         """Where other ranks find this memory, and the memory itself; None if they cannot."""
@@ -196,6 +217,8 @@ class SnapshotRing:
         return Ring(f"/proc/{os.getpid()}/fd/{self.fd}", starts, self.specs), self._bytes
 
     def _finish(self, version: int) -> None:
+        if self.shares is not None and not self.shares.written(version):
+            return
         self.published[version] = digests(self.views(version))
         self._bytes[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
 
@@ -205,7 +228,7 @@ class SnapshotRing:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.published.clear()
+        super().close()
 
 
 class DeviceRing(SnapshotRing):
@@ -222,7 +245,22 @@ class DeviceRing(SnapshotRing):
         return torch.zeros(size, dtype=torch.uint8, device=next(model.parameters()).device), -1
 
 
-class SnapshotFolder:
+class DraftSnapshots(Snapshots):
+    """The weights are copied into memory of this process, which is read before the next version is copied."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    memory: Tensor
+    draft: dict[str, Tensor]
+
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        if not self.specs:
+            self.specs, size = layout(model, self.dtype or torch.float32, self.adapters_only, parallel)
+            self.memory = torch.empty(size, dtype=torch.uint8)
+            self.draft = tensors_in(self.memory, self.specs)
+        return self.draft
+
+
+class SnapshotFolder(DraftSnapshots):
     """S + 1 snapshots as safetensors files in a folder that several hosts share; each appears whole or not at all.
 
     Args:
@@ -232,10 +270,8 @@ class SnapshotFolder:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, slots: int) -> None:
-        self.folder, self.dtype, self.slots = folder, dtype, slots
-        self.published: dict[int, dict[str, str]] = {}
-        self.newest = -1
-        self._copies: dict[str, Tensor] = {}
+        super().__init__(dtype, slots)
+        self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
@@ -243,30 +279,16 @@ class SnapshotFolder:
         """The file of one version."""
         return self.folder / f"version-{version}.safetensors"
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights; the file is written later."""
-        buffers, leaving, copies = dict(model.named_buffers()), Leaving(model, parallel, later), {}
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self.dtype):
-                if name not in self._copies:  # else that of the version before, which is in its file
-                    dtype = kept_dtype(name, tensor, buffers, self.dtype)
-                    self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-                copies[name] = self._copies[name]
-                leaving.copy(tensor, copies[name])
-        leaving.end(partial(self._finish, version, copies))
-
-    def _finish(self, version: int, tensors: dict[str, Tensor]) -> None:
+    def _finish(self, version: int) -> None:
         try:
             temporary = self.file(version).with_suffix(".tmp")
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            save_file(self.draft, temporary, metadata={"format": "pt"})
             temporary.replace(self.file(version))
         except SafetensorError as error:  # a full disk comes as this, not as an OSError
             raise OSError(f"{str(self.file(version))!r} could not be written: {error}") from error
-        self.published[version] = digests(tensors)
-        for old in [v for v in self.published if v <= version - self.slots]:
-            del self.published[old]
-            self.file(old).unlink()
-        self.newest = version
+        self.published[version] = digests(self.draft)
+        self.file(version - self.slots).unlink(missing_ok=True)
+        self._newest = version
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version, read back."""
@@ -275,10 +297,10 @@ class SnapshotFolder:
     def close(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.published.clear()
+        super().close()
 
 
-class NoSnapshots:
+class NoSnapshots(Snapshots):
     """Snapshots on ranks other than 0: they send their shares of the weights to rank 0 and keep only the names.
 
     Args:
@@ -287,24 +309,21 @@ class NoSnapshots:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, adapters_only: bool = False) -> None:
-        self.dtype, self.adapters_only, self.newest = dtype, adapters_only, -1
-        self.published: dict[int, dict[str, str]] = {}
+        super().__init__(dtype, 1, adapters_only)
         self._names: list[str] = []
-        self.shares: RingShares | None = None
-        """Set where each rank writes its own share."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Take part while rank 0 gathers the weights, or write this rank's share. There are no digests here."""
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        self._names = [spec.name for spec in layout(model, torch.float32, self.adapters_only, parallel)[0]]
+        return {}
+
+    def _finish(self, version: int) -> None:
         if self.shares is not None:
-            self._names = [spec.name for spec in self.shares.ring.specs]
-            self.shares.publish(model, version, later, lambda: None)
-        elif parallel.takes_part:
-            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel, self.dtype)]
-        self.newest = version
+            self.shares.written(version)
 
     def views(self, version: int) -> Mapping[str, None]:
         """The names of a version's tensors."""
-        return dict.fromkeys(self._names)
+        names = self._names if self.shares is None else [spec.name for spec in self.shares.ring.specs]
+        return dict.fromkeys(names)
 
     def close(self) -> None:
         """Let go of rank 0's memory."""

@@ -28,9 +28,9 @@ from tiny import Drawn, all_drawn, answered, tiny_config
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation import decoding as engine_module
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.messages import ModelSpec, Request
-from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
+from async_rlhf.generation.audit import Agreement
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.protocol import Completions, GeneratorError, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine

@@ -16,12 +16,12 @@ from tiny import all_drawn, count_letters
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.messages import ModelSpec, Request
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models.leaving import Leaving
+from async_rlhf.models.copy_stream import AsyncCopy
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.ranks.parallel import ALONE
@@ -83,7 +83,7 @@ def test_without_the_copy_the_workers_get_the_changed_weights(
 ):
     """The fault that the law forbids: the thread reads what is being trained."""
     monkeypatch.setattr(
-        Leaving, "copy", lambda leaving, tensor, place: leaving._later(lambda: (time.sleep(0.1), place.copy_(tensor)))
+        AsyncCopy, "copy", lambda leaving, tensor, place: leaving._later(lambda: (time.sleep(0.1), place.copy_(tensor)))
     )
     asked = PromptStream(prompts, tokenizer).batch(1, 4)
     with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ from tiny import LLAMA_SIZES, drawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import GenerationConfig, LoRAConfig
-from async_rlhf.generation.agreement import Agreement, Noise, rows_of_batch
+from async_rlhf.generation.audit import Agreement, Noise, rows_of_batch
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.adapters import add_adapters

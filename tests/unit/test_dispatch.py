@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from async_rlhf.generation.dispatch import Dispatcher, cut
-from async_rlhf.generation.messages import Request
+from async_rlhf.generation.protocol import Request
 
 
 class Worker:

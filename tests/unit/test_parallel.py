@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.config.parallel import launched_on_host, launched_rank, launched_ranks
-from async_rlhf.generation.gpus import worker_devices
+from async_rlhf.generation.placement import worker_devices
 from async_rlhf.learner.strategies.choice import from_accelerate
 from async_rlhf.models.rows import dealt
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from async_rlhf.config import ConfigError, GenerationConfig, ParallelConfig, RayConfig, VLLMConfig
-from async_rlhf.generation.gpus import check_gpus, worker_devices
-from async_rlhf.generation.vllm_ranks import SeveralProcesses, end_with, same, tensors_of, threads_of_each
+from async_rlhf.generation.placement import check_gpus, worker_devices
+from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
 from async_rlhf.models.snapshots import Region, SnapshotRing
 from async_rlhf.models.weights import differing, digests, named_weights
 from async_rlhf.system.children import context_of, start_process
@@ -106,7 +106,7 @@ def test_generators_take_no_gpu_of_a_rank_unless_they_are_told_to(
     monkeypatch, make_args, gpus, on_host, changes, right
 ):
     on_gpus(gpus, monkeypatch)
-    monkeypatch.setattr("async_rlhf.generation.gpus.launched_on_host", lambda: on_host)
+    monkeypatch.setattr("async_rlhf.generation.placement.launched_on_host", lambda: on_host)
     config = make_args(generation=changes, staleness=1, parallel=ParallelConfig(ranks=2))
     wrong = "^generation.device: got .*; the 2 ranks leave no GPU to generators; must name a GPU that they are to share"
     with nullcontext() if right else pytest.raises(ConfigError, match=wrong):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from async_rlhf.generation.gpus import worker_devices
+from async_rlhf.generation.placement import worker_devices
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment

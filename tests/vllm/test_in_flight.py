@@ -13,11 +13,11 @@ from tiny import PROMPTS, drawn
 
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import server_client
+from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import _Server
-from async_rlhf.generation.shared import shared_engine
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.choices import make_generator
@@ -100,7 +100,7 @@ def flown_through(flying_args, tokenizer, loaded) -> Batch:
     loaded.clear()
     policy = new_policy(max_position_embeddings=LONGEST)
     params = SamplingParams(2, 0.7, 200, (256,), 0, batch_size=64)
-    engine = shared_engine(flying_args, policy, params, Parallel())  # for inline alone
+    engine = PolicyEngine(flying_args, policy, params, Parallel())  # for inline alone
     with closing(make_generator(flying_args, engine, Trace(), 1)) as generator:
         generator.publish(policy, 0)
         generator._publisher.finish()  # one that waits for weights gives signs of life, too

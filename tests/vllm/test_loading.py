@@ -12,7 +12,7 @@ from conftest import BLOCK, PARAMS, by_transformers, new_policy, prompts_of, sam
 from torch import Tensor
 
 from async_rlhf.config import GenerationConfig
-from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.inline import InlineVLLMGenerator
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.models.weights import digests, named_weights
