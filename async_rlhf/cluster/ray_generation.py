@@ -28,10 +28,9 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import RequestHandler, to_failure
-from async_rlhf.models.snapshots import DraftSnapshots
+from async_rlhf.models.snapshots import DraftSnapshots, Snapshots
 from async_rlhf.models.weights import TensorSpec, digests, tensors_in
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
+from async_rlhf.ranks.parallel import Parallel
 
 Memory = NDArray[np.uint8]
 _LOOK_SECONDS = 0.005
@@ -160,36 +159,19 @@ class GeneratorActor(Signs):
 
 
 class RayGenerator(RemoteGenerator):
-    """Actors that sample the units of every batch.
-
-    Args:
-        config: of the run.
-        policy: its architecture is built again in each actor.
-        params: how to sample.
-        trace: records generation.
-        parallel: how the policy's weights are sharded over ranks.
-    """
+    """Actors that sample the units of every batch."""
 
     kind, grows, unstartable = "generator actor", True, NoRoomError
     workers: list[ActorWorker]
 
-    def __init__(
-        self,
-        config: OnlineConfig,
-        policy: PreTrainedModel,
-        params: SamplingParams,
-        trace: Trace,
-        parallel: Parallel = ALONE,
-    ) -> None:
-        generation, place = config.generation, generator_place(config.ray)
-        threads = generation.num_threads or place.threads
-        spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
-        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, parallel)
-        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
-        workers = list(map(self._make, range(generation.workers)))
-        super().__init__(config, policy, params, trace, parallel, snapshots, workers, arrived)
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        place = generator_place(config.ray)
+        threads = config.generation.num_threads or place.threads
+        spec = ModelSpec.for_workers(config, policy, self.parallel, place.device, threads)
+        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, self.parallel)
         snapshots.on_arrival = self._announce
+        self._of_each = (spec, self.params, snapshots, self.arrived, place, config.ray.room_timeout)
+        return snapshots, config.generation.workers
 
     def _make(self, number: int) -> ActorWorker:
         return ActorWorker(number, *self._of_each)

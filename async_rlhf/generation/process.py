@@ -17,7 +17,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -28,67 +27,48 @@ from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
-from async_rlhf.models.snapshots import DeviceRing, SnapshotRing
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
+from async_rlhf.models.snapshots import DeviceRing, SnapshotRing, Snapshots
 from async_rlhf.system.children import NO_RANK, context_of, hang_up, start_process
 
 
 class ProcessGenerator(RemoteGenerator):
-    """Generator processes that sample the units of every batch.
-
-    Args:
-        config: of the run.
-        policy: its architecture is built again in each process.
-        params: how to sample.
-        trace: records generation.
-        parallel: how the policy's weights are sharded over ranks.
-    """
+    """Generator processes that sample the units of every batch."""
 
     kind, streams, grows = "generator process", True, True
     workers: list[ProcessWorker]
 
-    def __init__(
-        self,
-        config: OnlineConfig,
-        policy: PreTrainedModel,
-        params: SamplingParams,
-        trace: Trace,
-        parallel: Parallel = ALONE,
-    ) -> None:
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
-        dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
-        gpus = generation.vllm.tensor_parallel_size
         self._devices = partial(
-            worker_devices, generation.device, learner=device, each=gpus, reward=config.reward_model_device
+            worker_devices,
+            generation.device,
+            learner=self.parallel.device_of(policy),
+            each=generation.vllm.tensor_parallel_size,
+            reward=config.reward_model_device,
         )
         devices = {taken for number in range(generation.workers) for taken in self._devices(number)}
         shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}
+        self._spec = ModelSpec.for_workers(config, policy, self.parallel, "cpu", generation.num_threads)
         kind = DeviceRing if shared else SnapshotRing
-        self.ring = kind.for_model(policy, dtype, config.snapshots, adapters_only, parallel)
-        architecture = parallel.architecture_of(policy)
+        self.ring = kind.for_model(policy, self._spec.dtype, config.snapshots, adapters_only, self.parallel)
+        architecture = self._spec.model_class
         if architecture.__module__ == "__main__":
             raise ConfigError(
                 f"model: {architecture.__name__} is defined in the script itself, where generator processes cannot "
                 "find it; must be in a module of its own, or use staleness 0"
             )
-        spec = ModelSpec.for_workers(config, policy, parallel, "cpu", generation.num_threads)
         self._base = tempfile.TemporaryDirectory() if adapters_only else None
         if self._base is not None:
-            write_base(policy, Path(self._base.name), dtype)
-            spec = replace(spec, base=self._base.name, adapter=only_adapter(policy))
-            config = replace(
-                config, generation=replace(generation, probe_steps=0)
-            )  # vLLM gives no log-probabilities of prompts with an adapter
-        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        self._worker = partial(ProcessWorker, spec=spec, params=params, ring=self.ring, arrived=arrived)
-        workers = list(map(self._make, range(generation.workers)))
-        super().__init__(config, policy, params, trace, parallel, self.ring, workers, arrived)
+            write_base(policy, Path(self._base.name), self._spec.dtype)
+            self._spec = replace(self._spec, base=self._base.name, adapter=only_adapter(policy))
+            # vLLM gives no log-probabilities of prompts with an adapter.
+            self.config = replace(generation, probe_steps=0)
         # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
+        return self.ring, generation.workers
 
     def _make(self, number: int) -> ProcessWorker:
-        return self._worker(number, self._devices(number))
+        return ProcessWorker(number, self._devices(number), self._spec, self.params, self.ring, self.arrived)
 
     def close(self) -> None:
         """End the processes."""

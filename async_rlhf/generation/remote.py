@@ -41,9 +41,9 @@ from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.ring_shares import agree
-from async_rlhf.models.snapshots import SnapshotRing, Snapshots
+from async_rlhf.models.snapshots import NoSnapshots, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
-from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
@@ -66,9 +66,6 @@ class RemoteGenerator:
         params: how to sample.
         trace: records generation.
         parallel: how the policy's weights are sharded over ranks.
-        snapshots: where the workers find the weights.
-        workers: at least one on rank 0.
-        arrived: where the workers put what comes from them; None where nothing comes in other threads.
     """
 
     at_once = False
@@ -89,24 +86,22 @@ class RemoteGenerator:
         policy: PreTrainedModel,
         params: SamplingParams,
         trace: Trace,
-        parallel: Parallel,
-        snapshots: Snapshots,
-        workers: Sequence[Worker] = (),
-        arrived: queue.SimpleQueue[Arrived | None] | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
-        self.parallel = parallel
-        self.workers = workers
-        self.snapshots = snapshots
+        self.parallel, self.trace, self.params = parallel, trace, params
         self.config = config.generation
+        self.arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        """Where the workers put what comes from them."""
+        self.snapshots, number = self._prepare(config, policy)
+        self.workers = list(map(self._make, range(number)))
         streaming = self.streams and self.config.in_flight
         self._size = self.config.prompts_per_request or (1 if streaming else None)
-        self.dispatcher = Dispatcher(workers, at_once=_in_flight(self._size, params) if streaming else 1)
+        self.dispatcher = Dispatcher(self.workers, at_once=_in_flight(self._size, params) if streaming else 1)
         self._lanes = config.staleness + 1 if streaming else 0
-        self.trace = trace
         self._autocast = autocast_dtype(config)
         self._publisher, self._newest = BackgroundThread("publisher"), -1
         self._probing = self.config.probe_steps > 0
-        self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
+        self._vocabulary = policy.get_input_embeddings().num_embeddings
         dtype = getattr(torch, self.config.dtype)
         self.agreement = Agreement(self.config, params, dtype, self._autocast, parallel, config.staleness)
         self._published_as_is = policy.dtype == dtype and not has_adapters(policy)
@@ -130,12 +125,18 @@ class RemoteGenerator:
         self._ending: list[threading.Thread] = []
         self._worker_count: WorkerCount | None = None
         self._look_seconds = min(self.config.heartbeat_timeout / 4, self.config.start_timeout / 4, _LOOK_SECONDS)
-        self._arrived, self._closing = arrived, False
-        if arrived is not None:
-            self._keeper = threading.Thread(
-                target=self._keep, args=(arrived,), name=f"keeper of each {self.kind}", daemon=True
-            )
+        self._closing = False
+        self._keeper = threading.Thread(target=self._keep, name=f"keeper of each {self.kind}", daemon=True)
+        if self.workers:
             self._keeper.start()
+
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """Where the workers find the weights, and how many of them :meth:`_make` is to make."""
+        return NoSnapshots(getattr(torch, self.config.dtype), config.lora.publish == "adapter"), 0
+
+    def _make(self, number: int) -> Worker:
+        """A new worker, already starting."""
+        raise NotImplementedError
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
@@ -254,8 +255,8 @@ class RemoteGenerator:
     def close(self) -> None:
         """End the workers, and the thread that publishes."""
         self._closing = True
-        if self._arrived is not None:
-            self._arrived.put(None)
+        self.arrived.put(None)
+        if self._keeper.is_alive():
             self._keeper.join(timeout=_CLOSE_SECONDS)
         for thread in self._ending:
             thread.join(timeout=_CLOSE_SECONDS)
@@ -297,10 +298,6 @@ class RemoteGenerator:
             self._worker_count = WorkerCount(folder)
             self._worker_count.clear()
             self._worker_count.write([worker.number for worker in self.workers])
-
-    def _make(self, number: int) -> Any:
-        """A new worker, already starting."""
-        raise NotImplementedError
 
     def _staying(self) -> list[Worker]:
         return [worker for worker in self.workers if worker not in self._stopping]
@@ -349,7 +346,7 @@ class RemoteGenerator:
         """Workers that have something to do, if only to get ready."""
         return [worker for worker in self.workers if worker.open or not self.dispatcher.is_there(worker)]
 
-    def _keep(self, arrivals: queue.SimpleQueue[Arrived | None]) -> None:
+    def _keep(self) -> None:
         """Take what comes, and look after the workers in between, until it is closed or something goes wrong."""
         looked = time.monotonic()
         try:
@@ -357,7 +354,7 @@ class RemoteGenerator:
                 asked = time.monotonic()
                 pause = max(0.0, looked + self._look_seconds - asked)
                 try:
-                    arrived = arrivals.get(timeout=pause)
+                    arrived = self.arrived.get(timeout=pause)
                     if arrived is not None and not self._closing:
                         with self._members:
                             self._take(*arrived)
@@ -478,7 +475,7 @@ class RemoteGenerator:
         who = f"{worker.label} answered {work(reply.batch)}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        check_completions(who, request.prompts, reply.completions, request.params or self._params, self._vocabulary)
+        check_completions(who, request.prompts, reply.completions, request.params or self.params, self._vocabulary)
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])

@@ -35,8 +35,6 @@ from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Sample, drawn_versions
 
 logger = logging.getLogger(__name__)
@@ -50,56 +48,41 @@ _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 class ServerGenerator(RemoteGenerator):
     """Servers that sample the units of every batch; in flight, units of several batches at a time.
 
-    Args:
-        config: of the run.
-        policy: the model they must serve; its weights are loaded before anything is sampled.
-        params: how to sample.
-        trace: records generation.
-        parallel: how the policy's weights are sharded over ranks.
-
     Raises:
         ConfigError: a server cannot be used, or serves another model.
     """
 
-    streams = True
-    kind = "server"
+    kind, streams = "server", True
     workers: list[ServerWorker]
 
-    def __init__(
-        self,
-        config: OnlineConfig,
-        policy: PreTrainedModel,
-        params: SamplingParams,
-        trace: Trace,
-        parallel: Parallel = ALONE,
-    ) -> None:
-        generation, slots = config.generation, config.snapshots
-        urls, dtype = generation.urls, getattr(torch, generation.dtype)
-        described = [check_server(url, policy.config, generation, config.max_length) for url in urls]
-        run = uuid.uuid4().hex[:12]
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        generation, self._run = config.generation, uuid.uuid4().hex[:12]
+        described = [check_server(url, policy.config, generation, config.max_length) for url in generation.urls]
+        dtype = getattr(torch, generation.dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if generation.weights_transport == "folder":
             folder = Path(config.output_dir) / "weights"
             if generation.weights_dir is not None:  # several runs may use it
-                folder = Path(generation.weights_dir) / f"async_rlhf-{run}"
+                folder = Path(generation.weights_dir) / f"async_rlhf-{self._run}"
             try:
-                snapshots = SnapshotFolder(folder.absolute(), dtype, slots)
+                snapshots = SnapshotFolder(folder.absolute(), dtype, config.snapshots)
             except OSError as error:
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
-            transports: list[_Transport] = [_FolderTransport(snapshots) for _ in urls]
+            self._transports: list[_Transport] = [_FolderTransport(snapshots) for _ in described]
         else:
-            snapshots = SnapshotRing.for_model(policy, dtype, slots, parallel=parallel)
-            transports = [
+            snapshots = SnapshotRing.for_model(policy, dtype, config.snapshots, parallel=self.parallel)
+            self._transports = [
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
-                for url, processes in zip(urls, described, strict=True)
+                for url, processes in zip(generation.urls, described, strict=True)
             ]
-        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        vocabulary, key = policy.get_input_embeddings().num_embeddings, key_of(generation)
-        workers = [
-            ServerWorker(number, url, key, run, params, snapshots, transport, vocabulary, arrived)
-            for number, (url, transport) in enumerate(zip(urls, transports, strict=True))
-        ]
-        super().__init__(config, policy, params, trace, parallel, snapshots, workers, arrived)
+        self.snapshots, self._vocabulary = snapshots, policy.get_input_embeddings().num_embeddings
+        return snapshots, len(described)
+
+    def _make(self, number: int) -> ServerWorker:
+        url, transport, key = self.config.urls[number], self._transports[number], key_of(self.config)
+        return ServerWorker(
+            number, url, key, self._run, self.params, self.snapshots, transport, self._vocabulary, self.arrived
+        )
 
     def _no_answer(self) -> GeneratorError:
         busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]

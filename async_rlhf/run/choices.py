@@ -22,7 +22,6 @@ from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen import frozen
 from async_rlhf.models.packing import choose
 from async_rlhf.models.sharded_loading import is_unread
-from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
@@ -68,9 +67,7 @@ def make_generator(
     if config.placement == "inline":
         return make_inline(config, engine, trace)
     if not parallel.ranks.leads:
-        dtype = getattr(torch, config.generation.dtype)
-        snapshots = NoSnapshots(dtype, config.lora.publish == "adapter")
-        return RemoteGenerator(config, policy, params, trace, parallel, snapshots)
+        return RemoteGenerator(config, policy, params, trace, parallel)
     if config.launch == "ray":
         from async_rlhf.cluster.ray_generation import RayGenerator
 

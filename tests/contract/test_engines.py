@@ -12,9 +12,11 @@ import torch
 from recomputing_engine import VARIABLE
 from tiny import count_letters
 
-from async_rlhf.config import ConfigError
+from async_rlhf import LoRAConfig
+from async_rlhf.config import ConfigError, VLLMConfig
 from async_rlhf.config.engines import ENGINES, find
 from async_rlhf.config.evaluation import HeldOutConfig
+from async_rlhf.config.parallel import SharedConfig
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.placement import check_engine
 from async_rlhf.generation.process import ProcessGenerator
@@ -141,7 +143,7 @@ def test_its_environment_is_that_of_a_fresh_interpreter(make_policy, make_args):
         ({"engine": "recomputing_engine:VARIABLE"}, "which is 'RECOMPUTING_ENGINE_RUNS_ON'; must be"),
         ({"temperature": 0.05}, 'temperature: got 0.05; must be at least 0.1 with engine "recomputing_engine:ENGINE"'),
         ({"seed_per_request": False}, 'must be true unless engine is "vllm"'),
-        ({"vllm": {"tensor_parallel_size": 2}}, 'must be left out unless engine is "vllm"'),
+        ({"vllm": VLLMConfig(tensor_parallel_size=2)}, 'must be left out unless engine is "vllm"'),
         ({"placement": "server", "urls": ["http://a"]}, 'must be "vllm" with placement "server"'),
     ],
 )
@@ -152,12 +154,14 @@ def test_what_it_cannot_do_is_refused(make_args, generation, expected):
 
 
 def test_it_takes_turns_with_a_learner_of_one_rank_and_needs_what_it_says(make_args):
-    with pytest.raises(ConfigError, match='must be 0 with generation.engine "recomputing_engine:ENGINE" and placement'):
+    with pytest.raises(
+        ConfigError, match=r'must be 0 with generation.engine "recomputing_engine:ENGINE" and placement'
+    ):
         make_args(generation={"engine": OUTSIDE, "placement": "inline"}, staleness=1)
-    with pytest.raises(ConfigError, match='must be "merged" but with generation.engine "vllm"'):
-        make_args(generation={"engine": OUTSIDE}, lora={"rank": 2, "publish": "adapter"})
-    with pytest.raises(ConfigError, match='must be "transformers" with parallel.ranks above 1'):
-        HeldOutConfig(models={"a": "b"}, data="c", output_dir="d", engine=OUTSIDE, parallel={"ranks": 2})
-    with pytest.raises(ConfigError, match="generation.engine: got .*MISSING'; needs a part that nobody has"):
+    with pytest.raises(ConfigError, match=r'must be "merged" but with generation.engine "vllm"'):
+        make_args(generation={"engine": OUTSIDE}, lora=LoRAConfig(rank=2, publish="adapter"))
+    with pytest.raises(ConfigError, match=r'must be "transformers" with parallel.ranks above 1'):
+        HeldOutConfig(models={"a": "b"}, data="c", output_dir="d", engine=OUTSIDE, parallel=SharedConfig(ranks=2))
+    with pytest.raises(ConfigError, match=r"generation.engine: got .*MISSING'; needs a part that nobody has"):
         check_engine(make_args(generation={"engine": "recomputing_engine:MISSING"}).generation)
     assert find(OUTSIDE).supports == {"redraw"}
