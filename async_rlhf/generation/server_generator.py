@@ -18,7 +18,7 @@ from asyncio import Condition, Event, Queue, Runner, Task, TaskGroup, current_ta
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ class ServerGenerator(RemoteGenerator):
                 snapshots = SnapshotFolder(folder.absolute(), dtype, config.snapshots)
             except OSError as error:
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
-            self._transports: list[_Transport] = [_FolderTransport(snapshots) for _ in described]
+            self._transports: list[Any] = [_FolderTransport(snapshots) for _ in described]
         else:
             snapshots = SnapshotRing.for_model(policy, dtype, config.snapshots, parallel=self.parallel)
             self._transports = [
@@ -89,21 +89,14 @@ class ServerGenerator(RemoteGenerator):
         return GeneratorError(f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}")
 
 
-class _Transport(Protocol):
-    """How weights reach a server."""
-
-    async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
-        """Have the server load a version. Returns the digests of each of its processes."""
-
-    def close(self) -> None:
-        """Let go of the server."""
-
-
 class _FolderTransport:
+    """How weights reach a server: as files."""
+
     def __init__(self, snapshots: SnapshotFolder) -> None:
         self._snapshots = snapshots
 
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
+        """Have the server load a version. Returns the digests of each of its processes."""
         file = self._snapshots.file(version)
         try:
             return await client.load(file)
@@ -114,7 +107,7 @@ class _FolderTransport:
             raise GeneratorError(f"{error}; {right}") from error
 
     def close(self) -> None:
-        """Do nothing."""
+        """Let go of the server."""
 
 
 class _NetworkTransport:
@@ -192,7 +185,7 @@ class ServerWorker(Worker):
         run: str,
         params: SamplingParams,
         snapshots: Snapshots,
-        transport: _Transport,
+        transport: Any,
         vocabulary: int,
         arrived: queue.SimpleQueue[Arrived | None],
     ) -> None:
@@ -286,7 +279,7 @@ class ServerWorker(Worker):
             if request.in_flight:
                 request = await self._answer_in_flight(client, request)
             else:
-                self._reply(await self._sample(client, request))
+                await self._answer(client, request)
                 request = await self._requests.get()
 
     async def _answer_in_flight(self, client: ServerClient, request: Request | None) -> Request | None:
@@ -299,7 +292,7 @@ class ServerWorker(Worker):
             nonlocal request
             async with TaskGroup() as group:
                 while request is not None and request.in_flight:
-                    group.create_task(self._fly(client, request))
+                    group.create_task(self._answer(client, request))
                     request = await self._requests.get()
             ended.set()
 
@@ -320,38 +313,30 @@ class ServerWorker(Worker):
         self._held = {old: each for old, each in self._held.items() if old in self.snapshots.published}
         self._version, self._held[version] = version, held
 
-    async def _fly(self, client: ServerClient, request: Request) -> None:
-        """Answer a request beside others. Its first tokens must not be drawn by older weights than its own."""
-        async with self._weights:
-            await self._weights.wait_for(lambda: self._version >= request.after)
-            started, version = time.monotonic(), self._version
-        groups = await self._generate(client, request.prompts, self.params)
-        drawn = {version, *drawn_versions(sample for group in groups for sample in group)}
-        ended, probe = time.monotonic(), None
+    async def _answer(self, client: ServerClient, request: Request) -> None:
+        """Answer a request: in flight beside others, with weights that may change, or alone with those that it names.
+        Its first tokens must not be drawn by older weights than its own.
+        """
+        if request.in_flight:
+            async with self._weights:
+                await self._weights.wait_for(lambda: self._version >= request.after)
+            started = loaded = time.monotonic()
+        else:
+            while self.snapshots.newest < request.after:
+                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
+            started = time.monotonic()
+            await self._hold(client, self.snapshots.newest if request.version is None else request.version)
+            loaded = time.monotonic()
+        version, probe = self._version, None
+        groups = await self._generate(client, request.prompts, request.params or self.params)
+        ended, drawn = time.monotonic(), {version, *drawn_versions(sample for group in groups for sample in group)}
         async with self._weights:
             held = {each: self._held[each] for each in drawn if each in self._held}
             if request.probe > 0 and self._version % request.probe == 0:
                 probe = await self._probe(client, self._version)
-        asked = fingerprint(request.prompts)
-        self._reply(Reply(request.batch, version, held, asked, groups, started, ended, 0.0, probe, request.unit))
-
-    def _reply(self, reply: Reply) -> None:
-        self.trouble = ""
-        self.arrive(reply)
-
-    async def _sample(self, client: ServerClient, request: Request) -> Reply:
-        """Answer a request alone, with the weights that it names."""
-        while self.snapshots.newest < request.after:
-            await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
-        started = time.monotonic()
-        version = self.snapshots.newest if request.version is None else request.version
-        await self._hold(client, version)
-        loaded = time.monotonic()
-        groups = await self._generate(client, request.prompts, request.params or self.params)
-        ended = time.monotonic()
-        probe = await self._probe(client, version) if request.probe > 0 and version % request.probe == 0 else None
-        held, asked = {version: self._held[version]}, fingerprint(request.prompts)
-        return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe, request.unit)
+        self.trouble, asked = "", fingerprint(request.prompts)
+        seconds = loaded - started
+        self.arrive(Reply(request.batch, version, held, asked, groups, started, ended, seconds, probe, request.unit))
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
         """What the server says of the fixed sequences: computed once for weights that it was given."""

@@ -155,13 +155,13 @@ class VLLMEngine:
         return digests(tensors)
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
-        """K completions for each prompt, in the order of the prompts."""
-        from vllm import SamplingParams as VLLMParams
-
-        seeds = seeds_of(self.params, prompts)
-        params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
-        outputs = self._run([prompt.tokens for prompt in prompts], params, progress, self.refresh)
-        return [_samples(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+        """K completions for each prompt, in the order of the prompts. All wait for places at vLLM's scheduler."""
+        all_of_them, found = iter([prompts]), dict[int, tuple[Sample, ...]]()
+        for number, samples in self.stream(lambda places: next(all_of_them, ())):
+            found[number] = samples
+            if progress is not None:
+                progress(len(found))
+        return [found[number] for number in range(len(prompts))]
 
     def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
         """See :class:`~async_rlhf.generation.protocol.Engine`. vLLM's scheduler fills the places."""
@@ -189,8 +189,11 @@ class VLLMEngine:
         from vllm import SamplingParams as VLLMParams
 
         rows = probe_tokens(self._spec.config.get_text_config().vocab_size).tolist()
-        params = VLLMParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._run(rows, [params] * len(rows))
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        requests = [self._add(row, VLLMParams(**options)) for row in rows]
+        while not self._finished.keys() >= set(requests):  # others that are under way go on
+            self._step()
+        outputs = [self._finished.pop(request) for request in requests]
         return [
             output.prompt_logprobs[i][token].logprob
             for output, row in zip(outputs, rows, strict=True)
@@ -212,26 +215,6 @@ class VLLMEngine:
         """
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[Any],
-        progress: Callable[[int], None] | None = None,
-        refresh: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """vLLM's outputs, in the order of the prompts. Others that are under way go on."""
-        requests = [self._add(tokens, given) for tokens, given in zip(prompts, params, strict=True)]
-        left, done = set(requests), 0
-        while left:
-            if refresh is not None:
-                refresh()
-            self._step()
-            left -= self._finished.keys()
-            if progress is not None and len(requests) - len(left) > done:
-                done = len(requests) - len(left)
-                progress(done)
-        return [self._finished.pop(request) for request in requests]
 
     def _add(self, tokens: Sequence[int], params: Any) -> str:
         """Begin a request. Returns its name."""
