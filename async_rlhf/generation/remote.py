@@ -40,8 +40,7 @@ from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.ring_shares import agree
-from async_rlhf.models.snapshots import NoSnapshots, SnapshotRing, Snapshots
+from async_rlhf.models.snapshots import NoSnapshots, Snapshots, agree
 from async_rlhf.models.weights import differing
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
@@ -144,8 +143,7 @@ class RemoteGenerator:
         parallel.ranks.meet(f"publishing version {version}")
         self._publisher.finish()  # one version at a time is on its way
         if self._newest < 0 and parallel.spreads_weights:  # each rank writes its own share, if all of them can
-            ring = snapshots.for_others if isinstance(snapshots, SnapshotRing) else lambda: None
-            snapshots.shares = agree(policy, parallel, ring)
+            snapshots.shares = agree(policy, parallel, snapshots)
         self._policy, self._newest = policy, version
         snapshots.publish(policy, version, parallel, self._publisher)
         self._publisher(partial(self._trace_publisher, version))

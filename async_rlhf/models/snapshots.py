@@ -15,8 +15,10 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
@@ -30,7 +32,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.models.copy_stream import AsyncCopy, Later, at_once, pinned
-from async_rlhf.models.ring_shares import Ring, RingShares
 from async_rlhf.models.weights import (
     ALIGNMENT,
     TensorSpec,
@@ -38,10 +39,17 @@ from async_rlhf.models.weights import (
     iterate_weights,
     layout,
     mapped,
+    mapped_at,
     nameless_file,
+    published_parameters,
+    saved_buffers,
     tensors_in,
 )
 from async_rlhf.ranks.parallel import ALONE, Parallel
+
+_WORD = 8
+_LOOK_SECONDS = 0.0005
+_ALIVE_SECONDS = 0.5
 
 
 class Snapshots:
@@ -152,7 +160,7 @@ class SnapshotRing(Snapshots):
     ) -> None:
         super().__init__(dtype, slots, adapters_only)
         self.specs, self.slot_bytes = specs, slot_bytes
-        self._bytes, self.fd = memory, fd
+        self.memory, self.fd = memory, fd
         self._pinned = ExitStack()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -190,13 +198,18 @@ class SnapshotRing(Snapshots):
         tensors = tensors_in(self.slot(version), self.specs)
         if self.fd < 0:
             return tensors
-        region = Region(f"/proc/{os.getpid()}/fd/{self.fd}", self._start(version), self.slot_bytes, self.specs)
+        region = Region(self.path, self._start(version), self.slot_bytes, self.specs)
         return SharedTensors(tensors, region)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user on this host find the memory; no file if they cannot."""
+        return _path(self.fd)
 
     def slot(self, version: int) -> Tensor:
         """A version's memory, as uint8."""
         start = self._start(version)
-        return self._bytes[start : start + self.slot_bytes]
+        return self.memory[start : start + self.slot_bytes]
 
     def _start(self, version: int) -> int:
         return ALIGNMENT + version % self.slots * self.slot_bytes
@@ -204,23 +217,16 @@ class SnapshotRing(Snapshots):
     @property
     def newest(self) -> int:
         """The version published last, seen from any process; -1 for none."""
-        return int(self._bytes[:8].view(torch.int64)[0])
+        return int(self.memory[:8].view(torch.int64)[0])
 
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
         return self.views(version)
-
-    def for_others(self) -> tuple[Ring, Tensor] | None:
-        """Where other ranks find this memory, and the memory itself; None if they cannot."""
-        if self.fd < 0 or not Path(f"/proc/{os.getpid()}/fd/{self.fd}").exists():
-            return None
-        starts = tuple(self._start(slot) for slot in range(self.slots))
-        return Ring(f"/proc/{os.getpid()}/fd/{self.fd}", starts, self.specs), self._bytes
 
     def _finish(self, version: int) -> None:
         if self.shares is not None and not self.shares.written(version):
             return
         self.published[version] = digests(self.views(version))
-        self._bytes[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
+        self.memory[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
 
     def close(self) -> None:
         """Free the memory. Views taken before keep it alive until they are gone."""
@@ -237,7 +243,7 @@ class DeviceRing(SnapshotRing):
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuild, arguments = reduce_tensor(self._bytes)
+        rebuild, arguments = reduce_tensor(self.memory)
         return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
 
     @staticmethod
@@ -329,6 +335,120 @@ class NoSnapshots(Snapshots):
         """Let go of rank 0's memory."""
         if self.shares is not None:
             self.shares.close()
+
+
+class RingShares:
+    """What a rank needs to write its shares.
+
+    Rank 0 has the ring, whose memory the others map. Each copies its shares as they leave its device, and then says
+    which version it has written, in memory that all of them share: so no rank waits for another until all is written.
+
+    Args:
+        ring: where they go, as this process sees it.
+        words: for each rank, the version that it has written last.
+        pids: of every rank's process.
+        parallel: how the weights are sharded.
+    """
+
+    def __init__(self, ring: SnapshotRing, words: Tensor, pids: Sequence[int], parallel: Parallel) -> None:
+        self.ring, self._words, self._pids, self._parallel = ring, words, pids, parallel
+        self._held, self._stopped = ExitStack(), threading.Event()
+        if parallel.device is not None and parallel.device.type == "cuda" and not parallel.ranks.leads:
+            self._held.enter_context(pinned(ring.memory))
+
+    def pieces(self, model: nn.Module, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's shares of a version, each with its place."""
+        parallel = self._parallel
+        parallel.meet("writing weights", model)
+        slot, specs = self.ring.slot(version), {spec.name: spec for spec in self.ring.specs}
+        for name, (parameter,), _ in published_parameters(model, adapters_only=False):
+            mine, first = parallel.piece(parameter)
+            if mine.numel():
+                yield mine, _part(slot, specs[name], first, mine.numel())
+        for name, buffer in saved_buffers(model) if parallel.ranks.leads else ():
+            yield buffer.reshape(-1), _part(slot, specs[name], 0, buffer.numel())
+
+    def written(self, version: int) -> bool:
+        """Say that this rank's share is written; on rank 0, wait for those of the others. Returns whether they are."""
+        ranks = self._parallel.ranks
+        self._words[ranks.rank] = version
+        looked = time.monotonic()
+        while ranks.leads and bool((self._words < version).any()):
+            if self._stopped.wait(_LOOK_SECONDS):
+                return False
+            if time.monotonic() - looked > _ALIVE_SECONDS:
+                self._require_all_alive(version)
+                looked = time.monotonic()
+        return True
+
+    def _require_all_alive(self, version: int) -> None:
+        for rank, pid in enumerate(self._pids):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                if int(self._words[rank]) < version:
+                    raise RuntimeError(
+                        f"rank {rank} has ended before it wrote its share of version {version}"
+                    ) from None
+
+    def stop(self) -> None:
+        """Wait for no other rank any more, from any thread: this one ends, and they may have failed."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._held.close()
+
+
+def agree(model: nn.Module, parallel: Parallel, snapshots: Snapshots) -> RingShares | None:
+    """What this rank writes its shares with, or None if rank 0 is to gather them. All ranks must call it.
+
+    Args:
+        model: whose weights they are.
+        parallel: how they are sharded.
+        snapshots: on rank 0, where they go: only a ring that other processes can map takes shares.
+    """
+    ranks, ring, words = parallel.ranks, None, -1
+    if ranks.leads and ranks.local_count == ranks.count and _has_pieces(model, parallel):
+        ring = snapshots if isinstance(snapshots, SnapshotRing) and Path(snapshots.path).exists() else None
+    if ring is not None:
+        words = nameless_file(_WORD * ranks.count)
+        own = (ring.path, _path(words), ring.specs, ring.slot_bytes, ring.slots)
+    asked = ranks.from_lead("where weights are written", lambda: None if ring is None else own)
+    if asked is None:
+        return None
+    path, words_path, specs, size, slots = asked
+    with suppress(OSError):  # in containers of their own, processes do not see each other's
+        said = mapped_at(words_path).view(torch.int64)
+        ring = ring or SnapshotRing(specs, size, slots, mapped_at(path))
+    pids = ranks.gather("who writes weights", os.getpid() if ring is not None else -1)
+    if words >= 0:
+        os.close(words)
+    if ring is None or -1 in pids:
+        return None
+    if ranks.leads:
+        said.fill_(-1)
+    ranks.meet("before the first weights are written")
+    return RingShares(ring, said, pids, parallel)
+
+
+def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:
+    """Whether every weight that is published is a parameter of which each rank has a piece."""
+    if not parallel.spreads_weights:
+        return False
+    every = [parameters for _, parameters, _ in published_parameters(model, adapters_only=False)]
+    return all(len(parameters) == 1 and parallel.has_piece(parameters[0]) for parameters in every)
+
+
+def _part(slot: Tensor, spec: TensorSpec, first: int, count: int) -> Tensor:
+    """Some consecutive numbers of a tensor."""
+    begin = spec.offset + first * spec.dtype.itemsize
+    return slot[begin : begin + count * spec.dtype.itemsize].view(spec.dtype)
+
+
+def _path(fd: int) -> str:
+    """Where other processes of this user on this host find the memory of a file descriptor."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:

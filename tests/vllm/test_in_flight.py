@@ -17,7 +17,7 @@ from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.server_generator import _Server
+from async_rlhf.generation.server_generator import ServerWorker
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.choices import make_generator
@@ -84,14 +84,14 @@ def sampling_has_begun(generator) -> bool:
 @pytest.fixture
 def loaded(monkeypatch):
     """The versions that a server has been given, as soon as it has them."""
-    versions, load = [], _Server._load
+    versions, load = [], ServerWorker._load
 
     async def load_and_tell(worker, client, version):
         digests = await load(worker, client, version)
         versions.append(version)
         return digests
 
-    monkeypatch.setattr(_Server, "_load", load_and_tell)
+    monkeypatch.setattr(ServerWorker, "_load", load_and_tell)
     return versions
 
 

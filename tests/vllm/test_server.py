@@ -130,8 +130,8 @@ def test_tensors_that_the_server_did_not_take_stop_the_run(train, tmp_path, monk
     """Here the server is handed a file with two tensors exchanged."""
     finish = SnapshotFolder._finish
 
-    def exchange(folder, version, tensors):
-        finish(folder, version, tensors)
+    def exchange(folder, version):
+        finish(folder, version)
         if version == 1:
             tensors = folder.views(version)
             tensors[SQUARE], tensors[TWIN] = tensors[TWIN], tensors[SQUARE]
