@@ -33,7 +33,6 @@ from async_rlhf.models.weights import TensorSpec, digests, tensors_in
 from async_rlhf.ranks.parallel import Parallel
 
 Memory = NDArray[np.uint8]
-_LOOK_SECONDS = 0.005
 
 
 class ObjectStoreSnapshots(DraftSnapshots):
@@ -87,18 +86,13 @@ class FetchedWeights:
         self._fetched: dict[int, Memory] = {}
 
     def fetch(self, version: int, reference: list[ray.ObjectRef]) -> None:
-        """Fetch a version to this node."""
+        """Fetch a version to this node; without a reference, another thread does so when it is announced."""
+        if not reference:
+            return
         if version not in self._fetched:
             self._fetched[version] = ray.get(reference[0])
         self.newest = max(self.newest, version)
         self.keep(self.newest - self._slots + 1)  # older ones are not asked for any more; an idle actor holds them too
-
-    def expect(self, version: int, reference: list[ray.ObjectRef], sign: Callable[[], None]) -> None:
-        """The same; without a reference, wait until another thread has fetched it."""
-        while not reference and version not in self._fetched:
-            sign()
-            time.sleep(_LOOK_SECONDS)
-        self.fetch(version, reference)
 
     def keep(self, version: int) -> None:
         """Release all versions older than this one."""
@@ -135,7 +129,7 @@ class GeneratorActor(Signs):
             self.last_sign = time.monotonic()
             if self._handler is None:
                 self._handler = RequestHandler(self._spec, self._params, self._weights, self._heartbeat)
-            self._weights.expect(version, reference, self._heartbeat)
+            self._weights.fetch(version, reference)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)
         except Exception as error:
