@@ -25,6 +25,7 @@ from async_rlhf.commands.generate import (
 )
 from async_rlhf.commands.on_ranks import done_by, on_ranks
 from async_rlhf.commands.stage import Source, Stage, json_lines
+from async_rlhf.commands.table import import_attribute
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import check_columns
@@ -54,7 +55,6 @@ from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.reports.charts import INSTALL, can_draw
 from async_rlhf.reports.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -164,7 +164,7 @@ def _comparisons(
 def _publish(config: EvaluateConfig, stage: Stage, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """Write and show the results."""
     beside = side_by_side(samples, config.num_samples)
-    _plot(results, stage.folder / "evaluation.png")
+    import_attribute("studies.report.plots:plot_evaluation")(results, stage.folder / "evaluation.png")
     text = f"{format_table(results)}\n\n{beside}"
     stage.publish_files({stage.folder / _SAMPLES: json_lines(samples), stage.folder / _TEXT: text}, results)
     logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), beside)
@@ -400,15 +400,6 @@ def _logprobs(
             **distribution._asdict(),
         )
     return sums_R.tolist()
-
-
-def _plot(results: dict[str, Any], out: Path) -> None:
-    if not can_draw():
-        logger.info("evaluate: no plot without vl-convert: %s", INSTALL)
-        return
-    from async_rlhf.reports.plots import plot_evaluation
-
-    plot_evaluation(results, out)
 
 
 def _plain(interval: Interval) -> dict[str, float]:

@@ -21,19 +21,14 @@ from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
 from async_rlhf.generation.placement import threads_side_by_side
-from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.loading import check_source, load_tokenizer
-from async_rlhf.models.positions import with_prompt_cap
-from async_rlhf.models.quantised import require_bitsandbytes
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.watch import Watch
 from async_rlhf.reports.asynchrony import better_threads, read_rows
-from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.reports.summary import training_summary
 from async_rlhf.run.config import DataConfig, RunConfig
-from async_rlhf.run.folder import FINAL, METRICS, hold_folder, refuse_second
+from async_rlhf.run.folder import FINAL, METRICS, hold_folder
 from async_rlhf.run.record import of_command
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.run.wiring import Start, begin
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 
 logger = logging.getLogger(__name__)
@@ -47,24 +42,18 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The metrics of the last batch that was logged.
     """
-    check_integrations(config.train.report_to)
-    require_bitsandbytes(config.train.reward_model_bits, "train.reward_model_bits")
-    for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
-        check_source(getattr(config, name), name)
-    ranks = start_ranks(config.train)
-    watch = Watch(ranks)
-    folder = Path(config.train.output_dir)
-    with watch.watching(), ExitStack() as stack:
-        if ranks.leads:
-            refuse_second(folder)  # check early: fingerprints of large models take a while
-        config = replace(config, train=with_prompt_cap(config.train, config.model))
+    start = begin(config.train, config.model, prefix="train.")
+    with start.watch.watching(), ExitStack() as stack:
+        for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
+            check_source(getattr(config, name), name)
+        config = replace(config, train=start.config)
         stage = train_stage(config)
-        results = ranks.from_lead("finished run", lambda: _done(stage, config))
+        results = start.ranks.from_lead("finished run", lambda: _done(stage, config))
         if results is None:
-            if ranks.leads:  # held until the run is marked as finished, which its trainer does not do
-                stack.enter_context(hold_folder(folder))
-            results = _train(config, stage, ranks)
-    watch.close()
+            if start.ranks.leads:  # held until the run is marked as finished, which its trainer does not do
+                stack.enter_context(hold_folder(Path(config.train.output_dir)))
+            results = _train(config, stage, start)
+    start.watch.close()
     return results
 
 
@@ -78,13 +67,13 @@ def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
         return None
 
 
-def make_trainer(config: RunConfig, ranks: Ranks) -> OnlineTrainer:
+def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer:
     """The trainer, with all that the configuration names loaded."""
     transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
     data = config.data
     train_rows: Rows | Stream = []
     eval_rows: Rows | None = None
-    if ranks.leads:  # it hands out the prompts
+    if start is None or start.ranks.leads:  # it hands out the prompts
         field, words = data.prompt_field, data.prompt_words
         if data.streaming:
             train_rows = stream_rows(data.train, data.train_split, key="data.train")
@@ -106,11 +95,12 @@ def make_trainer(config: RunConfig, ranks: Ranks) -> OnlineTrainer:
         prompt_field=data.prompt_field,
         algorithm=find(config.algorithm),
         record=of_command(config),
+        start=start,
     )
 
 
-def _train(config: RunConfig, stage: Stage, ranks: Ranks) -> dict[str, Any]:
-    trainer = make_trainer(config, ranks)
+def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
+    trainer, ranks = make_trainer(config, start), start.ranks
     if ranks.leads:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     started = time.monotonic()

@@ -8,8 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-from async_rlhf.evaluation.distributions import f_quantile, student_quantile
+from scipy.special import fdtri, stdtrit
 
 _Z = 1.959963984540054  # 97.5% quantile of the normal distribution
 
@@ -24,7 +23,7 @@ class Interval(NamedTuple):
 
 def t_quantile(freedom: float) -> float:
     """97.5% quantile of Student's t."""
-    return student_quantile(0.975, freedom)
+    return float(stdtrit(freedom, 0.975))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -117,7 +116,7 @@ def variance_saved(ours: Sequence[float], theirs: Sequence[float]) -> Interval |
     apart, paired = float((a_R + b_R).var()), float((a_R - b_R).var())
     if paired <= 1e-30 * apart:
         return None
-    widest = f_quantile(0.975, len(a_R) - 1)
+    widest = float(fdtri(len(a_R) - 1, len(a_R) - 1, 0.975))
     return Interval(*((1 + apart / paired * factor) / 2 for factor in (1, 1 / widest, widest)))
 
 

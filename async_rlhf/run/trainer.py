@@ -38,7 +38,7 @@ from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.wiring import Inputs, Model, Run, build
+from async_rlhf.run.wiring import Inputs, Model, Run, Start, build
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.signals import ending_on_signals
 
@@ -69,6 +69,7 @@ class OnlineTrainer:
             the engine, and rows by the learner.
         algorithm: an algorithm of your own; ``args`` must be its configuration.
         record: what run.yml says; None writes what can be said of these arguments.
+        start: of a command that has read its inputs after it; None starts the run here.
 
     Raises:
         ConfigError: the arguments do not fit together; raised before anything is trained or written.
@@ -95,6 +96,7 @@ class OnlineTrainer:
         formatting_func: Callable[[Mapping[str, Any]], Any] | None = None,
         algorithm: Algorithm | None = None,
         record: Record | None = None,
+        start: Start | None = None,
     ) -> None:
         if formatting_func is not None:
             train_dataset = formatted(train_dataset, formatting_func, prompt_field)
@@ -114,6 +116,7 @@ class OnlineTrainer:
             optimizers=optimizers,
             prompt_field=prompt_field,
             record=record,
+            start=start,
         )
         self.run = build(args, inputs)
         self._started = False

@@ -53,7 +53,7 @@ from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.choices import check_launch, make_scorer, reward_device
-from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder
+from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
 from async_rlhf.run.record import Record, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
@@ -88,6 +88,8 @@ class Inputs:
     prompt_field: str = "query"
     record: Record | None = None
     """How the run was asked for, where a command knows it; None for what can be said of the arguments."""
+    start: Start | None = None
+    """What :func:`begin` returned, where inputs were read after it."""
 
     def __post_init__(self) -> None:
         given = self.reward_model is not None or len(self.reward_funcs) > 0
@@ -139,33 +141,61 @@ class Run:
             self.hold.require()
 
 
-def build(config: OnlineConfig, inputs: Inputs) -> Run:
-    """Make everything that a run needs except its generators. With several ranks, all must call it.
+@dataclass(frozen=True)
+class Start:
+    """A run before its inputs are read: with several ranks, they have met."""
+
+    config: OnlineConfig
+    """With ``max_prompt_length`` resolved."""
+    ranks: Ranks
+    watch: Watch
+
+
+def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
+    """Check what needs neither data nor models, and meet the other ranks. All of them must call it.
 
     The global random generators, from which reward functions and callbacks may draw, begin with the run's seed.
+
+    Args:
+        config: of the run.
+        model: the policy, whose context limits prompts.
+        prefix: of keys in errors.
+
+    Raises:
+        ConfigError: something is missing, or another process writes to the run's folder.
+    """
+    seed_all(config.seed)
+    check_integrations(config.report_to)
+    require_bitsandbytes(config.reward_model_bits, f"{prefix}reward_model_bits")
+    require_bitsandbytes(config.lora.base_bits, f"{prefix}lora.base_bits")
+    ranks = start_ranks(config)
+    watch = Watch(ranks)
+    with watch.watching():
+        if ranks.leads:
+            refuse_second(Path(config.output_dir))  # early: fingerprints of large models take a while
+        return Start(with_prompt_cap(config, model), ranks, watch)
+
+
+def build(config: OnlineConfig, inputs: Inputs) -> Run:
+    """Make everything that a run needs except its generators. With several ranks, all must call it.
 
     Raises:
         ConfigError: the inputs do not fit together; raised before anything is trained or written.
     """
-    seed_all(config.seed)
     algorithm = _algorithm(config, inputs.algorithm)
-    check_integrations(config.report_to)
     _check_stop(config, inputs)
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None
     check_bits(config.reward_model_bits, inputs.reward_model, copied)
-    require_bitsandbytes(config.reward_model_bits)
-    require_bitsandbytes(config.lora.base_bits, "lora.base_bits")
     right = "must be null with a model that is loaded already; give its name"
     by_name = isinstance(inputs.model, str) or config.lora.base_bits is None
     require(by_name, "lora.base_bits", config.lora.base_bits, right)
-    ranks = start_ranks(config)
+    start = inputs.start or begin(config, inputs.model)
+    ranks, watch = start.ranks, start.watch
     if config.deterministic and rank_device(config, ranks).type == "cuda":
         prepare_deterministic()
-    watch = Watch(ranks)
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks, rank_device(config, ranks))
-        config = with_prompt_cap(config, inputs.model)
-        config = config.with_rows(ranks.from_lead("rows", lambda: _count(inputs.train_dataset)))
+        config = start.config.with_rows(ranks.from_lead("rows", lambda: _count(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
         run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:

@@ -112,7 +112,7 @@ def _look(path: Path) -> _Seen | None:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             changed, text = os.fstat(file.fileno()).st_mtime, file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return _Seen(Holder(**json.loads(text)), changed)

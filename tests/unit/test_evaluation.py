@@ -27,9 +27,9 @@ from async_rlhf.evaluation.statistics import (
     win_rate,
 )
 from async_rlhf.models.saving import write_model
-from async_rlhf.reports.charts import GREY, Key, Series
-from async_rlhf.reports.plots import against_kl, evaluated, over_checkpoints, plot_training, read_metrics
 from async_rlhf.scoring import RewardError
+from async_rlhf.studies.report.charts import GREY, Key, Series
+from async_rlhf.studies.report.plots import against_kl, evaluated, over_checkpoints, plot_training, read_metrics
 
 # ---------------------------------------------------------------- statistics
 

@@ -24,10 +24,10 @@ from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, ne
 from async_rlhf.cli import _spelt_out
 from async_rlhf.commands import repeating
 from async_rlhf.config import ConfigError
-from async_rlhf.reports.charts import GREY, Axis, Key, Series, curves, render_png, thinned
 from async_rlhf.run.folder import REPORT
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.report import command as report
+from async_rlhf.studies.report.charts import GREY, Axis, Key, Series, curves, render_png, thinned
 from async_rlhf.studies.report.command import report_of_run, run_report
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import LIMIT, embedded, page

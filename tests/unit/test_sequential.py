@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rlhf.evaluation.distributions import f_quantile, log_student_cdf
 from async_rlhf.evaluation.statistics import variance_saved
 from async_rlhf.studies.certify.sequential import critical_t, log_evidence, look
 
@@ -44,40 +43,6 @@ def evidence_by_integration(x):
 def test_evidence_is_the_bayes_factor_with_a_right_haar_prior(n, mean):
     x = np.random.default_rng(n).standard_normal(n) + mean
     assert log_evidence(t_of(x), n) == pytest.approx(evidence_by_integration(x), abs=3e-3)
-
-
-def student_cdf_by_counting(t, freedom):
-    """Abramowitz and Stegun 26.7.3 and 26.7.4: a finite sum for whole degrees of freedom."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine = math.cos(angle)
-    total, term = 0.0, 1.0 if freedom % 2 == 0 else cosine
-    for k in range(freedom % 2, freedom - 1, 2):
-        total += term
-        term *= cosine**2 * (k + 1) / (k + 2)
-    if freedom % 2 == 0:
-        return (1 + math.sin(angle) * total) / 2
-    return 0.5 + (angle + math.sin(angle) * total) / math.pi
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 101, 1000])
-@pytest.mark.parametrize("t", [-3.0, -0.7, 0.0, 1e-4, 0.5, 2.0, 6.0])
-def test_student_distribution(freedom, t):
-    assert math.exp(log_student_cdf(t, freedom)) == pytest.approx(student_cdf_by_counting(t, freedom), abs=1e-13)
-
-
-def test_small_tails_keep_their_digits():
-    # For two degrees of freedom P(T <= t) = (1 + t / sqrt(2 + t^2)) / 2, which is 1 / (2 t^2) far out.
-    assert log_student_cdf(-1e8, 2) == pytest.approx(-math.log(2e16), abs=1e-9)
-    assert log_student_cdf(-1e300, 3) == -math.inf
-    assert log_student_cdf(40.0, 1000) <= 0
-
-
-def test_quantiles_of_f():
-    # With 2 and 2 degrees of freedom P(F <= f) = f / (1 + f); the others are of printed tables.
-    assert f_quantile(0.9, 2) == pytest.approx(9)
-    assert f_quantile(0.975, 5) == pytest.approx(7.146, abs=5e-4)
-    assert f_quantile(0.975, 10) == pytest.approx(3.717, abs=5e-4)
-    assert f_quantile(0.025, 10) == pytest.approx(1 / f_quantile(0.975, 10))
 
 
 @pytest.mark.parametrize("n", [2, 5, 30, 1000, 10**6])

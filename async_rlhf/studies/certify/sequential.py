@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from async_rlhf.evaluation.distributions import log_student_cdf
+import numpy as np
+from scipy.special import betaln, stdtr
 
 EFFECT = 1.0
 """Standard deviation of the normal whose half is the prior on the effect size. benchmarks/certificate.py compares
@@ -72,8 +73,21 @@ def log_evidence(t: float, n: int) -> float:
     else:
         power = math.log1p(u) - math.log1p(u * squared / (n + squared))
         argument = n * math.sqrt(u / (n + squared + u * squared))
-    share = log_student_cdf(math.copysign(argument, t), n)
+    share = _log_student_cdf(math.copysign(argument, t), n)
     return math.log(2) + (math.log(squared / (n + squared)) + n * power) / 2 + share
+
+
+def _log_student_cdf(t: float, freedom: int) -> float:
+    """Log of P(T <= t) for Student's t; where that is too small for a float, by the power series of the incomplete beta
+    function (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.5.4 and 26.7.1).
+    """
+    if (share := stdtr(freedom, t)) > 0:
+        return math.log(share)
+    x = freedom / (freedom + t * t)
+    terms = np.arange(10 + int(40 / (1 - x)))  # they fall faster than x^k
+    series = 1 + np.cumprod(x * ((freedom + 1) / 2 + terms) / (freedom / 2 + 1 + terms)).sum()
+    front = freedom / 2 * math.log(x) + math.log1p(-x) / 2 - math.log(freedom) - betaln(freedom / 2, 0.5)
+    return float(front + math.log(series))
 
 
 @lru_cache(maxsize=10_000)

@@ -26,8 +26,8 @@ from async_rlhf.commands.repeating import (
 from async_rlhf.commands.train import make_trainer
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
+from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.generation.placement import shared_cores
-from async_rlhf.learner.launch import start_ranks
 from async_rlhf.models.positions import with_prompt_cap
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import SCHEDULE, Checkpoints, batch_of
@@ -98,7 +98,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
 def _require_one_rank(run: Path, original: RunConfig) -> None:
     path, ranks = run / ENVIRONMENT, original.train.parallel.ranks
     starts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    most = max([ranks, start_ranks(original.train).count, *(int(start.get("ranks", 1)) for start in starts)])
+    most = max([ranks, launched_ranks(), *(int(start.get("ranks", 1)) for start in starts)])
     if most > 1:
         raise ConfigError(
             f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one "
@@ -192,7 +192,7 @@ class _Repetition:
 
     @classmethod
     def of(cls, config: RunConfig, batch: int) -> _Repetition:
-        trainer = make_trainer(config, start_ranks(config.train))
+        trainer = make_trainer(config)
         stop, witness = _Stop(trainer, batch), _Witness(trainer.run.scorer, batch)
         trainer.add_callback(stop)
         train(replace(trainer.run, scorer=cast(Scorer, witness)))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.reports.charts import INSTALL, can_draw
 from async_rlhf.run.folder import METRICS, REPORT, is_report
+from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import page
 from async_rlhf.studies.report.reading import EVALUATION, ReadRun, evaluations_of, read_run

@@ -18,9 +18,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from async_rlhf.reports.charts import VEGA_LITE, Key, Look, theme
 from async_rlhf.run.folder import REPORT_MARK
 from async_rlhf.studies.report import panels
+from async_rlhf.studies.report.charts import VEGA_LITE, Key, Look, theme
 from async_rlhf.studies.report.panels import Panel
 from async_rlhf.studies.report.reading import Evaluation, ReadRun
 from async_rlhf.studies.report.samples import samples

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.reports.charts import Axis, Key, Series, Spec, curves, thinned, timeline
-from async_rlhf.reports.plots import against_kl, over_checkpoints
+from async_rlhf.studies.report.charts import Axis, Key, Series, Spec, curves, thinned, timeline
 from async_rlhf.studies.report.idleness import idleness
+from async_rlhf.studies.report.plots import against_kl, over_checkpoints
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
 
 PATH_POINTS = 20

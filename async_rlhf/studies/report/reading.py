@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.yaml_text import read_yaml
-from async_rlhf.reports.charts import Series
 from async_rlhf.run.callbacks import TRAINER_STATE
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints, refuse_second
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, without_text_arguments
+from async_rlhf.studies.report.charts import Series
 from async_rlhf.system.lock import InUseError
 
 State = Literal["running", "finished", "interrupted"]

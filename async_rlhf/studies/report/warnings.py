@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from async_rlhf.reports.plots import CHECKPOINT
 from async_rlhf.run.cut_off import MANY
 from async_rlhf.studies.report.idleness import idleness
+from async_rlhf.studies.report.plots import CHECKPOINT
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs
 
 
@@ -85,9 +85,6 @@ class _Ends:
 
     def rises(self, errors: float) -> bool:
         return self.enough and _apart(self.start, self.end) > errors
-
-    def falls(self, errors: float) -> bool:
-        return self.enough and _apart(self.end, self.start) > errors
 
 
 def _part(values: Sequence[float]) -> _Part:

@@ -12,7 +12,7 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
 from async_rlhf.models.loading import check_source
-from async_rlhf.reports.charts import INSTALL, can_draw
+from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
 from async_rlhf.studies.sweep.one_trial import Start, run_start, run_trial, stage_of
 from async_rlhf.studies.sweep.pictures import draw

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.evaluation.statistics import Interval
-from async_rlhf.reports.charts import Axis, Key, Series, Spec, figure, points, render_png
+from async_rlhf.studies.report.charts import Axis, Key, Series, Spec, figure, points, render_png
 from async_rlhf.studies.sweep.results import Summary
 from async_rlhf.studies.sweep.trials import number_of
 

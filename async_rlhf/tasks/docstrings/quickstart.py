@@ -148,9 +148,9 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     from async_rlhf.evaluation.tables import WIDTH, format_table
     from async_rlhf.generation.placement import available_cores
     from async_rlhf.reports.asynchrony import asynchrony, read_rows
-    from async_rlhf.reports.charts import INSTALL, Series
-    from async_rlhf.reports.plots import plot_training
+    from async_rlhf.studies.report.charts import INSTALL, Series
     from async_rlhf.studies.report.command import report_of_runs
+    from async_rlhf.studies.report.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
     with whole_file(out / "summary.json") as file:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
-from async_rlhf.reports.charts import Axis, Key, Series, Spec, curves, figure, points, render_png, with_band
+from async_rlhf.studies.report.charts import (
+    INSTALL,
+    Axis,
+    Key,
+    Series,
+    Spec,
+    can_draw,
+    curves,
+    figure,
+    points,
+    render_png,
+    with_band,
+)
+
+logger = logging.getLogger(__name__)
 
 EPISODES = Axis("episode", "episodes (prompts)", zero=True)
 SCORE = Axis("objective/scores", "score (mean of the batch)")
@@ -84,13 +99,15 @@ def evaluated(results: Mapping[str, Any], runs: Mapping[Series, Any]) -> list[Se
 def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
     """Write a PNG: gold reward (or, with a pairwise judge, win-rate) against KL, and over the checkpoints of a run.
 
+    Without vl-convert nothing is drawn, and the log says so.
+
     Args:
         results: of :func:`~async_rlhf.commands.evaluate.run_evaluate`.
         out: the image.
-
-    Raises:
-        ImportError: vl-convert is not installed.
     """
+    if not can_draw():
+        logger.info("evaluate: no plot without vl-convert: %s", INSTALL)
+        return
     key = Key(evaluated(results, {}))
     panels = [against_kl(results, key)]
     if (by_batch := over_checkpoints(results, key)) is not None:
