@@ -54,7 +54,7 @@ class ObjectStoreSnapshots(DraftSnapshots):
         self.on_arrival: Callable[[int], None] = lambda version: None
         """Called, in any thread, when a version has come into the store."""
 
-    def _finish(self, version: int) -> None:
+    def make_available(self, version: int) -> None:
         self._references.pop(version - self.slots, None)
         self.published[version] = digests(self.draft)
         self._references[version] = ray.put(self.memory.numpy())

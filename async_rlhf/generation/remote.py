@@ -88,7 +88,7 @@ class RemoteGenerator:
         parallel: Parallel = ALONE,
     ) -> None:
         self.parallel, self.trace, self.params = parallel, trace, params
-        self.config = config.generation
+        self.config, self.vocabulary = config.generation, policy.get_input_embeddings().num_embeddings
         self.arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         """Where the workers put what comes from them."""
         self.snapshots, number = self._prepare(config, policy)
@@ -98,9 +98,8 @@ class RemoteGenerator:
         self.dispatcher = Dispatcher(self.workers, at_once=_in_flight(self._size, params) if streaming else 1)
         self._lanes = config.staleness + 1 if streaming else 0
         self._autocast = autocast_dtype(config)
-        self._publisher, self._newest = BackgroundThread("publisher"), -1
+        self.publisher, self._newest = BackgroundThread("publisher"), -1
         self._probing = self.config.probe_steps > 0
-        self._vocabulary = policy.get_input_embeddings().num_embeddings
         dtype = getattr(torch, self.config.dtype)
         self.agreement = Agreement(self.config, params, dtype, self._autocast, parallel, config.staleness)
         self._published_as_is = policy.dtype == dtype and not has_adapters(policy)
@@ -141,20 +140,20 @@ class RemoteGenerator:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
         parallel, snapshots = self.parallel, self.snapshots
         parallel.ranks.meet(f"publishing version {version}")
-        self._publisher.finish()  # one version at a time is on its way
+        self.publisher.finish()  # one version at a time is on its way
         if self._newest < 0 and parallel.spreads_weights:  # each rank writes its own share, if all of them can
             snapshots.shares = agree(policy, parallel, snapshots)
         self._policy, self._newest = policy, version
-        snapshots.publish(policy, version, parallel, self._publisher)
-        self._publisher(partial(self._trace_publisher, version))
+        snapshots.publish(policy, version, parallel, self.publisher)
+        self.publisher(partial(self._trace_publisher, version))
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in snapshots.published}
         if self._probing and version % self.config.probe_steps == 0 and parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, parallel)
 
     def _trace_publisher(self, version: int) -> None:
-        if self._publisher.began is not None:
-            self.trace.add("hand out", self._publisher.began, time.monotonic(), "publisher", version=version)
-        self._publisher.began = None
+        if self.publisher.began is not None:
+            self.trace.add("hand out", self.publisher.began, time.monotonic(), "publisher", version=version)
+        self.publisher.began = None
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Cut the batch into units, of which each free worker takes the next."""
@@ -228,7 +227,7 @@ class RemoteGenerator:
         replies, units = self._replies[index], len(self._firsts[index])
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < units:
-            self._publisher.require()
+            self.publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
@@ -262,7 +261,7 @@ class RemoteGenerator:
             worker.close()
         if self.snapshots.shares is not None:
             self.snapshots.shares.stop()
-        self._publisher.close()
+        self.publisher.close()
         self.snapshots.close()
         if self._worker_count is not None:
             self._worker_count.clear()
@@ -473,7 +472,7 @@ class RemoteGenerator:
         who = f"{worker.label} answered {work(reply.batch)}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        check_completions(who, request.prompts, reply.completions, request.params or self.params, self._vocabulary)
+        check_completions(who, request.prompts, reply.completions, request.params or self.params, self.vocabulary)
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])

@@ -10,7 +10,6 @@ others take its units.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import uuid
@@ -27,7 +26,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.secrets import masked
 from async_rlhf.generation.audit import probe_tokens
 from async_rlhf.generation.broadcast import Sender, gpu_of
-from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, work
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
@@ -56,33 +55,29 @@ class ServerGenerator(RemoteGenerator):
     workers: list[ServerWorker]
 
     def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
-        generation, self._run = config.generation, uuid.uuid4().hex[:12]
+        generation, self.run = config.generation, uuid.uuid4().hex[:12]
         described = [check_server(url, policy.config, generation, config.max_length) for url in generation.urls]
         dtype = getattr(torch, generation.dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if generation.weights_transport == "folder":
             folder = Path(config.output_dir) / "weights"
             if generation.weights_dir is not None:  # several runs may use it
-                folder = Path(generation.weights_dir) / f"async_rlhf-{self._run}"
+                folder = Path(generation.weights_dir) / f"async_rlhf-{self.run}"
             try:
                 snapshots = SnapshotFolder(folder.absolute(), dtype, config.snapshots)
             except OSError as error:
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
-            self._transports: list[Any] = [_FolderTransport(snapshots) for _ in described]
+            self.transports: list[Any] = [_FolderTransport(snapshots) for _ in described]
         else:
             snapshots = SnapshotRing.for_model(policy, dtype, config.snapshots, parallel=self.parallel)
-            self._transports = [
+            self.transports = [
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
                 for url, processes in zip(generation.urls, described, strict=True)
             ]
-        self.snapshots, self._vocabulary = snapshots, policy.get_input_embeddings().num_embeddings
         return snapshots, len(described)
 
     def _make(self, number: int) -> ServerWorker:
-        url, transport, key = self.config.urls[number], self._transports[number], key_of(self.config)
-        return ServerWorker(
-            number, url, key, self._run, self.params, self.snapshots, transport, self._vocabulary, self.arrived
-        )
+        return ServerWorker(number, self)
 
     def _no_answer(self) -> GeneratorError:
         busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
@@ -164,44 +159,27 @@ class ServerWorker(Worker):
 
     Args:
         number: among the servers.
-        url: its address.
-        key: the key that it was started with; None for none.
-        run: distinguishes this run's weights from those of other runs.
-        params: how to sample.
-        snapshots: the weights.
-        transport: how they get there.
-        vocabulary: tokens of the policy.
-        arrived: takes what comes from the server.
+        generator: whose worker it is.
     """
 
     has_begun = True
     has_place = False
 
-    def __init__(
-        self,
-        number: int,
-        url: str,
-        key: str | None,
-        run: str,
-        params: SamplingParams,
-        snapshots: Snapshots,
-        transport: Any,
-        vocabulary: int,
-        arrived: queue.SimpleQueue[Arrived | None],
-    ) -> None:
-        super().__init__(number, f"server {masked(url)}", arrived)
+    def __init__(self, number: int, generator: ServerGenerator) -> None:
+        self.url = generator.config.urls[number]
+        super().__init__(number, f"server {masked(self.url)}", generator.arrived)
         self.trouble = ""
-        self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
-        self._key = key
-        self._transport = transport
-        self._prefix = f"{run}:"
+        self.params, self.snapshots, self.vocabulary = generator.params, generator.snapshots, generator.vocabulary
+        self._transport, self._key = generator.transports[number], key_of(generator.config)
+        self._prefix = f"{generator.run}:"
+        """Distinguishes this run's weights from those of other runs."""
         self._probed: tuple[int, list[float]] | None = None
         self._version, self._held = -1, dict[int, dict[str, str]]()
         self._weights = Condition()
         """Held while the weights change, and while they must not."""
         self._requests: Queue[Request | None] = Queue()
-        self._runner = Runner(loop_factory=new_event_loop)
-        self._loop = self._runner.get_loop()
+        self.runner = Runner(loop_factory=new_event_loop)
+        self._loop = self.runner.get_loop()
         self._task: Task[None] | None = None
         self._handed_back = Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name=self.label)
@@ -233,9 +211,9 @@ class ServerWorker(Worker):
         self._transport.close()
 
     def _serve(self) -> None:
-        with self._runner:
+        with self.runner:
             try:
-                self._runner.run(self._stay())
+                self.runner.run(self._stay())
             except BaseException as error:
                 self.arrive(error)
 

@@ -96,13 +96,13 @@ class Snapshots:
                 for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
                     if name in places:
                         copies.copy(tensor, places[name])
-        copies.end(partial(self._finish, version))
+        copies.end(partial(self.make_available, version))
 
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
         """Where a version's tensors are copied to, by name."""
         raise NotImplementedError
 
-    def _finish(self, version: int) -> None:
+    def make_available(self, version: int) -> None:
         """Make a copy available whose tensors are in their places."""
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class SnapshotRing(Snapshots):
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
         return self.views(version)
 
-    def _finish(self, version: int) -> None:
+    def make_available(self, version: int) -> None:
         if self.shares is not None and not self.shares.written(version):
             return
         self.published[version] = digests(self.views(version))
@@ -285,7 +285,7 @@ class SnapshotFolder(DraftSnapshots):
         """The file of one version."""
         return self.folder / f"version-{version}.safetensors"
 
-    def _finish(self, version: int) -> None:
+    def make_available(self, version: int) -> None:
         try:
             temporary = self.file(version).with_suffix(".tmp")
             save_file(self.draft, temporary, metadata={"format": "pt"})
@@ -322,7 +322,7 @@ class NoSnapshots(Snapshots):
         self._names = [spec.name for spec in layout(model, torch.float32, self.adapters_only, parallel)[0]]
         return {}
 
-    def _finish(self, version: int) -> None:
+    def make_available(self, version: int) -> None:
         if self.shares is not None:
             self.shares.written(version)
 

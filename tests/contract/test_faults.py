@@ -235,7 +235,7 @@ def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, token
     generator = ProcessGenerator(args, policy, params, Trace())
     try:
         generator.publish(policy, 0)
-        generator._publisher.finish()
+        generator.publisher.finish()
         next(iter(generator.ring.views(0).values()))[0] += 1
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2))
         with pytest.raises(

@@ -41,13 +41,13 @@ def zero(policy) -> None:
 @pytest.fixture
 def delayed(monkeypatch):
     """What the thread does begins late. Returns a function that sets the seconds."""
-    finish, seconds = SnapshotRing._finish, [0.0]
+    finish, seconds = SnapshotRing.make_available, [0.0]
 
     def finish_late(ring, version):
         time.sleep(seconds[0])
         finish(ring, version)
 
-    monkeypatch.setattr(SnapshotRing, "_finish", finish_late)
+    monkeypatch.setattr(SnapshotRing, "make_available", finish_late)
     return lambda value: seconds.__setitem__(0, value)
 
 
@@ -150,7 +150,7 @@ def test_an_error_in_the_thread_is_raised_with_its_own_traceback(
     def fail(ring, version):
         raise OSError(f"version {version} found no room")
 
-    monkeypatch.setattr(SnapshotRing, "_finish", fail)
+    monkeypatch.setattr(SnapshotRing, "make_available", fail)
     policy, started = make_policy(), time.monotonic()
     generator.publish(policy, 0)
     generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 4))

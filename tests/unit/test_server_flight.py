@@ -7,6 +7,7 @@ import time
 from asyncio import sleep
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,7 +121,9 @@ def keeper():
 
 @pytest.fixture
 def worker(fake, keeper):
-    with closing(ServerWorker(0, "http://nowhere:1", None, "run", PARAMS, fake, fake, 10, keeper.arrived)) as made:
+    config = SimpleNamespace(urls=["http://nowhere:1"], api_key="key")
+    what = {"snapshots": fake, "transports": [fake], "vocabulary": 10, "arrived": keeper.arrived}
+    with closing(ServerWorker(0, SimpleNamespace(config=config, run="run", params=PARAMS, **what))) as made:
         yield made
 
 
