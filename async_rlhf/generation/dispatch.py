@@ -6,13 +6,11 @@ submitted, so what is computed does not depend on who takes which.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,8 +114,6 @@ class Dispatcher:
         self._queue: list[Request] = []
         self._there: list[Worker] = []
         self._at_once = at_once
-        self._given: dict[int, dict[tuple[int, int], Request]] = {}
-        """By number of a worker, batch and unit: what it has, as it lay in the queue."""
         self._unanswered: dict[int, int] = {}
         self._times, self._clock = Utilisation(), clock
         self._idle: dict[int, float] = {}
@@ -157,7 +153,6 @@ class Dispatcher:
         with self._lock:
             place = next((i for i, each in enumerate(worker.open) if (each.batch, each.unit) == (batch, unit)), 0)
             request, now = worker.answered(place), self._clock()
-            del self._given[worker.number][request.batch, request.unit]
             if not worker.open:
                 self._times.ended(worker.number, now)
             self._unanswered[request.batch] -= 1
@@ -170,8 +165,7 @@ class Dispatcher:
     def lost(self, worker: Worker) -> list[Request]:
         """Give to others what a worker had; it gets nothing until it joins again. Returns what it had."""
         with self._lock:
-            back = list(self._given.pop(worker.number, {}).values())
-            worker.open = []
+            back, worker.open = worker.open, []
             self.leave(worker)
             for request in back:
                 self._insert(request)
@@ -201,71 +195,53 @@ class Dispatcher:
             if len(worker.open) >= self._at_once:
                 return
             request = self._queue.pop(0)
-            self._given.setdefault(worker.number, {})[request.batch, request.unit] = request
             self._times.began(worker.number, request.batch, self._clock())
             worker.submit(request)
 
 
-@dataclass
-class _Span:
-    """From ``start`` to ``end``, which is infinite while it lasts."""
-
-    start: float
-    end: float = math.inf
-
-    def within(self, start: float, end: float) -> float:
-        """How many seconds of it lie between two times."""
-        return max(0.0, min(self.end, end) - max(self.start, start))
-
-
-@dataclass
-class _Times:
-    there: list[_Span] = field(default_factory=list)
-    busy: list[_Span] = field(default_factory=list)
-
-
 class Utilisation:
-    """When each worker was there, and when it had a unit to sample. All times are seconds of one clock, and grow."""
+    """How much of the workers' time had work. All times are seconds of one clock, and grow."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, _Times] = {}
-        self._began: dict[int, float] = {}
+        self._there, self._busy = set[int](), set[int]()
+        self._seconds = (0.0, 0.0)
+        """Of all workers together until the last event: that they were there, and that they had work."""
+        self._last = 0.0
+        self._began: dict[int, tuple[float, float]] = {}
+        """By batch: those seconds when its first unit began."""
+
+    def _until(self, now: float) -> tuple[float, float]:
+        there, busy = self._seconds
+        passed, self._last = now - self._last, now
+        self._seconds = there + passed * len(self._there), busy + passed * len(self._busy)
+        return self._seconds
 
     def came(self, worker: int, now: float) -> None:
         """A worker is there."""
-        self._workers.setdefault(worker, _Times()).there.append(_Span(now))
+        self._until(now)
+        self._there.add(worker)
 
     def left(self, worker: int, now: float) -> None:
         """It is not there any more, or gets nothing any more."""
-        self._workers[worker].there[-1].end = now
         self.ended(worker, now)
+        self._there.discard(worker)
 
     def began(self, worker: int, batch: int, now: float) -> None:
         """It got a unit of a batch."""
-        self._began.setdefault(batch, now)
-        busy = self._workers[worker].busy
-        if not busy or busy[-1].end < math.inf:
-            busy.append(_Span(now))
+        self._began.setdefault(batch, self._until(now))
+        self._busy.add(worker)
 
     def ended(self, worker: int, now: float) -> None:
         """It has answered all that it had, if it had something."""
-        for span in self._workers[worker].busy[-1:]:
-            span.end = min(span.end, now)
+        self._until(now)
+        self._busy.discard(worker)
 
     def idle_share(self, batch: int, now: float) -> float:
         """The share of the time that workers were there in which they had nothing, since the first unit of the batch
         was begun. Work on other batches counts as work. The batch must have ended.
         """
-        began = self._began.pop(batch)
-        there = sum(span.within(began, now) for worker in self._workers.values() for span in worker.there)
-        busy = sum(span.within(began, now) for worker in self._workers.values() for span in worker.busy)
-        self._forget(min(self._began.values(), default=now))
+        there, busy = (end - start for end, start in zip(self._until(now), self._began.pop(batch), strict=True))
         return 1 - busy / there if there else 0.0
-
-    def _forget(self, before: float) -> None:
-        for worker in self._workers.values():
-            worker.there = [span for span in worker.there if span.end >= before]
-            worker.busy = [span for span in worker.busy if span.end >= before]
 
 
 def cut(items: Sequence[Item], number: int, size: int | None) -> list[Sequence[Item]]:

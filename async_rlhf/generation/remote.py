@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,16 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _CLOSE_SECONDS = 60.0
+
+
+class _Asked(NamedTuple):
+    """What workers were asked for, and what came back."""
+
+    prompts: Sequence[Prompt]
+    firsts: list[int]
+    """The number of each unit's first prompt."""
+    replies: dict[int, tuple[str, Reply]]
+    """By unit: who answered, and what."""
 
 
 class RemoteGenerator:
@@ -107,12 +117,8 @@ class RemoteGenerator:
         self._probes: dict[int, list[float]] = {}
         self._submitted = 0
         """The batch that was submitted last."""
-        self._prompts: dict[int, Sequence[Prompt]] = {}
-        """By batch, or minus the version that is evaluated; as units and replies."""
-        self._firsts: dict[int, list[int]] = {}
-        """By batch: the number of each unit's first prompt."""
-        self._replies: dict[int, dict[int, tuple[str, Reply]]] = {}
-        """By batch and unit: who answered, and what."""
+        self._asked: dict[int, _Asked] = {}
+        """By batch, or minus the version that is evaluated."""
         self.on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
         """Called as soon as all completions of a unit are here, in any thread and before they are checked."""
         self._answers: queue.SimpleQueue[tuple[Worker, Request, Reply] | BaseException] = queue.SimpleQueue()
@@ -171,8 +177,7 @@ class RemoteGenerator:
             self.parallel.ranks.meet(f"answers of version {version}")
         if self.parallel.ranks.leads:
             self.dispatcher.idle_share(-version)
-        completions = [group for _, reply in replies for group in reply.completions]
-        return tuple(Group(p, c) for p, c in zip(self._prompts.pop(-version), completions, strict=True))
+        return self._groups(-version, replies)
 
     def _submit(
         self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
@@ -180,8 +185,7 @@ class RemoteGenerator:
         # Held-out prompts may be few, and are not sampled in flight.
         size = self._size if params is None else self.config.prompts_per_request
         parts = cut(prompts, min(self.config.shares, len(prompts)), size)
-        self._prompts[index], self._replies[index] = prompts, {}
-        self._firsts[index] = [0, *accumulate(map(len, parts))][: len(parts)]
+        self._asked[index] = _Asked(prompts, [0, *accumulate(map(len, parts))][: len(parts)], {})
         requests = []
         for unit, part in enumerate(parts):
             own = version[unit] if isinstance(version, tuple) else version
@@ -203,8 +207,7 @@ class RemoteGenerator:
         course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
         seconds, versions, idle = course
         self._trace_lanes(index, replies)
-        completions = [group for _, reply in replies for group in reply.completions]
-        groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
+        groups = self._groups(index, replies)
         metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
         return Batch(index, min(versions), groups, seconds, versions, metrics)
 
@@ -215,8 +218,9 @@ class RemoteGenerator:
         request = self.dispatcher.answered(worker, reply.batch, reply.unit)
         if self.on_arrival is None:
             return request
-        first = self._firsts[request.batch][request.unit]
-        prompts = self._prompts[request.batch][first : first + len(request.prompts)]
+        asked = self._asked[request.batch]
+        first = asked.firsts[request.unit]
+        prompts = asked.prompts[first : first + len(request.prompts)]
         if len(prompts) == len(reply.completions):  # else collect() says what is wrong
             groups = tuple(Group(p, c) for p, c in zip(prompts, reply.completions, strict=True))
             self.on_arrival(request.batch, first, groups)
@@ -224,15 +228,18 @@ class RemoteGenerator:
 
     def _await(self, index: int) -> list[tuple[str, Reply]]:
         """Every unit's reply, in order, and who gave it."""
-        replies, units = self._replies[index], len(self._firsts[index])
+        replies, units = self._asked[index].replies, len(self._asked[index].firsts)
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < units:
             self.publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
-        del self._replies[index], self._firsts[index]
         return [replies[unit] for unit in range(units)]
+
+    def _groups(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[Group, ...]:
+        completions = [group for _, reply in replies for group in reply.completions]
+        return tuple(Group(p, c) for p, c in zip(self._asked.pop(index).prompts, completions, strict=True))
 
     def _trace_lanes(self, index: int, replies: Sequence[tuple[str, Reply]]) -> None:
         """Requests that are under way together get one span for each worker and batch, on one of S + 1 tracks."""
@@ -454,7 +461,7 @@ class RemoteGenerator:
     def _accept(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
         self._check(worker, request, reply)
-        self._replies[request.batch][request.unit] = (worker.label, reply)
+        self._asked[request.batch].replies[request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
         if request.params is None and not self._lanes:

@@ -42,14 +42,12 @@ class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._failure: BaseException | None = None
-        self._last: Future[None] | None = None
         self.began: float | None = None
         """When the first work began since this was last set to None, on the monotonic clock."""
 
     def __call__(self, work: Work) -> Future[None]:
         """Hand over work. Returns at once."""
-        self._last = self._pool.submit(self._do, work)
-        return self._last
+        return self._pool.submit(self._do, work)
 
     def _do(self, work: Work) -> None:
         if self._failure is None:
@@ -66,8 +64,7 @@ class BackgroundThread:
 
     def finish(self) -> None:
         """Wait until everything is done, and raise what has gone wrong."""
-        if self._last is not None:
-            self._last.result()
+        self._pool.submit(int).result()
         self.require()
 
     def close(self) -> None:
