@@ -70,19 +70,21 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a key's type."""
     origin = get_origin(kind)
     if kind is Any:
         return True
     if origin is Literal:
         return any(value is option or (type(value) is type(option) and value == option) for option in get_args(kind))
     if origin in (Union, types.UnionType):
-        return any(_fits(value, option) for option in get_args(kind))
+        return any(fits(value, option) for option in get_args(kind))
     if origin in (list, tuple):
         inner = get_args(kind)[0]
-        return isinstance(value, (list, tuple)) and all(_fits(item, inner) for item in value)
+        return isinstance(value, (list, tuple)) and all(fits(item, inner) for item in value)
     if origin is dict:
-        return isinstance(value, dict)
+        inner = get_args(kind)[1]
+        return isinstance(value, dict) and all(isinstance(k, str) and fits(v, inner) for k, v in value.items())
     if kind is type(None):
         return value is None
     if kind is float:
@@ -93,14 +95,17 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _spell(kind: Any) -> str:
+def spelt(kind: Any) -> str:
+    """A key's type in words."""
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(repr(option) for option in get_args(kind))
     if origin in (Union, types.UnionType):
-        return " or ".join(_spell(option) for option in get_args(kind))
+        return " or ".join(spelt(option) for option in get_args(kind))
     if origin in (list, tuple):
-        return f"a list of {_spell(get_args(kind)[0])}"
+        return f"a list of {spelt(get_args(kind)[0])}"
+    if origin is dict:
+        return "a mapping" if get_args(kind)[1] is Any else f"a mapping to {spelt(get_args(kind)[1])}"
     if kind is type(None):
         return "null"
     return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}.get(
@@ -212,7 +217,7 @@ class Checked:
         hints = get_type_hints(type(self))
         for item in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, item.name)
-            require(_fits(value, hints[item.name]), item.name, value, f"must be {_spell(hints[item.name])}")
+            require(fits(value, hints[item.name]), item.name, value, f"must be {spelt(hints[item.name])}")
             counts = not isinstance(value, int) or abs(value) <= _LARGEST
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")
             problem = next(filter(None, map(problem_of_text, _texts(value))), None)

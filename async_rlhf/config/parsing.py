@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import glob
+import inspect
 import itertools
 import json
 import os
@@ -11,120 +12,77 @@ import re
 import shutil
 import sys
 import textwrap
-import typing
+import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+import yaml
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, dotted, require
+from async_rlhf.config.base import Checked, ConfigError, fits, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.spelling import check_file, check_words, keys_of
-from async_rlhf.config.yaml_text import key_lines, read_by_jsonargparse, read_yaml, reads_as_number
+from async_rlhf.config.spelling import check_file, check_words
+from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
-_MESSAGE = 1500
-"""Most characters of a jsonargparse error, which repeats the whole value for every type that it could have had."""
-
-# The type fixes a configuration: keys of a group are separate options, and no option chooses a class. The
-# explanations are the texts below the fields.
-set_parsing_settings(
-    subclasses_disabled=[lambda kind: isinstance(kind, type) and issubclass(kind, Checked)],
-    docstring_parse_attribute_docstrings=True,
-)
+FLAGS = ("--help", "--help-all")
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        told = " ".join(re.sub(r"<class '(\w+)'>", r"\1", message).split())
-        raise ConfigError(told if len(told) <= _MESSAGE else f"{told[:_MESSAGE]}...")
+class Option(NamedTuple):
+    """A key that can be set, and what the help says of it."""
+
+    key: str
+    """With dots."""
+    hint: Any
+    default: Any
+    """MISSING if it must be set."""
+    known: Mapping[str, Any]
+    """What :func:`~async_rlhf.config.base.key` was told."""
+    owner: Any
+    """The class that has it."""
+
+    @property
+    def text(self) -> str:
+        """The text below the field."""
+        return str(_texts(self.owner).get(self.key.rpartition(".")[2], ""))
+
+    @property
+    def more(self) -> str:
+        """Its rules, role, and what may change on resume."""
+        rules = [rule.right.partition(": ")[0] for rule in self.known.get("rules", ())]
+        rules = [rule.removeprefix("must be ") for rule in rules if rule.startswith("must be ")]
+        found = f" Must be {' and '.join(rules)}." if rules else ""
+        found += f" [{self.known['role']}]" if self.known.get("role", "result") != "result" else ""
+        for name, title in (("may_change", "may change on resume"), ("must_stay", "must stay on resume")):
+            found += f" [{title}: {self.known[name]}]" if self.known.get(name) else ""
+        return found
 
 
-def make_parser(kind: type[Checked], command: str, config_file: str | None = None) -> ArgumentParser:
-    """The parser of one command's configuration.
+def options_of(kind: type[Checked], prefix: str = "", given: Any = None) -> Iterator[Option]:
+    """Every key of a configuration.
 
     Args:
-        kind: the dataclass.
-        command: its name, for the help.
-        config_file: a YAML file whose values replace the defaults.
+        kind: its class.
+        prefix: of the keys, with its dot.
+        given: an instance, whose values are the defaults; None for those of the class.
     """
-    parser = _Parser(
-        prog=f"async-rlhf {command}",
-        description=(kind.__doc__ or "").split("\n\n")[0].replace("``", ""),
-        epilog=f"Every option can also be set by a YAML file (--config) or an environment variable: "
-        f"{ENVIRONMENT_PREFIX}_TRAIN__SEED sets --train.seed. The command line wins over the environment, the "
-        "environment over the file. An option marked [speed], [place] or [log] decides no result: what is finished is "
-        "not done again for another value, and a run can be resumed with one.",
-        default_config_files=[glob.escape(config_file)] if config_file else [],
-        default_env=True,
-        env_prefix=ENVIRONMENT_PREFIX,
-        allow_abbrev=False,
-    )
-    parser.add_class_arguments(kind, as_group=False)
-    parser.add_argument(f"--{environment.KEY}", type=dict | None, help=environment.EXPLAINED)
-    more = dict(_rules_and_roles(kind))
-    for action in parser._actions:
-        action.help = f"{action.help or ''}{more.get(action.dest, '')}"
-    return parser
-
-
-def short_help(kind: type[Checked], command: str) -> str:
-    """The help of the keys that matter most, in groups; of all keys where a command has few.
-
-    A key is among them if its field says so: ``key(..., main="the group's title")``.
-    """
-    parser = make_parser(kind, command)
-    main = dict(_main_keys(kind))
-    if not main:
-        return parser.format_help()
-    actions: list[Any] = parser._actions
-    told = {action.dest: action for action in actions if action.dest in main}
-    more = dict(_rules_and_roles(kind))
-    defaults = parser.get_defaults()
-    width = min(100, shutil.get_terminal_size().columns)
-    usage = f"usage: async-rlhf {command} [--config FILE.yml] [--key value ...] [--dry-run]"
-    lines = [usage, "", str(parser.description)]
-    for title in sorted(dict.fromkeys(main.values()), key=lambda title: title == "output"):
-        lines += ["", f"{title}:"]
-        for key in [key for key, one in main.items() if one == title]:
-            text = told[key].help.removesuffix(more.get(key, "")) if more.get(key) else told[key].help
-            first = re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", " ".join(text.split()))[0]
-            default = "required" if told[key].required else f"default: {json.dumps(defaults.get(key))}"
-            shown = f"{first} ({default})"
-            lines += [f"  --{key}", *textwrap.wrap(shown, width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-    number = sum(1 for _ in keys_of(kind))
-    lines += ["", f"async-rlhf {command} --help-all explains all {number} keys."]
-    return "\n".join(lines)
-
-
-def _main_keys(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of the short help, and the title that each stands under."""
     hints = get_type_hints(kind)
-    for item in dataclasses.fields(typing.cast(Any, kind)):
-        hint = hints[item.name]
-        if isinstance(hint, type) and issubclass(hint, Checked):
-            yield from _main_keys(hint, f"{prefix}{item.name}.")
-        elif item.metadata.get("main"):
-            yield f"{prefix}{item.name}", item.metadata["main"]
+    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+        hint, key = hints[item.name], f"{prefix}{item.name}"
+        default = _default(item) if given is None else getattr(given, item.name)
+        if _is_group(hint):
+            yield from options_of(hint, f"{key}.", None if default is MISSING else default)
+        else:
+            yield Option(key, hint, default, item.metadata, kind)
 
 
-def _rules_and_roles(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What the help says about each key besides its explanation."""
-    hints = get_type_hints(kind)
-    for item in dataclasses.fields(typing.cast(Any, kind)):
-        hint, known = hints[item.name], item.metadata
-        if isinstance(hint, type) and issubclass(hint, Checked):
-            yield from _rules_and_roles(hint, f"{prefix}{item.name}.")
-        elif known:
-            rules = [rule.right.partition(": ")[0] for rule in known["rules"] if rule.right.startswith("must be ")]
-            text = f" Must be {' and '.join(rule.removeprefix('must be ') for rule in rules)}." if rules else ""
-            text += f" [{known['role']}]" if known["role"] != "result" else ""
-            text += f" [may change on resume: {known['may_change']}]" if known["may_change"] else ""
-            text += f" [must stay on resume: {known['must_stay']}]" if known["must_stay"] else ""
-            yield f"{prefix}{item.name}", text
+def variable_of(key: str) -> str:
+    """The environment variable that sets a key."""
+    return f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}"
 
 
 def parse(
@@ -142,54 +100,230 @@ def parse(
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
-    config_file, arguments = take_config_file(arguments)
+    config_file, words = take_config_file(arguments)
     read = {} if config_file is None else _mapping(read_yaml(config_file, "--config"), config_file)
     environment.checked_environment(read.get(environment.KEY))
-    whole = kind.with_all_keys(lambda key: _early(key, arguments, read))
-    arguments = _plain_lists(arguments, set(_list_keys(whole)))
-    parser = make_parser(whole, command, config_file)
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        print(parser.format_help() if "--help-all" in arguments else short_help(whole, command))
+    whole = kind.with_all_keys(lambda key: _early(key, words, read))
+    if set(FLAGS) & set(words) or "-h" in words:
+        print(long_help(whole, command) if "--help-all" in words else short_help(whole, command))
         sys.exit(0)
     places = {} if config_file is None or translated else _places(config_file)
-    check_words(arguments, parser._option_string_actions, whole, command)
+    values = _Values(whole, command)
+    check_words(words, {*FLAGS, f"--{environment.KEY}", *(f"--{group}" for group in values.groups)}, whole, command)
     keys = {key: value for key, value in read.items() if key != environment.KEY}
     check_file(keys, whole, command, lambda key: places.get(key, "the file"))
-    _check_environment(parser)
     try:
-        _check_numbers(whole, arguments, keys)
-        with read_by_jsonargparse():
-            values: Namespace = parser.parse_args(list(arguments))
-            variables = environment.checked_environment(values.pop(environment.KEY))
-            text = parser.dump(_shown(values), skip_unset=False)
-            config = kind(**vars(parser.instantiate(values)))
+        values.put(read)
+        values.put_environment()
+        values.put_words(words)
+        variables = environment.checked_environment(values.get(environment.KEY))
+        config = kind(**values.arguments(whole))
     except ConfigError as error:
-        raise _placed(error, places, arguments) from error.__cause__
+        raise _placed(error, places, words) from error.__cause__
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if export:
         environment.export(variables)
-    return config, text
+    shown = without_secrets(dataclasses.asdict(config), HIDDEN)  # type: ignore[call-overload]
+    return config, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
-def _check_numbers(kind: type[Checked], arguments: Sequence[str], read: Mapping[str, Any]) -> None:
-    """Require text that stands for a number to look like one. Raises :class:`ConfigError`."""
-    written = dotted(read)
-    given = itertools.pairwise([*arguments, ""])
-    words = [(word.partition("="), after) for word, after in given if word.startswith("--")]
-    for key in _number_keys(kind):
-        told = [value if equals else after for (name, equals, value), after in words if name == f"--{key}"]
-        for text in (written.get(key), os.environ.get(_variable(key)), *told):
-            wrong = isinstance(text, str) and any(map(str.isdigit, text)) and not reads_as_number(text)
-            require(not wrong, key, text, "must be a number")
+class _Values:
+    """The values of keys, as they are set one after the other; only the last one of each has to be right."""
+
+    def __init__(self, kind: type[Checked], command: str) -> None:
+        self._options = {option.key: option.hint for option in options_of(kind)} | {environment.KEY: dict[str, Any]}
+        self.groups = {key[:at] for key in self._options for at, sign in enumerate(key) if sign == "."}
+        self._command = command
+        self._found: dict[str, tuple[Any, bool]] = {}
+        """Each as it is written, and whether that is a text that stands for it."""
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None if it is not set."""
+        value, is_text = self._found.get(key, (None, False))
+        return converted(key, value, self._options[key], is_text) if key in self._found else None
+
+    def put(self, values: Mapping[str, Any], prefix: str = "", is_text: bool = False) -> None:
+        """Set keys of a mapping that has groups as mappings, as a file has."""
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if key in self._options:
+                self._found[key] = value, is_text
+                continue
+            value = parse_yaml(value, key) if is_text else value
+            require(isinstance(value, Mapping), key, value, "must be a group of keys and their values")
+            self.put(value, f"{key}.")
+
+    def put_environment(self) -> None:
+        """Set keys by variables. A variable with our prefix that sets no key is misspelt, and warned of."""
+        known = {variable_of(key): key for key in (*self.groups, *self._options)}
+        for name, key in known.items():
+            if name in os.environ:
+                self.put({key: os.environ[name]}, is_text=True)
+        for name in os.environ.keys() - known.keys() - {f"{ENVIRONMENT_PREFIX}_CACHE", API_KEY_VARIABLE}:
+            if name.startswith(f"{ENVIRONMENT_PREFIX}_"):
+                text = f"warning: the environment variable {name} sets no option of async-rlhf {self._command}"
+                print(text, file=sys.stderr)
+
+    def put_words(self, words: Sequence[str]) -> None:
+        """Set keys by ``--key value`` and ``--key=value``. Of a list each word is one element, or all as YAML."""
+        begun: set[str] = set()
+        for key, text in _pairs(words):
+            name, added = key.removesuffix("+"), key.endswith("+")
+            free = next((one for one in self._options if key.startswith(f"{one}.")), None)
+            if free is not None:  # a key below one that holds keys of any name
+                value = text if get_args(self._options[free])[-1] is str else parse_yaml(text, f"--{key}")
+                self.put({free: {**(self.get(free) or {}), key[len(free) + 1 :]: value}})
+            elif get_origin(self._options.get(name)) is not list or (not added and (text[:1] == "[" or text == "null")):
+                self.put({key: text}, is_text=True)
+            else:
+                more = parse_yaml(text, f"--{key}") if text.startswith("[") else [text]
+                self.put({name: [*((self.get(name) or []) if added or name in begun else []), *more]})
+                begun.add(name)
+
+    def arguments(self, kind: type[Checked], prefix: str = "") -> dict[str, Any]:
+        """What the class is called with: keys that are set, and groups of which one is set."""
+        made: dict[str, Any] = {}
+        hints = get_type_hints(kind)
+        for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+            key, default = f"{prefix}{item.name}", _default(item)
+            if _is_group(hint := hints[item.name]):
+                inner = self.arguments(hint, f"{key}.")
+                if default is MISSING:
+                    made[item.name] = hint(**inner)
+                elif inner:
+                    made[item.name] = dataclasses.replace(default, **inner)
+            elif key in self._found:
+                made[item.name] = self.get(key)
+            elif default is MISSING:
+                raise ConfigError(f"{key}: must be given")
+        return made
 
 
-def _number_keys(kind: type[Checked], prefix: str = "") -> Iterator[str]:
-    for name, hint in get_type_hints(kind).items():
-        if isinstance(hint, type) and issubclass(hint, Checked):
-            yield from _number_keys(hint, f"{prefix}{name}.")
-        elif {int, float} & {hint, *get_args(hint)} and get_origin(hint) is not list:
-            yield f"{prefix}{name}"
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every key of a command line, and the text of its value."""
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"got {word!r:.200}; must be --key value or --key=value")
+        if not equals:
+            value = next(rest, "--")
+            require(not value.startswith("--"), key, "", "must have a value behind it")
+        yield key[2:], value
+
+
+def converted(key: str, value: Any, hint: Any, is_text: bool) -> Any:
+    """A value of the key's type.
+
+    Args:
+        key: with dots, for errors.
+        value: as a file says it, or its text.
+        hint: the type.
+        is_text: whether it is the text of an option or a variable, which is YAML unless the key can be a text.
+
+    Raises:
+        ConfigError: it is not of the type.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, str):
+        value = _of_text(key, value, hint, kinds, is_text)
+    if float in kinds and int not in kinds and type(value) is int and abs(value) <= 10**300:
+        value = float(value)
+    if get_origin(hint) is list and isinstance(value, list):
+        value = [converted(key, each, get_args(hint)[0], False) for each in value]
+    require(fits(value, hint), key, value, f"must be {spelt(hint)}")
+    return value
+
+
+def _of_text(key: str, text: str, hint: Any, kinds: Sequence[Any], is_text: bool) -> Any:
+    if text in (option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)):
+        return text
+    if is_text and text == "null" and type(None) in kinds:
+        return None
+    if {int, float} & set(kinds):
+        require(not any(map(str.isdigit, text)) or reads_as_number(text), key, text, "must be a number")
+        return _number(text) if reads_as_number(text) else text
+    return parse_yaml(text, key) if is_text and str not in kinds else text
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text, 0)
+    except ValueError:
+        return float(text)
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Checked)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+@cache
+def _texts(kind: type) -> dict[str, str]:
+    """The text below each field, of this class and those that it is made of."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        except (OSError, TypeError):  # no source: a built-in class, or one that was made as the program runs
+            continue
+        for item, below in itertools.pairwise(getattr(body, "body", ())):
+            if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(item.target, ast.Name):
+                found[item.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+def short_help(kind: type[Checked], command: str) -> str:
+    """The help of the keys that matter most, in groups; of all keys where a command has few.
+
+    Those that matter have a title: ``key(..., main="the title")``.
+    """
+    options = list(options_of(kind))
+    titles = [option.known["main"] for option in options if option.known.get("main")]
+    if not titles:
+        return long_help(kind, command)
+    lines = [*_head(kind, command), ""]
+    for title in sorted(dict.fromkeys(titles), key=lambda title: title == "output"):
+        lines.append(f"{title}:")
+        for option in (option for option in options if option.known.get("main") == title):
+            lines += _told(option, re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", option.text)[0])
+        lines.append("")
+    return "\n".join([*lines, f"async-rlhf {command} --help-all explains all {len(options)} keys."])
+
+
+def long_help(kind: type[Checked], command: str) -> str:
+    """The help of all keys, with their rules and roles."""
+    lines = [*_head(kind, command), ""]
+    for option in options_of(kind):
+        lines += _told(option, f"{option.text}{option.more}")
+    lines += _told(Option(environment.KEY, dict, {}, {}, None), environment.EXPLAINED)
+    end = (
+        f"Every option can also be set by a YAML file (--config) or an environment variable: {ENVIRONMENT_PREFIX}_"
+        "TRAIN__SEED sets --train.seed. The command line wins over the environment, the environment over the file. An "
+        "option marked [speed], [place] or [log] decides no result: what is finished is not done again for another "
+        "value, and a run can be resumed with one."
+    )
+    return "\n".join([*lines, "", *textwrap.wrap(end, _width())])
+
+
+def _head(kind: type[Checked], command: str) -> list[str]:
+    usage = f"usage: async-rlhf {command} [--config FILE.yml] [--key value ...] [--dry-run]"
+    return [usage, "", " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())]
+
+
+def _told(option: Option, text: str) -> list[str]:
+    kind = f"{spelt(option.hint)}, " if get_origin(option.hint) is Literal else ""
+    default = "required" if option.default is MISSING else f"default: {json.dumps(option.default)}"
+    wide = {"width": _width(), "initial_indent": " " * 6, "subsequent_indent": " " * 6}
+    return [f"  --{option.key} ", *textwrap.wrap(f"{text} ({kind}{default})", **wide)]  # type: ignore[arg-type]
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns)
 
 
 def _places(config_file: str) -> dict[str, str]:
@@ -200,27 +334,13 @@ def _places(config_file: str) -> dict[str, str]:
 
 def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[str]) -> ConfigError:
     """The error with the place of the key that it names, if that key's value is from the file."""
-    told = re.match(r'(?:Parser key "([\w.]+)"|([\w.]+)): ', str(error))
+    told = re.match(r"([\w.]+): ", str(error))
     if told is None:
         return error
-    name = told[1] or told[2]
-    keys = [key for key in places if key == name or key.endswith(f".{name}")]
+    keys = [key for key in places if key == told[1] or key.endswith(f".{told[1]}")]
     given = {word.partition("=")[0] for word in arguments}
-    above = len(keys) == 1 and (f"--{keys[0]}" in given or _variable(keys[0]) in os.environ)
+    above = len(keys) == 1 and (f"--{keys[0]}" in given or variable_of(keys[0]) in os.environ)
     return error if len(keys) != 1 or above else ConfigError(f"{error} ({places[keys[0]]})")
-
-
-def _variable(key: str) -> str:
-    """The environment variable that sets a key."""
-    return f"{ENVIRONMENT_PREFIX}_{key.replace('.', '__').upper()}"
-
-
-def _shown(values: Namespace) -> Namespace:
-    """The values that may be printed."""
-    shown = values.clone()
-    for key, value in values.items():
-        shown[key] = without_secrets(value, HIDDEN, key)
-    return shown
 
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -244,49 +364,9 @@ def _mapping(values: Any, file: str) -> dict[str, Any]:
 
 
 def _early(key: str, arguments: Sequence[str], read: Mapping[str, Any]) -> Any:
-    """The value of a single key, read before there is a parser; None if it is not set."""
-    chosen = os.environ.get(f"{ENVIRONMENT_PREFIX}_{key.upper()}", read.get(key))
+    """The value of a single key, read before the others are known; None if it is not set."""
+    chosen = os.environ.get(variable_of(key), read.get(key))
     for word, after in itertools.pairwise([*arguments, ""]):
         if word == f"--{key}" or word.startswith(f"--{key}="):
             chosen = word.partition("=")[2] or after
     return chosen
-
-
-def _list_keys(kind: type[Checked], prefix: str = "") -> Iterator[str]:
-    for name, hint in get_type_hints(kind).items():
-        if get_origin(hint) is list:
-            yield f"--{prefix}{name}"
-        elif isinstance(hint, type) and issubclass(hint, Checked):
-            yield from _list_keys(hint, f"{prefix}{name}.")
-
-
-def _plain_lists(arguments: Sequence[str], keys: set[str]) -> list[str]:
-    """``--source a --source b`` means ``--source ["a", "b"]``, and ``--source a`` a list of one."""
-    given: dict[str, list[str]] = {}
-    rest = []
-    words = iter(arguments)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in keys:
-            rest.append(word)
-            continue
-        value = value if equals else next(words, "")
-        if value.startswith("[") or value == "null":
-            rest += [key, value]
-        else:
-            given.setdefault(key, []).append(value)
-    return rest + [f"{key}={json.dumps(values)}" for key, values in given.items()]
-
-
-def _check_environment(parser: ArgumentParser) -> None:
-    """Refuse variables with our prefix that set no key: they are misspelt."""
-    known = {_variable(key) for key in _keys(parser)}
-    known |= {f"{ENVIRONMENT_PREFIX}_CACHE", API_KEY_VARIABLE}
-    for name in os.environ:
-        if name.startswith(f"{ENVIRONMENT_PREFIX}_") and name not in known:
-            print(f"warning: the environment variable {name} sets no option of {parser.prog}", file=sys.stderr)
-
-
-def _keys(parser: ArgumentParser) -> list[str]:
-    actions: list[Any] = parser._actions
-    return [action.dest for action in actions]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jsonargparse import _loaders_dumpers
 
 from async_rlhf.config.base import ConfigError, problem_of_text
 
@@ -225,36 +223,3 @@ def _check_scalar(node: yaml.ScalarNode, line: str) -> None:
         digits = node.value.replace("_", "")
         if len(digits) > 70 or abs(int(digits, 0)) > MAX_INTEGER:
             raise ConfigError(f"{shown}; must be an integer of at most 64 bits")
-
-
-class _ValueLoader:
-    """Reads a text from the command line or the environment for jsonargparse, by :func:`parse_yaml`."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_single_data(self) -> Any:
-        """The value of the text; after an error, jsonargparse uses the text itself."""
-        try:
-            return parse_yaml(self._text, "the value")
-        except ConfigError as error:
-            raise yaml.YAMLError(str(error)) from error
-
-    def dispose(self) -> None:
-        """Nothing is held."""
-
-
-@contextmanager
-def read_by_jsonargparse() -> Iterator[None]:
-    """Within, jsonargparse reads YAML with this module.
-
-    Its public way, a loader for a parser's mode, does not cover numbers and switches, which it reads with the loader
-    replaced here. Outside the context, other parsers in this process keep their own loader.
-    """
-    kept: Any = _loaders_dumpers
-    before = kept.yaml_default_loader
-    kept.yaml_default_loader = _ValueLoader
-    try:
-        yield
-    finally:
-        kept.yaml_default_loader = before

@@ -88,7 +88,7 @@ NETWORK = ["--train.generation.weights_transport", "network"]
     ("words", "expected"),
     [
         (["--train.stalenes", "1"], "train.stalenes"),
-        (["--train.staleness", "often"], "train.staleness.*int.*often"),
+        (["--train.staleness", "often"], "train.staleness: got 'often'; must be an integer"),
         (["--train.staleness", "-1"], "staleness: got -1; must be at least 0"),
         (["--train.total_episodes", "30"], "total_episodes: got 30; must be a multiple of the batch of 4 .*such as 32"),
         (["--train.loss_type", "hinge"], "train.loss_type.*hinge"),
@@ -120,7 +120,7 @@ NETWORK = ["--train.generation.weights_transport", "network"]
         (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: 'online_dpo' has no value model"),
         (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
         (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
-        (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got nan; must be a finite number"),
+        (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got '.nan'; must be a finite number"),
         (["--algorithm=ppo", "--train.kl.corrected", "true"], "kl.corrected: got True; must be false unless kl.where"),
         (
             ["--algorithm=best_of_k", "--train.kl", "{corrected: true, where: loss, estimator: k3, coef: 1}"],

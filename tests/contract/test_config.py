@@ -19,7 +19,7 @@ from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.commands.train import train_stage
 from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.base import Checked, key, known_of
-from async_rlhf.config.parsing import make_parser, parse
+from async_rlhf.config.parsing import options_of, parse
 from async_rlhf.run.checkpoint import ResumeState, as_saved
 from async_rlhf.run.config import DataConfig, RunConfig
 
@@ -173,8 +173,7 @@ def explained(command: str) -> dict[str, str]:
     """Each key of a command, and what ``--help`` says of it."""
     kind = import_attribute(COMMANDS[command].config)
     kinds = [RunConfig.of(name) for name in BUILT_IN] if kind is RunConfig else [kind]
-    actions = [action for each in kinds for action in make_parser(each, command)._actions]
-    return {action.dest: action.help for action in actions if action.help != "Path to a configuration file."}
+    return {option.key: f"{option.text}{option.more}" for each in kinds for option in options_of(each)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,7 @@ import pytest
 
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.commands.table import COMMANDS, import_attribute
-from async_rlhf.config.parsing import make_parser
+from async_rlhf.config.parsing import options_of
 from async_rlhf.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_options_in_the_examples_exist():
             found = re.match(r"\s*(?:\$ )?async-rlhf (\w+) (.*)", line)
             if found is None or found.group(1) not in COMMANDS:
                 continue
-            known = OPTIONS.get(found.group(1)) or OPTIONS.setdefault(found.group(1), options_of(found.group(1)))
+            known = OPTIONS.get(found.group(1)) or OPTIONS.setdefault(found.group(1), names_of(found.group(1)))
             for option in re.findall(r"(?<=\s)--([\w.]+)", found.group(2).partition("#")[0]):
                 if option not in known and option.split(".")[0] not in ("models", "vllm"):
                     wrong.append(f"{page.relative_to(ROOT)}: async-rlhf {found.group(1)} --{option}")
@@ -66,11 +66,10 @@ OPTIONS: dict[str, set[str]] = {}
 SHORT = {"config", "dry", "resume", "resume-from", "reward", "help", "command", "output"}
 
 
-def options_of(command: str) -> set[str]:
-    """What its parser knows, of every algorithm."""
+def names_of(command: str) -> set[str]:
+    """What its parser knows, of every algorithm: keys, groups, and short forms."""
     kind = import_attribute(COMMANDS[command].config)
     kinds = [RunConfig.of(algorithm) for algorithm in BUILT_IN] if kind is RunConfig else [kind]
-    parsers = [make_parser(kind, command) for kind in kinds]
-    return {
-        option.lstrip("-") for parser in parsers for action in parser._actions for option in action.option_strings
-    } | SHORT
+    keys = {option.key for kind in kinds for option in options_of(kind)}
+    groups = {key[:at] for key in keys for at, sign in enumerate(key) if sign == "."}
+    return keys | groups | SHORT | {"env", "help-all", "dry-run"}

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, options_of
+from test_docs import ROOT, names_of
 from tiny import PROMPTS
 
 import async_rlhf
@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 ROWS = [line.split("|")[2] for line in PAGE.splitlines() if re.match(r"\| (?!original|TRL \||---)", line)]
 OURS = sorted({name for row in ROWS[:-2] for name in re.findall(r"`([^`]+)`", row)})
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-OPTIONS = {option for command in ("train", "sft") for option in options_of(command)}
+OPTIONS = {option for command in ("train", "sft") for option in names_of(command)}
 RESULTS = (ROOT / "docs" / "commands" / "evaluate.md").read_text(encoding="utf-8")
 FOREIGN = {"loss_type", "importance_sampling_level"}
 """TRL's, explained beside ours."""
