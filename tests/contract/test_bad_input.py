@@ -138,7 +138,7 @@ NETWORK = ["--train.generation.weights_transport", "network"]
         ),
         (["--algorithm", "ppo", "--train.mask_truncated", "true"], "mask_truncated"),
         (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
-        (["--train.generation.engine", "vlm"], "engine: got 'vlm'; must be \"transformers\" or \"vllm\""),
+        (["--train.generation.engine", "vlm"], 'engine: got \'vlm\'; must be "transformers" or "vllm"'),
         (["--train.generation.placement", "server"], "engine: got 'transformers'; must be \"vllm\" with placement"),
         ([*VLLM, "--train.generation.placement", "server"], r"urls: got \[\]; must name at least one server"),
         ([*VLLM, "--train.generation.urls", "[http://a]"], 'urls: got .*; must be empty unless placement is "server"'),

@@ -28,33 +28,32 @@ def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("learner", "device", "gpus", "expected"),
+    ("learner", "device", "gpus", "each", "reward", "expected"),
     [
-        ("cuda:0", None, 5, [("cuda:4", "cuda:3"), ("cuda:2", "cuda:1")]),
-        ("cuda:2", None, 5, [("cuda:4", "cuda:3"), ("cuda:1", "cuda:0")]),
-        ("cpu", "cuda", 4, [("cuda:3", "cuda:2"), ("cuda:1", "cuda:0")]),
-        ("cpu", None, 4, [("cpu",), ("cpu",)]),
-        ("cuda:0", "cpu", 4, [("cpu",), ("cpu",)]),
+        ("cuda:0", None, 5, 2, None, ["43", "21"]),
+        ("cuda:2", None, 5, 2, None, ["43", "10"]),
+        ("cuda:0", None, 6, 2, None, ["54", "32", "54"]),
+        ("cpu", "cuda", 4, 2, None, ["32", "10"]),
+        ("cpu", "cuda", 2, 1, None, ["1", "0"]),
+        ("cuda:0", None, 1, 1, None, ["0", "0"]),
+        ("cuda:0", None, 2, 1, None, ["1", "1"]),
+        ("cuda:3", None, 4, 1, None, ["2", "1", "0", "2"]),
+        ("cuda:0", "cuda:1", 4, 1, None, ["1", "1"]),
+        ("cuda:0", None, 4, 2, "cuda:3", ["21"]),
+        ("cuda:0", None, 4, 1, "cuda:3", ["2", "1", "2"]),
+        ("cuda:0", None, 2, 1, "cuda:1", ["1"]),
+        ("cpu", None, 0, 1, None, None),
+        ("cpu", None, 4, 2, None, None),
+        ("cuda:0", "cpu", 4, 2, None, None),
     ],
 )
-def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, expected):
+def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, each, reward, expected):
+    """The last first, and again the first ones for workers beyond the last; the reward model's only if none is left.
+    None stands for the CPU."""
     on_gpus(gpus, monkeypatch)
-    assert [worker_devices(device, number, torch.device(learner), 2) for number in range(2)] == expected
-
-
-def test_a_worker_that_joins_when_no_gpus_are_left_shares_those_of_the_first(monkeypatch):
-    on_gpus(6, monkeypatch)
-    taken = [worker_devices(None, number, torch.device("cuda:0"), 2) for number in range(3)]
-    assert taken == [("cuda:5", "cuda:4"), ("cuda:3", "cuda:2"), ("cuda:5", "cuda:4")]
-
-
-def test_the_gpu_of_the_reward_model_is_left_to_it_unless_it_is_the_last_one(monkeypatch):
-    learner = torch.device("cuda:0")
-    on_gpus(4, monkeypatch)
-    assert worker_devices(None, 0, learner, 2, "cuda:3") == ("cuda:2", "cuda:1")
-    assert [worker_devices(None, number, learner, 1, "cuda:3") for number in (0, 2)] == [("cuda:2",)] * 2
-    on_gpus(2, monkeypatch)
-    assert worker_devices(None, 0, learner, 1, "cuda:1") == ("cuda:1",)
+    numbers = range(len(expected or "12"))
+    taken = [worker_devices(device, number, torch.device(learner), each, reward) for number in numbers]
+    assert taken == ([("cpu",)] * 2 if expected is None else [tuple(f"cuda:{i}" for i in gpus) for gpus in expected])
 
 
 def sharded(**generation: object) -> dict[str, object]:
