@@ -235,8 +235,7 @@ def _receive(pipe: Connection, rank: int, world: int, device: str, prepare: Prep
         torch.cuda.set_device(place)
     pipe.send(None)
     while (invitation := pipe.recv()) is not None:
-        invitation.pop("backend")
-        tensors = receiver.receive(rank=rank, device=place, **invitation)
+        tensors = receiver.receive(invitation, rank, place)
         taken = {} if tensors is None else dict(tensors)
         if place.type == "cuda":
             torch.cuda.synchronize(place)

@@ -55,11 +55,10 @@ class Takers:
 
     def take(self, sender: Sender, specs=SPECS) -> list[threading.Thread]:
         invitation = sender.invitation(specs)
-        invitation.pop("backend")
 
         def receive(rank: int, receiver: Receiver) -> None:
             try:
-                taken = receiver.receive(rank=rank, device=CPU, **invitation)
+                taken = receiver.receive(invitation, rank, CPU)
                 self.found[rank] = {} if taken is None else dict(taken)
             except ConnectionError as error:
                 self.found[rank] = error
@@ -196,7 +195,6 @@ def test_a_receiver_with_another_secret_gets_nothing(monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=2))
     sender = Sender(URL, 1, CPU)
     fields = sender.invitation(SPECS) | {"secret": os.urandom(32).hex()}
-    fields.pop("backend")
     errors: list[BaseException] = []
 
     def send() -> None:
@@ -208,7 +206,7 @@ def test_a_receiver_with_another_secret_gets_nothing(monkeypatch):
     thread = threading.Thread(target=send)
     thread.start()
     with pytest.raises(ConnectionError):
-        Receiver().receive(rank=1, device=CPU, **fields)
+        Receiver().receive(fields, 1, CPU)
     thread.join(timeout=30)
     assert "number 1 did not come" in str(errors[0])
 
@@ -223,10 +221,9 @@ def test_a_receiver_that_goes_away_is_an_error():
     memory, specs = packed({"small": torch.zeros(3), "large": torch.zeros(1 << 24)})
     sender = Sender(URL, 1, CPU)
     fields = sender.invitation(specs)
-    fields.pop("backend")
 
     def take_one_and_leave() -> None:
-        tensors = Receiver().receive(rank=1, device=CPU, **fields)
+        tensors = Receiver().receive(fields, 1, CPU)
         next(tensors)
         tensors.close()
 
