@@ -169,7 +169,6 @@ class Receiver:
                 self._channel.settimeout(None)  # nothing comes between two transfers
                 hear(store, self._channel)
                 self._group = _NCCLGroup(store, rank, invitation["world"])
-        places = invitation["tensors"]
         specs = [
             TensorSpec(name, tuple(shape), getattr(torch, dtype), at)
             for name, shape, dtype, at in invitation["tensors"]
