@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-quick test-rare test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -12,6 +12,13 @@ quickstart: setup   ## install, then run the whole pipeline on the built-in task
 
 test: setup         ## install, then run all tests that need neither vLLM nor a GPU
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-quick: setup   ## install, then run the laws, the oracles, the golden runs, and one fault of each kind
+	$(BIN)/python -m pytest -m 'quick and not rare' --numprocesses auto --maxprocesses 4
+
+test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
+	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare --numprocesses auto --maxprocesses 4
+	FUZZ_CASES=1400 $(BIN)/python -m pytest tests/contract/test_fuzz.py
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm

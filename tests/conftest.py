@@ -25,6 +25,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+QUICK = {
+    "laws",
+    "structure",
+    "golden",
+    "policy_objectives",
+    "objectives",
+    "advantages",
+    "ratios",
+    "preferences",
+    "head",
+}
+QUICK |= {"truncation", "passes", "packing", "schedule", "dispatch", "engine", "sequential", "budgets"}
+"""Files of laws and oracles; of faults and kills some tests are marked one by one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in QUICK:
+            item.add_marker("quick")
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Two threads may add in another order than one; bitwise comparisons need the same number everywhere."""

@@ -436,6 +436,7 @@ def test_an_earlier_run_is_not_written_over(make_policy, tokenizer, prompts, mak
     assert len(log.read_text().splitlines()) == 6
 
 
+@pytest.mark.rare
 def test_the_command_trains_then_skips_what_is_done(files):
     first = run_command("train", "--config", files["config.yml"])
     assert first.returncode == 0, first.stderr
@@ -471,6 +472,7 @@ def test_help_and_dry_run(files):
     assert run_command("trian").returncode == 2
 
 
+@pytest.mark.rare
 def test_a_full_disk_ends_the_run_with_what_was_written_intact(files):
     """The limit on the size of a file stands for the disk: writing fails with an OSError just so."""
 

@@ -333,7 +333,10 @@ def lose_both(server) -> None:
     lose_process(server)
 
 
-@pytest.mark.parametrize("lose", [lose_process, lose_socket, lose_folder, lose_both])
+RARE = [pytest.param(lose, marks=pytest.mark.rare) for lose in (lose_process, lose_socket, lose_folder)]
+
+
+@pytest.mark.parametrize("lose", [lose_both, *RARE])
 def test_a_generator_is_restarted_although_the_fork_server_is_gone(
     make_policy, tokenizer, prompts, make_args, lose, caplog
 ):
@@ -544,6 +547,7 @@ raise RuntimeError("while the generator samples")
 """
 
 
+@pytest.mark.rare
 def test_a_program_that_fails_without_closing_its_generator_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNCLOSED.format(tests=str(Path(__file__).parents[1])))
@@ -618,6 +622,7 @@ def test_sigterm_saves_and_the_run_can_be_resumed(started):
     assert [row["batch"] for row in rows] == list(range(1, trained + 3))
 
 
+@pytest.mark.rare
 def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(started):
     """A job that a scheduler has started twice. The first one, killed, is followed at once."""
     learner, out, command = started
@@ -645,6 +650,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(started):
     assert not (out / ".run.lock").exists()
 
 
+@pytest.mark.rare
 def test_a_closed_terminal_is_as_sigterm(command, tmp_path):
     """With all that the processes of a terminal suffer then: every one gets SIGHUP, and none can write any more."""
     ours, theirs = pty.openpty()
@@ -686,6 +692,7 @@ def _drain(terminal: int) -> None:
                 os.read(terminal, 4096)
 
 
+@pytest.mark.rare
 def test_under_nohup_a_run_goes_on(command, tmp_path):
     learner = subprocess.Popen(
         command,

@@ -242,7 +242,7 @@ def outcome(command: str, words: list[str]) -> str:
 
 
 CASES = settings(
-    max_examples=int(os.environ.get("FUZZ_CASES", 700)),
+    max_examples=int(os.environ.get("FUZZ_CASES", 200)),
     deadline=None,
     derandomize=True,
     database=None,

@@ -251,6 +251,7 @@ def test_a_run_killed_in_every_phase_goes_on_bit_for_bit(tmp_path, program):
     assert difference(out, whole, 6) is None
 
 
+@pytest.mark.quick
 def test_a_run_killed_while_it_saves_goes_on_bit_for_bit(tmp_path, program):
     whole, out, options = tmp_path / "whole", tmp_path / "killed", ("online_dpo", 0, 6)
     run_here(words(whole, *options))

@@ -60,6 +60,7 @@ def test_names_that_do_not_exist_would_be_found():
         exists("async_rlhf.data.strem:PromptStream")
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs_as_it_is_printed(number, tmp_path, make_policy, tokenizer):
     write_model(make_policy(), tokenizer, tmp_path / "policy")

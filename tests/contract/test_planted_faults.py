@@ -11,7 +11,12 @@ PATIENCE = 60
 """Batches that a test waits; faults that take longer on some engines are in the table that planted_faults.py prints."""
 
 
-@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
+KINDS = {planted.found: planted for planted in reversed(FAULTS)}
+"""By the check that finds them."""
+MARKED = [pytest.param(one, id=one.name, marks=[pytest.mark.quick] * (one in KINDS.values())) for one in FAULTS]
+
+
+@pytest.mark.parametrize("planted", MARKED)
 @pytest.mark.parametrize("counter_based", [True, False], ids=["transformers", "any"])
 def test_a_planted_fault_is_found(planted, counter_based):
     within = planted.within if counter_based else planted.within_any

@@ -233,6 +233,7 @@ def test_both_runs_of_a_pair_differ_in_staleness_alone(inputs, tmp_path):
     assert trials[0].held_out == trials[1].held_out
 
 
+@pytest.mark.rare
 def test_a_certificate_of_real_runs_goes_on_and_stays(inputs, tmp_path, capsys):
     """Undecided after two pairs; with a third the first two are read back; another margin is refused."""
     out = tmp_path / "out"

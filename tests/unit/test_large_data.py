@@ -375,6 +375,7 @@ print(stream.fingerprint(), stream.prompt(5).tokens)
 """
 
 
+@pytest.mark.rare
 def test_processes_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path, tokenizer, large):
     rows = [{"query": f"row {i}"} for i in range(3000)]
     path = written(tmp_path / "rows.jsonl", rows)

@@ -745,7 +745,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("timeout", [0.5, None, 1000.0])
+@pytest.mark.parametrize("timeout", [0.5, *(pytest.param(one, marks=pytest.mark.rare) for one in (None, 1000.0))])
 def test_a_hanging_function_does_not_keep_the_process_from_ending(timeout):
     """Neither once it has been given up, nor when Ctrl-C comes while the learner waits for it."""
     program = HANGS.replace("TIMEOUT", repr(timeout))
