@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +18,6 @@ from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.types import Prompt, Sample
 
 VARIABLE = "RECOMPUTING_ENGINE_RUNS_ON"
-
-
-class Row(NamedTuple):
-    """A completion under way."""
-
-    prompt: Prompt
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
 
 
 class RecomputingEngine:
@@ -57,44 +47,29 @@ class RecomputingEngine:
         """There is nothing to end."""
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
-        left = iter([prompts])
-        found = dict(self.stream(lambda places: next(left, ())))
-        return [found[number] for number in range(len(prompts))]
+        return [tuple(self._answer(prompt, k) for k in range(self.params.samples_per_prompt)) for prompt in prompts]
+
+    def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        numbers = count()
+        while prompts := more(1):
+            yield next(numbers), self.generate(prompts)[0]
 
     @torch.no_grad()
-    def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
-        numbers, open_rows = count(), dict[int, list[Row]]()
-        while True:
-            room = self.params.batch_size // self.params.samples_per_prompt - len(open_rows)
-            for prompt in more(room) if room > 0 else ():
-                open_rows[next(numbers)] = [Row(prompt, [], [], []) for _ in range(self.params.samples_per_prompt)]
-            if not open_rows:
-                return
+    def _answer(self, prompt: Prompt, sample: int) -> Sample:
+        params = self.params
+        tokens, logprobs, versions, stops = list[int](), list[float](), list[int](), params.stop_token_ids
+        uniforms_T = torch.from_numpy(row_uniforms(params.seed, [prompt], sample + 1, params.response_length)[0, -1])
+        while len(tokens) < params.response_length and not (tokens and tokens[-1] in stops):
+            self._heartbeat()
             if self.refresh is not None:
                 self.refresh()
-            for number in list(open_rows):
-                for sample, row in enumerate(open_rows[number]):
-                    if not self._has_ended(row):
-                        self._draw(row, sample)
-                if all(map(self._has_ended, open_rows[number])):
-                    yield number, tuple(map(self._sample, open_rows.pop(number)))
-
-    def _draw(self, row: Row, sample: int) -> None:
-        self._heartbeat()
-        logits_1V = self.model(torch.tensor([[*row.prompt.tokens, *row.tokens]])).logits[:, -1]
-        params, position = self.params, len(row.tokens)
-        uniforms_1 = torch.from_numpy(row_uniforms(params.seed, [row.prompt], sample + 1, position + 1)[0, -1:, -1])
-        token_1, logprob_1 = draw_tokens(truncated(logits_1V, params.distribution), uniforms_1, params.temperature)
-        row.tokens.append(int(token_1))
-        row.logprobs.append(float(logprob_1))
-        row.versions.append(self.version)
-
-    def _has_ended(self, row: Row) -> bool:
-        return len(row.tokens) == self.params.response_length or row.tokens[-1:] == list(self.params.stop_token_ids)
-
-    def _sample(self, row: Row) -> Sample:
-        reason = "stop" if row.tokens[-1] in self.params.stop_token_ids else "length"
-        return Sample.answer(row.prompt.tokens, row.tokens, row.logprobs, row.versions, reason)
+            logits_1V = self.model(torch.tensor([[*prompt.tokens, *tokens]])).logits[:, -1]
+            logits_1V = truncated(logits_1V, params.distribution)
+            token_1, logprob_1 = draw_tokens(logits_1V, uniforms_T[len(tokens)][None], params.temperature)
+            tokens.append(int(token_1))
+            logprobs.append(float(logprob_1))
+            versions.append(self.version)
+        return Sample.answer(prompt.tokens, tokens, logprobs, versions, "stop" if tokens[-1] in stops else "length")
 
 
 def environment(devices: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from async_rlhf.config.base import ConfigError, require
-from async_rlhf.system.named import load_attribute
+from async_rlhf.config.import_by_name import load_attribute
 
 Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep", "vllm_options"]
 """What an engine can do, which others cannot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from async_rlhf.generation.decode_cache import add_rows, forget_left, keep_rows
+from async_rlhf.generation.protocol import Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.truncation import truncated
 from async_rlhf.types import Prompt, Sample
-
-if TYPE_CHECKING:
-    from async_rlhf.generation.transformers_engine import TransformersEngine
 
 _SPARE = 8
 """Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
@@ -25,6 +23,27 @@ _SPARE = 8
 
 Complete = tuple[int, tuple[Sample, ...]]
 """A prompt's number, and its completions."""
+
+
+class Model(Protocol):
+    """What the loop needs of an engine."""
+
+    params: SamplingParams
+    version: int
+    """Of the weights, which may change between two steps."""
+    refresh: Callable[[], None] | None
+    occupancy: Occupancy
+    """To which every step is added."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    def prefill(self, rows: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, DynamicCache]:
+        """Logits (B, V) after each row of tokens, repeated for its samples, and their cache, padded on the left."""
+
+    def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
+        """Logits (B, V) after one more token of each row, which then has ``lengths_B`` in the last columns."""
 
 
 @dataclass
@@ -90,7 +109,7 @@ class Decoding:
             way; else only when all have ended. Only for caches to which rows can be added.
     """
 
-    def __init__(self, model: TransformersEngine, places: int, refilled: bool = False) -> None:
+    def __init__(self, model: Model, places: int, refilled: bool = False) -> None:
         self.model, self.params, self.refilled = model, model.params, refilled
         most, device = self.params.response_length, model.device
         self._free = list(range(places))

@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import recomputing_engine
 import torch
-from recomputing_engine import VARIABLE
 from tiny import count_letters
 
 from async_rlhf import LoRAConfig
 from async_rlhf.config import ConfigError, VLLMConfig
-from async_rlhf.config.engines import ENGINES, find
+from async_rlhf.config.engines import ENGINES
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.config.parallel import SharedConfig
 from async_rlhf.generation.engines import ModelSpec, make_engine
@@ -36,15 +36,13 @@ PROMPTS = [Prompt(draw, draw, tuple(range(65, 68 + draw))) for draw in range(5)]
 def trained(make_policy, tokenizer, prompts, make_args, tmp_path):
     """Train with an engine. Returns the weights and the metrics of each batch."""
 
-    def train(engine: str, placement: str, staleness: int = 0, callbacks=(), **changes):
+    def train(engine: str, placement: str, staleness: int = 0, **changes):
         generation = {"engine": engine, "placement": placement, "probe_steps": 1, "mismatch_steps": 1}
         generation |= changes.pop("generation", {})
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         args = make_args(generation=generation, staleness=staleness, total_episodes=32, output_dir=str(out), **changes)
         policy = make_policy()
-        OnlineTrainer(
-            policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer, callbacks=list(callbacks)
-        ).train()
+        OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
         lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
         return policy.state_dict(), [json.loads(line) for line in lines]
 
@@ -58,10 +56,13 @@ def assert_same(ours, theirs) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, "in flight"])
 def test_it_computes_and_draws_what_the_learner_would(trained, engine, staleness):
     """Version, checksum, probe, draws: all are compared in every batch, and the run ends if one is wrong."""
-    _, rows = trained(engine, "process", staleness)
+    options = {"staleness": staleness, "generation": {}}
+    if staleness == "in flight":
+        options = {"staleness": 2, "staleness_mode": "bounded", "generation": {"in_flight": True}}
+    _, rows = trained(engine, "process", **options)
     assert [row["engine/redraw_ties"] for row in rows] == [0.0] * len(rows)
     assert all(row["engine/logprob_difference"] < 1e-5 for row in rows)
     assert any("weights/probe_difference" in row for row in rows)
@@ -91,21 +92,14 @@ def test_a_killed_worker_is_replaced_and_nothing_changes(trained, engine, monkey
 
 
 @EVERY
-def test_newer_weights_go_on_with_what_is_under_way(trained, engine):
-    _, rows = trained(engine, "process", 2, staleness_mode="bounded", generation={"in_flight": True})
-    assert all(row["engine/logprob_difference"] < 1e-5 for row in rows)
-
-
-@EVERY
 def test_it_proves_what_it_holds_and_its_completions_depend_on_nothing_else(make_policy, engine):
     policy = make_policy()
     weights = named_weights(policy)
     made = make_engine(ModelSpec(type(policy), policy.config, torch.float32, "cpu", engine=engine), PARAMS)
     assert made.load(weights, 3) == digests(weights)
-    assert made.version == 3
     together = made.generate(PROMPTS)
     alone = [made.generate([prompt])[0] for prompt in PROMPTS]
-    left = iter([PROMPTS[:2], PROMPTS[2:]])
+    left = iter([[prompt] for prompt in PROMPTS])
     streamed = dict(made.stream(lambda places: next(left, ())))
     for number, group in enumerate(together):
         for one, other, third in zip(group, alone[number], streamed[number], strict=True):
@@ -115,8 +109,6 @@ def test_it_proves_what_it_holds_and_its_completions_depend_on_nothing_else(make
 
 
 def test_one_that_draws_otherwise_is_found(trained, monkeypatch):
-    import recomputing_engine
-
     draw = recomputing_engine.draw_tokens
     monkeypatch.setattr(recomputing_engine, "draw_tokens", lambda logits, u, t: draw(logits, (u + 0.5) % 1, t))
     with pytest.raises(GeneratorError, match="other tokens than the random numbers of its completions give"):
@@ -129,7 +121,7 @@ def test_its_environment_is_that_of_a_fresh_interpreter(make_policy, make_args):
     generator = ProcessGenerator(make_args(generation=generation), policy, PARAMS, None)
     try:
         variables = Path(f"/proc/{generator.workers[0].process.pid}/environ").read_bytes().split(b"\0")
-        assert f"{VARIABLE}=cpu".encode() in variables
+        assert f"{recomputing_engine.VARIABLE}=cpu".encode() in variables
     finally:
         generator.close()
 
@@ -139,7 +131,6 @@ def test_its_environment_is_that_of_a_fresh_interpreter(make_policy, make_args):
     [
         ({"engine": "vlm"}, """engine: got 'vlm'; must be "transformers" or "vllm", or an EngineSpec of your own"""),
         ({"engine": "no_such_module:ENGINE"}, "engine: got 'no_such_module:ENGINE': No module named"),
-        ({"engine": "recomputing_engine:PARTS"}, "recomputing_engine has no NAME 'PARTS'"),
         ({"engine": "recomputing_engine:VARIABLE"}, "which is 'RECOMPUTING_ENGINE_RUNS_ON'; must be"),
         ({"temperature": 0.05}, 'temperature: got 0.05; must be at least 0.1 with engine "recomputing_engine:ENGINE"'),
         ({"seed_per_request": False}, 'must be true unless engine is "vllm"'),
@@ -164,4 +155,3 @@ def test_it_takes_turns_with_a_learner_of_one_rank_and_needs_what_it_says(make_a
         HeldOutConfig(models={"a": "b"}, data="c", output_dir="d", engine=OUTSIDE, parallel=SharedConfig(ranks=2))
     with pytest.raises(ConfigError, match=r"generation.engine: got .*MISSING'; needs a part that nobody has"):
         check_engine(make_args(generation={"engine": "recomputing_engine:MISSING"}).generation)
-    assert find(OUTSIDE).supports == {"redraw"}

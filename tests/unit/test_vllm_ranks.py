@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rlhf.config import ConfigError, GenerationConfig, ParallelConfig, RayConfig, VLLMConfig
+from async_rlhf.config import ConfigError, ParallelConfig, RayConfig, VLLMConfig
 from async_rlhf.generation.placement import check_gpus, worker_devices
 from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
 from async_rlhf.models.snapshots import Region, SnapshotRing
@@ -31,19 +31,15 @@ def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("learner", "device", "gpus", "each", "reward", "expected"),
     [
         ("cuda:0", None, 5, 2, None, ["43", "21"]),
-        ("cuda:2", None, 5, 2, None, ["43", "10"]),
         ("cuda:0", None, 6, 2, None, ["54", "32", "54"]),
-        ("cpu", "cuda", 4, 2, None, ["32", "10"]),
         ("cpu", "cuda", 2, 1, None, ["1", "0"]),
         ("cuda:0", None, 1, 1, None, ["0", "0"]),
-        ("cuda:0", None, 2, 1, None, ["1", "1"]),
         ("cuda:3", None, 4, 1, None, ["2", "1", "0", "2"]),
         ("cuda:0", "cuda:1", 4, 1, None, ["1", "1"]),
         ("cuda:0", None, 4, 2, "cuda:3", ["21"]),
         ("cuda:0", None, 4, 1, "cuda:3", ["2", "1", "2"]),
         ("cuda:0", None, 2, 1, "cuda:1", ["1"]),
         ("cpu", None, 0, 1, None, None),
-        ("cpu", None, 4, 2, None, None),
         ("cuda:0", "cpu", 4, 2, None, None),
     ],
 )
@@ -126,12 +122,6 @@ def test_keys_that_say_another_number_of_gpus_are_refused(make_args, changes, wr
     ray = {"launch": "ray", "ray": RayConfig(**changes["ray"])} if "ray" in changes else {}
     with nullcontext() if wrong is None else pytest.raises(ConfigError, match=wrong):
         make_args(generation=sharded(**changes.get("generation", {})), staleness=1, **ray)
-
-
-def test_the_engine_alone_takes_a_number_of_gpus():
-    right = 'vllm.tensor_parallel_size: got 2; must be left out unless engine is "vllm"'
-    with pytest.raises(ConfigError, match=right):
-        GenerationConfig(vllm=VLLMConfig(tensor_parallel_size=2))
 
 
 def test_the_threads_of_a_cpu_are_shared():
