@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig
-from async_rlhf.generation.messages import ModelSpec
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import VLLMEngine, cpu_environment

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from smallest import parse
 
-from async_rlhf.generation.comparisons import CPU, share, steps_for
+from async_rlhf.generation.audit import share, steps_for
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig
 from async_rlhf.studies.plan.roofline import Batch, Roofline
 
 COMPARED = 8
-CORE = HardwareConfig(name="a core", tflops=CPU.tflops, weights_gbs=CPU.weights_gbs)
+CORE = HardwareConfig(name="a core", tflops=0.05, weights_gbs=2.0)
 
 
 class Case(NamedTuple):
@@ -52,7 +52,7 @@ def figures(case: Case, loads: bool) -> tuple[float, int]:
     model = ModelSizeConfig(case.parameters, 32, 1024)
     seconds = Roofline(case.hardware, model, batch).learn_seconds(case.ranks)
     updates = Roofline(case.hardware, replace(model, reference_parameters=0, reward_parameters=0), batch)
-    one = share(case.rows, COMPARED, tokens, case.ranks, loaded, case.hardware)
+    one = share(case.rows, COMPARED, tokens, case.ranks, loaded, "cpu" if case.hardware is CORE else "cuda")
     alone = updates.learn_seconds(1) / case.ranks
     return one * alone / seconds, steps_for(one)
 

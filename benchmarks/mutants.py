@@ -34,7 +34,7 @@ from smallest import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
-    "generation.evidence": "unit/test_evidence.py",
+    "generation.sampling_test": "unit/test_sampling_test.py",
     "models.packing": "unit/test_packing.py",
     "models.passes": "unit/test_passes.py",
     "run.schedule": "unit/test_schedule.py",

@@ -38,7 +38,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from async_rlhf.generation import broadcast
 from async_rlhf.generation.broadcast import Receiver, Sender
-from async_rlhf.models.leaving import Beside
+from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import TensorSpec, digests, tensors_in
 from async_rlhf.ranks.parallel import ALONE
@@ -102,7 +102,7 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
 
 
 def _stall(snapshots: Snapshots, model: GPTNeoXForCausalLM, version: int) -> float:
-    beside = Beside("publisher")
+    beside = BackgroundThread("publisher")
     started = time.perf_counter()
     snapshots.publish(model, version, ALONE, beside)
     seconds = time.perf_counter() - started
@@ -235,8 +235,7 @@ def _receive(pipe: Connection, rank: int, world: int, device: str, prepare: Prep
         torch.cuda.set_device(place)
     pipe.send(None)
     while (invitation := pipe.recv()) is not None:
-        invitation.pop("backend")
-        tensors = receiver.receive(rank=rank, device=place, **invitation)
+        tensors = receiver.receive(invitation, rank, place)
         taken = {} if tensors is None else dict(tensors)
         if place.type == "cuda":
             torch.cuda.synchronize(place)

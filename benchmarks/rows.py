@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import socket
 import statistics
 import subprocess
@@ -46,11 +45,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceCl
 from async_rlhf import GenerationConfig, GRPOConfig
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
-from async_rlhf.generation.messages import Reply, Request
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.dispatch import Worker
+from async_rlhf.generation.protocol import Reply, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.replies import fingerprint
-from async_rlhf.generation.restarting import Arrived, RestartingGenerator
+from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.learner import learner as learners
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import forward
@@ -78,28 +76,16 @@ class Prompts:
         return self.prompts[:size]
 
 
-class Worker:
+class Ready(Worker):
     """Answers with a reply that is there already."""
 
-    number, label, starts, since, has_begun = 0, "generator 0", 1, 0.0, True
+    has_begun = True
     reply: Reply
-
-    def __init__(self, arrived: queue.SimpleQueue[Arrived | None]) -> None:
-        self.arrived = arrived
-        self.open: list[Request] = []
 
     def submit(self, request: Request) -> None:
         """Answer at once."""
         self.open = [request]
-        self.arrived.put(Arrived(self, 1, self.reply))
-
-    def silent_for(self) -> float:
-        """Never."""
-        return 0.0
-
-    def answered(self, place: int) -> Request:
-        """What was asked."""
-        return self.open.pop(place)
+        self.arrive(self.reply)
 
     def close(self) -> None:
         """Do nothing."""
@@ -114,10 +100,16 @@ class Snapshots(NoSnapshots):
         return {}
 
 
-class Generator(RestartingGenerator):
+class Generator(RemoteGenerator):
     """Whose worker never dies."""
 
     kind = "worker"
+
+    def _prepare(self, config: Any, policy: Any) -> tuple[Snapshots, int]:
+        return Snapshots(), int(self.parallel.ranks.leads)
+
+    def _make(self, number: int) -> Ready:
+        return Ready(number, "generator 0", self.arrived)
 
 
 def reply(prompts: Sequence[Prompt], length: int) -> Reply:
@@ -215,12 +207,10 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
     scorer = Scorer(None, config, reward, (), "query", parallel)  # type: ignore[arg-type]  # no text is read
     params = SamplingParams(SAMPLES, 1.0, length - PROMPT, (0,), 0)
     trace, prompts = Trace(), Prompts(rows if rank == 0 else 0)
-    arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-    parts, worker = (config, policy, params, trace, parallel, Snapshots()), Worker(arrived)
-    generator = Generator(arrived, *parts, [worker]) if rank == 0 else RemoteGenerator(*parts)
+    generator = Generator(config, policy, params, trace, parallel)
     empty = held()
     if rank == 0:
-        worker.reply = reply(prompts.prompts, length)
+        generator.workers[0].reply = reply(prompts.prompts, length)
     replies = held()
     size = {"batch_size": rows // SAMPLES, "num_batches": 1, "staleness": 0}
     rollouts = RolloutSchedule(generator, prompts, **size, trace=trace, leads=rank == 0)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import torch
 from smallest import parse
 
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.replies import check_completions
+from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.types import Prompt, Sample, drawn_versions
 

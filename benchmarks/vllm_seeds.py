@@ -24,7 +24,7 @@ from smallest import parse
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig
-from async_rlhf.generation.messages import ModelSpec
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.vllm_engine import VLLMEngine, cpu_environment
 from async_rlhf.models.weights import named_weights

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch import nn
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.models.leaving import Handle, Later, Work, at_once
+from async_rlhf.models.copy_stream import Later, Work, at_once
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.ranks.parallel import ALONE, Parallel
 
@@ -49,7 +50,7 @@ def copies_that_take(seconds: float, in_publish: bool) -> Iterator[None]:
     def publish_late(
         ring: SnapshotRing, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once
     ) -> None:
-        def late(work: Work) -> Handle:
+        def late(work: Work) -> Future[None]:
             return (at_once if in_publish else later)(lambda: (time.sleep(seconds), work())[1])
 
         publish(ring, model, version, parallel, late)

@@ -81,7 +81,7 @@ def figures(mean: dict[str, float], reward_seconds: float, staleness: int, predi
 def measure(
     batches: int = 16, prompts: int = PROMPTS, reward_seconds: float = REWARD_SECONDS
 ) -> dict[str, dict[str, float]]:
-    """Beside training, and in turn."""
+    """BackgroundThread training, and in turn."""
     found = {}
     for staleness in (1, 2):
         beside, in_turn = (run(batches, prompts, reward_seconds, staleness, each) for each in (True, False))

@@ -27,11 +27,9 @@ import waits
 from waiting import sleeping_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig
-from async_rlhf.generation.dispatch import Worker
-from async_rlhf.generation.idleness import Timesheet
-from async_rlhf.generation.messages import Request
+from async_rlhf.generation.dispatch import Utilisation, Worker
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.studies.plan.config import SecondsConfig, WorkloadConfig
@@ -50,7 +48,7 @@ class FixedShares:
     """Gives each worker the part of its own number, and no other: a dispatcher where none dies or leaves."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.lock, self.times = threading.RLock(), Timesheet()
+        self.lock, self.times = threading.RLock(), Utilisation()
         self.waiting: dict[int, deque[Request]] = {worker.number: deque() for worker in workers}
         self.workers, self.open, self.idle = workers, Counter[int](), dict[int, float]()
         for worker in workers:

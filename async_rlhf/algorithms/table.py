@@ -13,8 +13,8 @@ from typing import Any
 
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import ConfigError, require
+from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.online import OnlineConfig
-from async_rlhf.system.named import load_attribute
 
 BUILT_IN = {
     "online_dpo": "online_dpo:ONLINE_DPO",

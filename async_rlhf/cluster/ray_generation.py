@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import ray
@@ -24,21 +23,19 @@ from transformers import PreTrainedModel
 
 from async_rlhf.cluster.ray import Actor, NoRoomError, Place, Signs, generator_place, is_lost
 from async_rlhf.config import OnlineConfig
-from async_rlhf.generation.messages import Failure, ModelSpec, Ready, Reply, Request
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.restarting import Arrived, RestartingGenerator
-from async_rlhf.generation.vllm_engine import cpu_environment
+from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import RequestHandler, to_failure
-from async_rlhf.models.leaving import Later, Leaving, at_once
-from async_rlhf.models.weights import TensorSpec, digests, iterate_weights, layout, tensors_in
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
+from async_rlhf.models.snapshots import DraftSnapshots, Snapshots
+from async_rlhf.models.weights import TensorSpec, digests, tensors_in
+from async_rlhf.ranks.parallel import Parallel
 
 Memory = NDArray[np.uint8]
-_LOOK_SECONDS = 0.005
 
 
-class ObjectStoreSnapshots:
+class ObjectStoreSnapshots(DraftSnapshots):
     """S + 1 snapshots in Ray's object store; see :class:`~async_rlhf.models.snapshots.Snapshots`.
 
     A snapshot is one array of bytes, which every reader on a node maps into its memory without a copy.
@@ -51,28 +48,17 @@ class ObjectStoreSnapshots:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, slots: int, parallel: Parallel) -> None:
-        self.specs, size = layout(model, dtype, parallel=parallel)
-        self.slots, self.newest, self._dtype = slots, -1, dtype
-        self.published: dict[int, dict[str, str]] = {}
+        super().__init__(dtype, slots)
+        self._places(model, -1, parallel)
         self._references: dict[int, ray.ObjectRef] = {}
-        self._draft = torch.empty(size, dtype=torch.uint8)
         self.on_arrival: Callable[[int], None] = lambda version: None
         """Called, in any thread, when a version has come into the store."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights; the copy is put into the store later."""
-        views, leaving = tensors_in(self._draft, self.specs), Leaving(model, parallel, later)
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self._dtype):
-                leaving.copy(tensor, views[name])
-        leaving.end(partial(self._finish, version))
-
-    def _finish(self, version: int) -> None:
-        for kept in (self.published, self._references):
-            kept.pop(version - self.slots, None)
-        self.published[version] = digests(tensors_in(self._draft, self.specs))
-        self._references[version] = ray.put(self._draft.numpy())
-        self.newest = version
+    def make_available(self, version: int) -> None:
+        self._references.pop(version - self.slots, None)
+        self.published[version] = digests(self.draft)
+        self._references[version] = ray.put(self.memory.numpy())
+        self._newest = version
         self.on_arrival(version)
 
     def reference(self, version: int) -> list[ray.ObjectRef]:
@@ -87,7 +73,7 @@ class ObjectStoreSnapshots:
 
     def close(self) -> None:
         """Let the store free the snapshots."""
-        self.published.clear()
+        super().close()
         self._references.clear()
 
 
@@ -100,18 +86,13 @@ class FetchedWeights:
         self._fetched: dict[int, Memory] = {}
 
     def fetch(self, version: int, reference: list[ray.ObjectRef]) -> None:
-        """Fetch a version to this node."""
+        """Fetch a version to this node; without a reference, another thread does so when it is announced."""
+        if not reference:
+            return
         if version not in self._fetched:
             self._fetched[version] = ray.get(reference[0])
         self.newest = max(self.newest, version)
         self.keep(self.newest - self._slots + 1)  # older ones are not asked for any more; an idle actor holds them too
-
-    def expect(self, version: int, reference: list[ray.ObjectRef], sign: Callable[[], None]) -> None:
-        """The same; without a reference, wait until another thread has fetched it."""
-        while not reference and version not in self._fetched:
-            sign()
-            time.sleep(_LOOK_SECONDS)
-        self.fetch(version, reference)
 
     def keep(self, version: int) -> None:
         """Release all versions older than this one."""
@@ -148,7 +129,7 @@ class GeneratorActor(Signs):
             self.last_sign = time.monotonic()
             if self._handler is None:
                 self._handler = RequestHandler(self._spec, self._params, self._weights, self._heartbeat)
-            self._weights.expect(version, reference, self._heartbeat)
+            self._weights.fetch(version, reference)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)
         except Exception as error:
@@ -171,41 +152,23 @@ class GeneratorActor(Signs):
         self.has_begun, self.last_sign = True, time.monotonic()
 
 
-class RayGenerator(RestartingGenerator):
-    """Actors that sample the units of every batch.
+class RayGenerator(RemoteGenerator):
+    """Actors that sample the units of every batch."""
 
-    Args:
-        config: of the run.
-        policy: its architecture is built again in each actor.
-        params: how to sample.
-        trace: records generation.
-        parallel: how the policy's weights are sharded over ranks.
-    """
+    kind, grows, unstartable = "generator actor", True, NoRoomError
+    workers: list[ActorWorker]
 
-    kind = "generator actor"
-    unstartable = NoRoomError
-    workers: list[_Worker]
-
-    def __init__(
-        self,
-        config: OnlineConfig,
-        policy: PreTrainedModel,
-        params: SamplingParams,
-        trace: Trace,
-        parallel: Parallel = ALONE,
-    ) -> None:
-        generation, place = config.generation, generator_place(config.ray)
-        threads = generation.num_threads or place.threads
-        spec = ModelSpec.for_workers(config, policy, parallel, place.device, threads)
-        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, parallel)
-        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        self._of_each = (spec, params, snapshots, arrived, place, config.ray.room_timeout)
-        workers = list(map(self._make, range(generation.workers)))
-        super().__init__(arrived, config, policy, params, trace, parallel, snapshots, workers)
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        place = generator_place(config.ray)
+        threads = config.generation.num_threads or place.threads
+        spec = ModelSpec.for_workers(config, policy, self.parallel, place.device, threads)
+        snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, self.parallel)
         snapshots.on_arrival = self._announce
+        self._of_each = (spec, self.params, snapshots, self.arrived, place, config.ray.room_timeout)
+        return snapshots, config.generation.workers
 
-    def _make(self, number: int) -> _Worker:
-        return _Worker(number, *self._of_each)
+    def _make(self, number: int) -> ActorWorker:
+        return ActorWorker(number, *self._of_each)
 
     def _announce(self, version: int) -> None:
         """Have every actor fetch a version."""
@@ -213,8 +176,8 @@ class RayGenerator(RestartingGenerator):
             worker.announce(version)
 
 
-class _Worker(Actor):
-    """One generator actor; see :class:`~async_rlhf.generation.restarting.MortalWorker`.
+class ActorWorker(Actor, Worker):
+    """One generator actor.
 
     Args:
         arrived: takes what comes from the actor.
@@ -230,12 +193,11 @@ class _Worker(Actor):
         place: Place,
         room_timeout: float,
     ) -> None:
-        environment = cpu_environment() if spec.vllm is not None and spec.device == "cpu" else {}
+        Worker.__init__(self, number, f"generator {number}", arrived)
+        environment = spec.environment((spec.device,)) if spec.device == "cpu" else None
         arguments = (spec, params, snapshots.specs, snapshots.slots)
-        super().__init__(f"generator {number}", GeneratorActor, arguments, place, room_timeout, environment)
-        self.number = number
-        self.open: list[Request] = []
-        self._snapshots, self._arrived = snapshots, arrived
+        Actor.__init__(self, self.label, GeneratorActor, arguments, place, room_timeout, environment)
+        self._snapshots = snapshots
         self.start()
 
     def announce(self, version: int) -> None:
@@ -252,7 +214,7 @@ class _Worker(Actor):
 
     def answered(self, place: int) -> Request:
         self.at_rest()
-        return self.open.pop(place)
+        return super().answered(place)
 
     def close(self) -> None:
         self.kill()

@@ -18,12 +18,13 @@ from async_rlhf.commands.on_ranks import on_ranks
 from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.engines import find
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.sampling import first_prompts, sampled_in_shares, sampling_params
-from async_rlhf.generation.messages import ModelSpec
+from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
@@ -141,7 +142,7 @@ def with_first_gpu(config: Config) -> Config:
         ConfigError: the process has used GPUs already, or does not see these.
     """
     device = torch.device(config.device or "cpu")
-    if config.engine != "vllm" or device.type != "cuda" or not device.index:
+    if find(config.engine).environment is None or device.type != "cuda" or not device.index:
         return config
     right = "must be the first GPU with vLLM: this process has used GPUs already; or show it no others from its start"
     require(not torch.cuda.is_initialized(), "device", config.device, right)
@@ -378,7 +379,7 @@ def _append(
 
 
 class _Engines:
-    """The engine of one model after another; vLLM's is reused for the next model if it has the same shape.
+    """The engine of one model after another; a copy is reused for the next model if it has the same shape.
 
     Args:
         config: how to sample.
@@ -389,41 +390,40 @@ class _Engines:
     def __init__(self, config: HeldOutConfig, longest: int, ranks: Ranks) -> None:
         self.config, self.longest, self.ranks = config, longest, ranks
         self.device = rank_device(config, ranks)
-        self._vllm: Any = None
+        self._copy: Any = None
         self._shape: dict[str, Any] = {}
 
     def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, SamplingParams]:
         """An engine that samples from the model of that folder or hub name, and its sampling parameters."""
-        on_vllm = self.config.engine == "vllm"
-        trust, device = self.config.trust_remote_code, torch.device("cpu") if on_vllm else self.device
+        copies = "policy" not in find(self.config.engine).supports
+        trust, device = self.config.trust_remote_code, torch.device("cpu") if copies else self.device
         model = load_policy(source, device, key=f"models.{name}", trust=trust)
         params = sampling_params(model, tokenizer, self.config, 1, self.longest)
-        if on_vllm:
+        if copies:
             return self._load(model, params), params
         return TransformersEngine(model.to(getattr(torch, self.config.dtype)), params), params
 
     def _load(self, model: PreTrainedModel, params: SamplingParams) -> Any:
-        from async_rlhf.generation.vllm_engine import VLLMEngine
-
         unlike = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "architectures", "transformers_version")
         shape = {key: value for key, value in model.config.to_dict().items() if key not in unlike}
-        if self._vllm is None or shape != self._shape:
+        if self._copy is None or shape != self._shape:
             self.close()
             spec = ModelSpec(
                 type(model),
                 model.config,
                 getattr(torch, self.config.dtype),
                 self.device.type,
+                engine=self.config.engine,
                 vllm=self.config.vllm,
                 max_length=self.longest + self.config.response_length,
             )
-            self._vllm, self._shape = VLLMEngine(spec, params), shape
-        self._vllm.params = replace(params)
-        self._vllm.load(named_weights(model), self._vllm.version + 1)
-        return self._vllm
+            self._copy, self._shape = make_engine(spec, params), shape
+        self._copy.params = replace(params)
+        self._copy.load(named_weights(model), self._copy.version + 1)
+        return self._copy
 
     def close(self) -> None:
-        """End vLLM."""
-        if self._vllm is not None:
-            self._vllm.close()
-            self._vllm = None
+        """End the engine."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None

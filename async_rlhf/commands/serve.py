@@ -17,8 +17,13 @@ from async_rlhf.config import ConfigError, ServeConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.secrets import API_KEY_VARIABLE
 from async_rlhf.generation.placement import available_cores
-from async_rlhf.generation.vllm_engine import CPU_KV_CACHE_GB, CPU_OPTIONS, cpu_environment, gpu_environment
-from async_rlhf.generation.vllm_ranks import threads_of_each
+from async_rlhf.generation.vllm_engine import (
+    CPU_KV_CACHE_GB,
+    CPU_OPTIONS,
+    cpu_environment,
+    gpu_environment,
+    threads_of_each,
+)
 from async_rlhf.generation.vllm_requests import own_seed
 from async_rlhf.models.loading import with_revision
 from async_rlhf.system.children import require_own_package

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked, at_least, at_most, key
-from async_rlhf.generation.roster import Roster
+from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.run.folder import refuse_second
 from async_rlhf.system.lock import InUseError
 
@@ -33,18 +33,18 @@ def run_workers(config: WorkersConfig) -> None:
     Raises:
         ConfigError: the run is not training, or has no generators of its own.
     """
-    roster = Roster(Path(config.run))
-    if not _is_training(Path(config.run)) or roster.present() is None:
+    worker_count = WorkerCount(Path(config.run))
+    if not _is_training(Path(config.run)) or worker_count.present() is None:
         right = "must be the output folder of a run that is training on this host, with generator processes or actors"
         raise ConfigError(f"run: got {config.run!r}; {right}")
     if config.workers is not None:
-        roster.ask(config.workers)
+        worker_count.ask(config.workers)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while roster.is_asked() and time.monotonic() < deadline:
+        while worker_count.is_asked() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        if roster.is_asked():
+        if worker_count.is_asked():
             print(f"the run has not answered for {_PATIENCE_SECONDS:g} s; it was asked for {config.workers} generators")
-    numbers = roster.present() or []
+    numbers = worker_count.present() or []
     print(f"{len(numbers)} generators: {', '.join(map(str, numbers))}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.config.base import require
+from async_rlhf.config.engines import able, find
 from async_rlhf.config.parallel import check_device
 from async_rlhf.config.ray import RayConfig
 
@@ -20,13 +21,12 @@ def check_together(config: OnlineConfig) -> None:
         ConfigError: see the message.
     """
     _check_sizes(config)
-    require(
-        config.generation.placement != "inline" or config.generation.engine != "vllm" or config.staleness == 0,
-        "staleness",
-        config.staleness,
-        'must be 0 with generation.engine "vllm" and placement "inline", where the two take turns; use placement '
-        '"process"',
+    name, supports = config.generation.engine, find(config.generation.engine).supports
+    in_turn = config.generation.placement == "inline" and "policy" not in supports
+    right = (
+        f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns; use placement '
     )
+    require(not in_turn or config.staleness == 0, "staleness", config.staleness, right + '"process"')
     for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
         given = getattr(config, name) != _default(config, name)
         require(config.push_to_hub or not given, name, getattr(config, name), "must be left out without push_to_hub")
@@ -110,8 +110,9 @@ def _check_sizes(config: OnlineConfig) -> None:
 
 def _check_evaluation(config: OnlineConfig) -> None:
     """Refuse temperatures that an engine cannot sample at, and ends that can never come."""
-    coldest = 0.01 if config.generation.engine == "vllm" else 0.0
-    right = 'must be at least 0.01 with generation.engine "vllm", which samples no colder'
+    engine = config.generation.engine
+    coldest = find(engine).coldest
+    right = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
     require((config.eval_temperature or 1.0) >= coldest, "eval_temperature", config.eval_temperature, right)
     name, patience = config.stop_at, config.stop_patience
     if name is None:
@@ -127,9 +128,9 @@ def _check_evaluation(config: OnlineConfig) -> None:
 
 def _check_generation(config: OnlineConfig) -> None:
     """Check what an engine needs to load only adapters, and to change weights in flight."""
-    able = config.generation.engine == "vllm" and config.placement != "server"
-    right = 'must be "merged" but with generation.engine "vllm" in placement "process" or "inline"'
-    require(config.lora.publish == "merged" or able, "lora.publish", config.lora.publish, right)
+    alone = "adapters" in find(config.generation.engine).supports and config.placement != "server"
+    right = f'must be "merged" but with generation.engine {able("adapters")} in placement "process" or "inline"'
+    require(config.lora.publish == "merged" or alone, "lora.publish", config.lora.publish, right)
     measured = config.generation.mismatch_samples > 0
     right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
     require(config.lora.publish == "merged" or measured, "generation.mismatch_samples", 0, right)
@@ -173,16 +174,18 @@ def _check_deterministic(config: OnlineConfig) -> None:
         require(config.generation.seed_per_request, "deterministic", True, right)
         right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
         require(config.placement != "server", "deterministic", True, right)
-        right = 'must be false with launch "ray" and engine "vllm": its nodes have environments of their own'
-        require(config.launch == "local" or config.generation.engine != "vllm", "deterministic", True, right)
+        engine = config.generation.engine
+        right = f'must be false with launch "ray" and engine "{engine}": its nodes have environments of their own'
+        require(config.launch == "local" or find(engine).environment is None, "deterministic", True, right)
 
 
 def _check_parallel(config: OnlineConfig) -> None:
     """Refuse what does not work with a learner on several ranks."""
     parallel = config.parallel
-    alone = 'must be "process" or "server" with parallel.ranks above 1 and generation.engine "vllm"'
-    inline_vllm = config.placement == "inline" and config.generation.engine == "vllm"
-    require(parallel.ranks == 1 or not inline_vllm, "generation.placement", config.generation.placement, alone)
+    engine = config.generation.engine
+    alone = f'must be "process" or "server" with parallel.ranks above 1 and generation.engine "{engine}"'
+    in_turn = config.placement == "inline" and "policy" not in find(engine).supports
+    require(parallel.ranks == 1 or not in_turn, "generation.placement", config.generation.placement, alone)
     right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
     spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, Checked, at_least, key, require
+from async_rlhf.config.engines import able, find
 from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, VLLMConfig
 from async_rlhf.config.online import SEED
 from async_rlhf.config.parallel import SharedConfig, check_device
@@ -35,8 +36,8 @@ class HeldOutConfig(Checked):
     """Take only the rows that other commands hold out of this data with the same eval_fraction; null for all."""
     output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
     """Where the results go."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """ "transformers" or "vllm"."""
+    engine: str = "transformers"
+    """ "transformers", "vllm", or "module:NAME" of your own."""
     temperature: float = key(0.7, *TEMPERATURE, main="sampling")
     """Temperature of sampling, and of the log-probabilities in the KL; with generations, the one that they were sampled
     at."""
@@ -81,10 +82,11 @@ class HeldOutConfig(Checked):
             right = "is the name of the human responses; must be another"
             require(name != "reference_response", "models", name, right)
         check_prompt_words(self.prompt_words, self.prompt_field)
-        right = 'must be left out unless engine is "vllm"'
-        require(self.engine == "vllm" or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
-        right = 'must be "transformers" with parallel.ranks above 1: vLLM would take the ranks for its own'
-        require(self.parallel.ranks == 1 or self.engine != "vllm", "engine", self.engine, right)
+        supports = find(self.engine).supports
+        right = f"must be left out unless engine is {able('vllm_options')}"
+        require("vllm_options" in supports or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
+        right = f"must be {able('policy')} with parallel.ranks above 1: vLLM would take the ranks for its own"
+        require(self.parallel.ranks == 1 or "policy" in supports, "engine", self.engine, right)
         check_device(self.device, self.parallel.ranks)
 
 

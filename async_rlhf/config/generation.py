@@ -8,6 +8,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from async_rlhf.config.base import DEVICE, EACH_ONCE, SUMS, Checked, Rule, above, at_least, at_most, below, key, require
+from async_rlhf.config.engines import able, find
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
 
 _SERVER_DECIDED = (
@@ -100,9 +101,10 @@ class VLLMConfig(Checked):
 class GenerationConfig(Checked):
     """How completions are sampled, and where."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: str = "transformers"
     """ "transformers" decodes with that library's models and is repeatable bit for bit; "vllm" decodes with vLLM, whose
-    log-probabilities differ by the rounding of its kernels (``pip install 'async-rlhf[vllm]'``)."""
+    log-probabilities differ by the rounding of its kernels (``pip install 'async-rlhf[vllm]'``). "module:NAME" is an
+    engine of your own."""
     placement: Literal["auto", "inline", "process", "server"] = "auto"
     """ "inline" samples in the learner's process, in turn with training: with staleness above 0 the run computes the
     same as "process", but nothing overlaps, which suits many small runs at a time; "process" samples in separate
@@ -177,9 +179,9 @@ class GenerationConfig(Checked):
     """Options of vLLM."""
 
     def check(self) -> None:
-        served = self.placement == "server"
-        right = 'must be "vllm" with placement "server"'
-        require(not served or self.engine == "vllm", "engine", self.engine, right)
+        served, engine = self.placement == "server", find(self.engine)
+        right = f'must be {able("server")} with placement "server"'
+        require(not served or "server" in engine.supports, "engine", self.engine, right)
         right = 'must name at least one server with placement "server", such as "http://localhost:8000"'
         require(not served or bool(self.urls), "urls", self.urls, right)
         require(served or not self.urls, "urls", self.urls, 'must be empty unless placement is "server"')
@@ -188,15 +190,15 @@ class GenerationConfig(Checked):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
-        right = 'must be true unless engine is "vllm"'
-        require(self.engine == "vllm" or self.seed_per_request, "seed_per_request", False, right)
+        right = f"must be true unless engine is {able('unseeded')}"
+        require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", False, right)
         gpus = self.vllm.tensor_parallel_size
-        right = 'must be left out unless engine is "vllm"'
-        require(self.engine == "vllm" or gpus == 1, "vllm.tensor_parallel_size", gpus, right)
+        right = f"must be left out unless engine is {able('vllm_options')}"
+        require("vllm_options" in engine.supports or gpus == 1, "vllm.tensor_parallel_size", gpus, right)
         right = f'must be null, "cpu" or "cuda" with vllm.tensor_parallel_size {gpus}, which takes as many GPUs'
         require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", self.device, right)
-        right = 'must be at least 0.01 with engine "vllm", which samples no colder'
-        require(self.engine != "vllm" or self.temperature >= 0.01, "temperature", self.temperature, right)
+        right = f'must be at least {engine.coldest:g} with engine "{self.engine}", which samples no colder'
+        require(self.temperature >= engine.coldest, "temperature", self.temperature, right)
 
     def _check_transports(self, served: bool) -> None:
         """Nothing that would be ignored may be set."""

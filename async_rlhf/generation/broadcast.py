@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -140,35 +140,26 @@ class Receiver:
         self._group: _NCCLGroup | None = None
 
     def receive(
-        self,
-        host: str,
-        port: int,
-        secret: str,
-        new: bool,
-        world: int,
-        rank: int,
-        device: torch.device,
-        tensors: Sequence[Sequence[Any]],
+        self, invitation: Mapping[str, Any], rank: int, device: torch.device
     ) -> Iterator[tuple[str, Tensor]] | None:
         """Names and tensors as they arrive; None if the learner believes this process to be connected, and it is not.
 
         Args:
-            host: of the learner.
-            port: see host.
-            secret: of the learner's port, in hexadecimal digits.
-            new: whether the port waits for connections.
-            world: number of processes, learner and receivers.
+            invitation: of the :class:`Sender`: its host, port and secret in hexadecimal digits, whether it waits for
+                ``new`` connections, the ``world`` of learner and receivers, and name, shape and dtype of each tensor,
+                and its place in the memory that is sent.
             rank: from 1.
             device: where the tensors are needed; on a GPU they come by NCCL.
-            tensors: name, shape and dtype of each, and its place in the memory that is sent.
 
         Raises:
             ConnectionError: the learner cannot be reached, or went away.
         """
+        secret = invitation["secret"]
         if secret != self._secret:
             self.close()
-            if not new:
+            if not invitation["new"]:
                 return None
+            host, port = invitation["host"], invitation["port"]
             self._channel = connect(host, port, bytes.fromhex(secret), rank, TIMEOUT.total_seconds())
             self._secret = secret
             _keep(self._channel)
@@ -177,8 +168,11 @@ class Receiver:
                 store.set_timeout(TIMEOUT)
                 self._channel.settimeout(None)  # nothing comes between two transfers
                 hear(store, self._channel)
-                self._group = _NCCLGroup(store, rank, world)
-        specs = [TensorSpec(name, tuple(shape), getattr(torch, dtype), at) for name, shape, dtype, at in tensors]
+                self._group = _NCCLGroup(store, rank, invitation["world"])
+        specs = [
+            TensorSpec(name, tuple(shape), getattr(torch, dtype), at)
+            for name, shape, dtype, at in invitation["tensors"]
+        ]
         return self._taken(specs, device)
 
     def _taken(self, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -109,7 +109,7 @@ class Decoding:
             way; else only when all have ended. Only for caches to which rows can be added.
     """
 
-    def __init__(self, model: Model, places: int, refilled: bool = False, occupancy: Occupancy | None = None) -> None:
+    def __init__(self, model: Model, places: int, refilled: bool = False) -> None:
         self.model, self.params, self.refilled = model, model.params, refilled
         most, device = self.params.response_length, model.device
         self._free = list(range(places))

@@ -6,35 +6,92 @@ submitted, so what is computed does not depend on who takes which.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from async_rlhf.generation.idleness import Timesheet
-from async_rlhf.generation.messages import Request
+from async_rlhf.generation.protocol import Failure, Ready, Reply, Request
 
 Item = TypeVar("Item")
 
 
-class Worker(Protocol):
-    """One process or server, and the unit that it samples."""
+class Worker:
+    """One process, actor or server that samples, and the units that it was given. It may be lost and started again.
 
-    number: int
-    label: str
-    open: list[Request]
-    """What it was given and has not answered."""
+    Args:
+        number: among the workers.
+        label: its name in messages and traces.
+        arrived: takes what comes from it.
+    """
+
+    has_begun: Any
+    """Whether it has given a sign of life since it was started; until then it may be importing, building, compiling."""
+    has_place = True
+    """Whether it has a host to run on. One that is lost before is started again, and that counts as no restart."""
+
+    def __init__(self, number: int, label: str, arrived: queue.SimpleQueue[Arrived | None]) -> None:
+        self.number, self.label, self._arrived = number, label, arrived
+        self.open: list[Request] = []
+        """What it was given and has not answered."""
+        self.starts = 0
+        """How often it was started; what comes from an earlier start is ignored."""
+        self.since = 0.0
+        """When its silence may have begun."""
+
+    def arrive(self, answer: Answer) -> None:
+        """Hand over what came from it."""
+        self._arrived.put(Arrived(self, self.starts, answer))
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
+        raise NotImplementedError
 
     def answered(self, place: int) -> Request:
         """Remove and return the request at a place of :attr:`open`, which was just answered."""
+        return self.open.pop(place)
+
+    def start(self) -> None:
+        """Start it, the first time or again. It says Ready once it can sample."""
+        raise NotImplementedError
+
+    def silent_for(self) -> float:
+        """Seconds since its last sign of life, or its start, while it had something to do; 0 if unknown.
+
+        May raise ``unstartable`` of its generator.
+        """
+        return 0.0
+
+    def end(self) -> str:
+        """Make sure that it has ended, and describe how it ended."""
+        return ""
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
 
     def close(self) -> None:
         """End it."""
+        raise NotImplementedError
+
+
+class Stop(NamedTuple):
+    """The worker shall end when it has answered what it has."""
+
+
+Answer = Ready | Reply | Failure | Stop | BaseException | None
+"""What comes from a worker, or is to become of it. None: it was lost. An exception ends the run as it is."""
+
+
+class Arrived(NamedTuple):
+    """An answer, and who sent it."""
+
+    worker: Any
+    start: int
+    """Number of the start of the worker that sent it."""
+    answer: Answer
 
 
 class Dispatcher:
@@ -57,10 +114,8 @@ class Dispatcher:
         self._queue: list[Request] = []
         self._there: list[Worker] = []
         self._at_once = at_once
-        self._given: dict[int, dict[tuple[int, int], Request]] = {}
-        """By number of a worker, batch and unit: what it has, as it lay in the queue."""
         self._unanswered: dict[int, int] = {}
-        self._times, self._clock = Timesheet(), clock
+        self._times, self._clock = Utilisation(), clock
         self._idle: dict[int, float] = {}
         for worker in workers:
             self.join(worker)
@@ -98,7 +153,6 @@ class Dispatcher:
         with self._lock:
             place = next((i for i, each in enumerate(worker.open) if (each.batch, each.unit) == (batch, unit)), 0)
             request, now = worker.answered(place), self._clock()
-            del self._given[worker.number][request.batch, request.unit]
             if not worker.open:
                 self._times.ended(worker.number, now)
             self._unanswered[request.batch] -= 1
@@ -111,8 +165,7 @@ class Dispatcher:
     def lost(self, worker: Worker) -> list[Request]:
         """Give to others what a worker had; it gets nothing until it joins again. Returns what it had."""
         with self._lock:
-            back = list(self._given.pop(worker.number, {}).values())
-            worker.open = []
+            back, worker.open = worker.open, []
             self.leave(worker)
             for request in back:
                 self._insert(request)
@@ -142,9 +195,53 @@ class Dispatcher:
             if len(worker.open) >= self._at_once:
                 return
             request = self._queue.pop(0)
-            self._given.setdefault(worker.number, {})[request.batch, request.unit] = request
             self._times.began(worker.number, request.batch, self._clock())
             worker.submit(request)
+
+
+class Utilisation:
+    """How much of the workers' time had work. All times are seconds of one clock, and grow."""
+
+    def __init__(self) -> None:
+        self._there, self._busy = set[int](), set[int]()
+        self._seconds = (0.0, 0.0)
+        """Of all workers together until the last event: that they were there, and that they had work."""
+        self._last = 0.0
+        self._began: dict[int, tuple[float, float]] = {}
+        """By batch: those seconds when its first unit began."""
+
+    def _until(self, now: float) -> tuple[float, float]:
+        there, busy = self._seconds
+        passed, self._last = now - self._last, now
+        self._seconds = there + passed * len(self._there), busy + passed * len(self._busy)
+        return self._seconds
+
+    def came(self, worker: int, now: float) -> None:
+        """A worker is there."""
+        self._until(now)
+        self._there.add(worker)
+
+    def left(self, worker: int, now: float) -> None:
+        """It is not there any more, or gets nothing any more."""
+        self.ended(worker, now)
+        self._there.discard(worker)
+
+    def began(self, worker: int, batch: int, now: float) -> None:
+        """It got a unit of a batch."""
+        self._began.setdefault(batch, self._until(now))
+        self._busy.add(worker)
+
+    def ended(self, worker: int, now: float) -> None:
+        """It has answered all that it had, if it had something."""
+        self._until(now)
+        self._busy.discard(worker)
+
+    def idle_share(self, batch: int, now: float) -> float:
+        """The share of the time that workers were there in which they had nothing, since the first unit of the batch
+        was begun. Work on other batches counts as work. The batch must have ended.
+        """
+        there, busy = (end - start for end, start in zip(self._until(now), self._began.pop(batch), strict=True))
+        return 1 - busy / there if there else 0.0
 
 
 def cut(items: Sequence[Item], number: int, size: int | None) -> list[Sequence[Item]]:

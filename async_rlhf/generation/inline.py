@@ -4,20 +4,109 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams, Version, drawing
-from async_rlhf.generation.replies import check_completions
-from async_rlhf.generation.shared import SharedEngine
+from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.engines import find
+from async_rlhf.generation.audit import Agreement
+from async_rlhf.generation.engines import ModelSpec, make_engine
+from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, SamplingParams, Version, drawing
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.validate_response import check_completions
+from async_rlhf.models.adapters import only_adapter, write_base
+from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.weights import differing, digests, iterate_weights
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import LEARNER, Trace
+from async_rlhf.system import random_state
 from async_rlhf.types import Batch, Group, Prompt
 
-if TYPE_CHECKING:
-    from async_rlhf.generation.vllm_engine import VLLMEngine
+PlainPrompts = list[tuple[int, int, np.ndarray]]
+"""Draw, row and tokens of some prompts, without their columns: these may be large, and only rewards need them."""
+
+
+class PolicyEngine(TransformersEngine):
+    """Samples from the policy that is being trained, by all ranks of the learner.
+
+    Each rank samples for its share of the prompts; the completions do not depend on which rank samples them. If the
+    weights are sharded over the ranks, each forward pass needs all ranks, so all of them sample everything, in step.
+
+    Args:
+        config: of the run.
+        policy: on every rank.
+        params: how to sample.
+        parallel: the ranks, and how they hold the weights.
+    """
+
+    def __init__(
+        self, config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
+    ) -> None:
+        super().__init__(policy, params, autocast=autocast_dtype(config), device=parallel.device)
+        self.parallel = parallel
+
+    def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
+        """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it.
+
+        Args:
+            prompts: on rank 0; the others get what they sample for.
+            progress: see TransformersEngine.
+
+        Returns:
+            All completions on rank 0, none on the others.
+        """
+        ranks = self.parallel.ranks
+        if ranks.count == 1:
+            return super().generate(prompts, progress)
+        mine = ranks.scatter("sampling", lambda: self._shares(prompts))
+        found = super().generate([Prompt(draw, row, tuple(tokens.tolist())) for draw, row, tokens in mine])
+        if self.parallel.spreads_weights:
+            return found if ranks.leads else []
+        return [completions for part in ranks.collect("completions", found) for completions in part]
+
+    def _shares(self, prompts: Sequence[Prompt]) -> list[PlainPrompts]:
+        """What each rank samples for."""
+        plain = [(prompt.draw, prompt.row, np.array(prompt.tokens, np.int32)) for prompt in prompts]
+        count = self.parallel.ranks.count
+        if self.parallel.spreads_weights:
+            return [plain] * count
+        return [plain[rank * len(plain) // count : (rank + 1) * len(plain) // count] for rank in range(count)]
+
+
+def make_inline(config: OnlineConfig, engine: PolicyEngine, trace: Trace) -> InlineGenerator:
+    """The generator in this process.
+
+    Args:
+        config: of the run.
+        engine: samples from the learner's own policy; used if the engine that the run names can do that.
+        trace: records generation.
+    """
+    policy, params, generation = engine.model, engine.params, config.generation
+    supports = find(generation.engine).supports
+    if "policy" in supports:
+        agreement = Agreement(generation, params, torch.float32, engine.autocast, engine.parallel, config.staleness)
+        return InlineGenerator(engine, trace, agreement, config.staleness)
+    adapters_only, device = config.lora.publish == "adapter", policy.device
+    require(not device.index, "device", str(device), f"must be the first GPU with {generation.engine} inline")
+    # What sleeps drops its weights, and nothing would load those below an adapter again.
+    sleep = "sleep" in supports and generation.vllm.sleep and device.type == "cuda" and not adapters_only
+    spec = replace(ModelSpec.for_workers(config, policy, ALONE, device.type, None), sleeps=sleep)
+    with TemporaryDirectory() as folder:
+        if adapters_only:
+            write_base(policy, Path(folder), spec.dtype)
+            spec = replace(spec, base=folder, adapter=only_adapter(policy))
+        before = random_state.capture()
+        made = make_engine(spec, params)  # may seed every random generator of the process
+        random_state.restore(*before)
+    agreement = Agreement(generation, params, spec.dtype, spec.autocast)
+    return InlineCopyGenerator(made, trace, agreement, sleep, adapters_only)
 
 
 class InlineGenerator:
@@ -36,9 +125,7 @@ class InlineGenerator:
     on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
     """Never called: nothing arrives beside training."""
 
-    def __init__(
-        self, engine: SharedEngine | VLLMEngine, trace: Trace, agreement: Agreement, staleness: int = 0
-    ) -> None:
+    def __init__(self, engine: Engine, trace: Trace, agreement: Agreement, staleness: int = 0) -> None:
         self.engine = engine
         self.trace = trace
         self.agreement = agreement
@@ -51,7 +138,7 @@ class InlineGenerator:
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Note the version; the weights are already in place."""
-        assert isinstance(self.engine, SharedEngine)
+        assert isinstance(self.engine, TransformersEngine)
         if policy is not self.engine.model:
             raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
         self._policy = policy
@@ -111,21 +198,21 @@ class InlineGenerator:
             return self.agreement.measure(index, self._policy, lambda _: {}, groups)
 
 
-class InlineVLLMGenerator(InlineGenerator):
-    """vLLM in the learner's process, with a copy of the weights; on a GPU the two take turns using the memory.
+class InlineCopyGenerator(InlineGenerator):
+    """An engine in the learner's process with a copy of the weights; on a GPU the two may take turns with the memory.
 
     Args:
-        engine: vLLM's.
+        engine: any.
         trace: records generation.
         agreement: see InlineGenerator.
-        sleep: let vLLM sleep while the learner trains.
+        sleep: let the engine sleep while the learner trains.
         adapters_only: hand over only the policy's adapters.
     """
 
-    engine: VLLMEngine
+    engine: Any
 
     def __init__(
-        self, engine: VLLMEngine, trace: Trace, agreement: Agreement, sleep: bool, adapters_only: bool = False
+        self, engine: Any, trace: Trace, agreement: Agreement, sleep: bool, adapters_only: bool = False
     ) -> None:
         super().__init__(engine, trace, agreement)
         self._adapters_only = adapters_only
@@ -155,10 +242,10 @@ class InlineVLLMGenerator(InlineGenerator):
         weights = dict(iterate_weights(policy, self._adapters_only))
         wrong = differing(self.engine.load(weights, version), digests(weights))
         if wrong:
-            raise GeneratorError(f"vLLM took weights that are not those of version {version}: {wrong}")
+            raise GeneratorError(f"the engine took weights that are not those of version {version}: {wrong}")
 
     def close(self) -> None:
-        """End vLLM."""
+        """End the engine."""
         super().close()
         if self._running:
             self._running = False

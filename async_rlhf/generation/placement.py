@@ -1,28 +1,17 @@
-"""Where completions are sampled, and how the cores of a CPU are shared between sampling and training."""
+"""Where completions are sampled: on which GPUs, and on how many cores of a CPU that trains as well."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from transformers import PreTrainedModel
 
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.inline import InlineVLLMGenerator
-from async_rlhf.generation.messages import ModelSpec
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.models.adapters import only_adapter, write_base
-from async_rlhf.ranks.parallel import ALONE
-from async_rlhf.reports.trace import Trace
-from async_rlhf.system import random_state
+from async_rlhf.config.engines import find
+from async_rlhf.config.parallel import launched_on_host
 
 
 def available_cores() -> int:
@@ -76,28 +65,67 @@ def check_engine(config: GenerationConfig) -> None:
     Raises:
         ConfigError: it is not.
     """
-    here = config.engine == "vllm" and config.placement != "server"
-    right = "needs vLLM: make setup-vllm, or with a GPU pip install 'async-rlhf[vllm]'"
-    require(not here or find_spec("vllm") is not None, "generation.engine", config.engine, right)
+    right = "" if config.placement == "server" else find(config.engine).check()
+    require(not right, "generation.engine", config.engine, right)
 
 
-def inline_vllm(
-    config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, trace: Trace
-) -> InlineVLLMGenerator:
-    """vLLM in this process; see :class:`~async_rlhf.generation.inline.InlineVLLMGenerator`."""
-    from async_rlhf.generation.vllm_engine import VLLMEngine
+def worker_devices(
+    device: str | None, number: int, learner: torch.device, each: int = 1, reward: str | None = None
+) -> tuple[str, ...]:
+    """The devices of a worker. By default workers use the GPUs that the learner does not use, the last first; a CPU
+    learner's workers run on the CPU, and a single GPU is shared.
 
-    vllm, adapters_only, device = config.generation.vllm, config.lora.publish == "adapter", policy.device
-    require(not device.index, "device", str(device), "must be the first GPU with vLLM inline")
-    # vLLM drops its weights when it sleeps, and nothing would load those below an adapter again.
-    sleep = vllm.sleep and device.type == "cuda" and not adapters_only
-    spec = replace(ModelSpec.for_workers(config, policy, ALONE, device.type, None), sleeps=sleep)
-    with TemporaryDirectory() as folder:
-        if adapters_only:
-            write_base(policy, Path(folder), spec.dtype)
-            spec = replace(spec, base=folder, adapter=only_adapter(policy))
-        before = random_state.capture()
-        engine = VLLMEngine(spec, params)  # seeds every random generator of the process
-        random_state.restore(*before)
-    agreement = Agreement(config.generation, params, spec.dtype, spec.autocast)
-    return InlineVLLMGenerator(engine, trace, agreement, sleep, adapters_only)
+    Args:
+        device: as configured.
+        number: the worker's. Workers beyond the last free GPUs begin with the first ones again.
+        learner: its device.
+        each: how many GPUs a worker needs.
+        reward: the device that the reward model has for itself.
+    """
+    if device is not None and device != "cuda":
+        return (device,)
+    if device is None and learner.type != "cuda":
+        return (learner.type,)
+    others = free_gpus(learner, reward) or free_gpus(learner) or [0]
+    groups = max(1, len(others) // each)
+    first = number % groups * each
+    return tuple(f"cuda:{gpu}" for gpu in others[first : first + each])
+
+
+def free_gpus(learner: torch.device, reward: str | None = None) -> list[int]:
+    """The GPUs that neither the learner nor a reward model of its own device uses, the last first."""
+    ranks, used = launched_on_host(), set[int]()
+    if learner.type == "cuda":
+        used |= set(range(ranks)) if ranks > 1 else {learner.index or 0}
+    if reward is not None and reward.startswith("cuda"):
+        used.add(torch.device(reward).index or 0)
+    return [gpu for gpu in reversed(range(torch.cuda.device_count())) if gpu not in used]
+
+
+def check_gpus(config: OnlineConfig, learner: torch.device) -> None:
+    """Require that there are GPUs enough: for models that several of them share, and beside the ranks of a learner.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    generation = config.generation
+    each, key = generation.vllm.tensor_parallel_size, "generation.vllm.tensor_parallel_size"
+    if each > 1 and config.placement == "inline":
+        found = torch.cuda.device_count()
+        right = f"must be at most {found}, the GPUs that this process sees"
+        require(learner.type != "cuda" or each <= found, key, each, right)
+        return
+    on_gpus = learner.type == "cuda" if generation.device is None else generation.device == "cuda"
+    free = free_gpus(learner, config.reward_model_device) if on_gpus else []
+    if each == 1:
+        right = f"the {config.parallel.ranks} ranks leave no GPU to generators; must name a GPU that they are to share "
+        right += '("cuda:0"), or be "cpu"; or start fewer ranks, let rank 0 see another GPU, or sample on servers'
+        needs_own = on_gpus and config.placement == "process" and config.parallel.ranks > 1
+        require(not needs_own or bool(free), "generation.device", generation.device, right)
+        return
+    needed = each * generation.workers
+    left = f"the learner leaves {len(free)} of {torch.cuda.device_count()} GPUs"
+    right = f"{left}, and generation.workers {generation.workers} need {needed}; must be "
+    most = len(free) // generation.workers
+    right += f"at most {most}" if most else "1, with fewer generation.workers"
+    require(not on_gpus or needed <= len(free), key, each, right)

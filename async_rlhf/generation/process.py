@@ -17,78 +17,58 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.generation.gpus import worker_devices
-from async_rlhf.generation.messages import ModelSpec, Request
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.restarting import Arrived, RestartingGenerator
-from async_rlhf.generation.vllm_engine import cpu_environment, gpu_environment
+from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.placement import worker_devices
+from async_rlhf.generation.protocol import Request, SamplingParams
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
-from async_rlhf.models.snapshots import DeviceRing, SnapshotRing
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
+from async_rlhf.models.snapshots import DeviceRing, SnapshotRing, Snapshots
 from async_rlhf.system.children import NO_RANK, context_of, hang_up, start_process
 
 
-class ProcessGenerator(RestartingGenerator):
-    """Generator processes that sample the units of every batch.
+class ProcessGenerator(RemoteGenerator):
+    """Generator processes that sample the units of every batch."""
 
-    Args:
-        config: of the run.
-        policy: its architecture is built again in each process.
-        params: how to sample.
-        trace: records generation.
-        parallel: how the policy's weights are sharded over ranks.
-    """
+    kind, streams, grows = "generator process", True, True
+    workers: list[ProcessWorker]
 
-    kind, streams = "generator process", True
-    workers: list[_Worker]
-
-    def __init__(
-        self,
-        config: OnlineConfig,
-        policy: PreTrainedModel,
-        params: SamplingParams,
-        trace: Trace,
-        parallel: Parallel = ALONE,
-    ) -> None:
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
-        dtype, device = getattr(torch, generation.dtype), parallel.device_of(policy)
-        gpus = generation.vllm.tensor_parallel_size
         self._devices = partial(
-            worker_devices, generation.device, learner=device, each=gpus, reward=config.reward_model_device
+            worker_devices,
+            generation.device,
+            learner=self.parallel.device_of(policy),
+            each=generation.vllm.tensor_parallel_size,
+            reward=config.reward_model_device,
         )
         devices = {taken for number in range(generation.workers) for taken in self._devices(number)}
         shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}
+        self._spec = ModelSpec.for_workers(config, policy, self.parallel, "cpu", generation.num_threads)
         kind = DeviceRing if shared else SnapshotRing
-        self.ring = kind.for_model(policy, dtype, config.snapshots, adapters_only, parallel)
-        architecture = parallel.architecture_of(policy)
+        self.ring = kind.for_model(policy, self._spec.dtype, config.snapshots, adapters_only, self.parallel)
+        architecture = self._spec.model_class
         if architecture.__module__ == "__main__":
             raise ConfigError(
                 f"model: {architecture.__name__} is defined in the script itself, where generator processes cannot "
                 "find it; must be in a module of its own, or use staleness 0"
             )
-        spec = ModelSpec.for_workers(config, policy, parallel, "cpu", generation.num_threads)
         self._base = tempfile.TemporaryDirectory() if adapters_only else None
         if self._base is not None:
-            write_base(policy, Path(self._base.name), dtype)
-            spec = replace(spec, base=self._base.name, adapter=only_adapter(policy))
-            config = replace(
-                config, generation=replace(generation, probe_steps=0)
-            )  # vLLM gives no log-probabilities of prompts with an adapter
-        arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        self._worker = partial(_Worker, spec=spec, params=params, ring=self.ring, arrived=arrived)
-        workers = list(map(self._make, range(generation.workers)))
-        super().__init__(arrived, config, policy, params, trace, parallel, self.ring, workers)
+            write_base(policy, Path(self._base.name), self._spec.dtype)
+            self._spec = replace(self._spec, base=self._base.name, adapter=only_adapter(policy))
+            # vLLM gives no log-probabilities of prompts with an adapter.
+            self.config = replace(generation, probe_steps=0)
         # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
         atexit.register(self.close)
+        return self.ring, generation.workers
 
-    def _make(self, number: int) -> _Worker:
-        return self._worker(number, self._devices(number))
+    def _make(self, number: int) -> ProcessWorker:
+        return ProcessWorker(number, self._devices(number), self._spec, self.params, self.ring, self.arrived)
 
     def close(self) -> None:
         """End the processes."""
@@ -98,16 +78,14 @@ class ProcessGenerator(RestartingGenerator):
             self._base.cleanup()
 
 
-class _Worker:
-    """One generator process; see :class:`~async_rlhf.generation.restarting.MortalWorker`.
+class ProcessWorker(Worker):
+    """One generator process.
 
     Two threads serve its pipe, so that a process that is stopped in the middle of a message blocks nothing here.
 
     Args:
         arrived: takes what comes from the process.
     """
-
-    has_place = True
 
     def __init__(
         self,
@@ -118,19 +96,13 @@ class _Worker:
         ring: SnapshotRing,
         arrived: queue.SimpleQueue[Arrived | None],
     ) -> None:
-        self.number = number
-        self.label = f"generator {number}"
-        self.open: list[Request] = []
-        self.starts = 0
+        super().__init__(number, f"generator {number}", arrived)
         spec = replace(spec, device=devices[0])
         self._arguments = (spec, params, ring)
-        self._method = "forkserver"
-        self._environment: dict[str, str | None] = dict(NO_RANK)
-        if spec.vllm is not None:
-            # A fresh interpreter: importing vLLM takes long anyway, and libraries can be preloaded.
-            self._method = "spawn"
-            self._environment |= gpu_environment(devices) if "cuda" in spec.device else cpu_environment()
-        self._arrived = arrived
+        environment = spec.environment(devices)
+        # A fresh interpreter for an engine whose libraries take long to import anyway, or are to be preloaded.
+        self._method = "forkserver" if environment is None else "spawn"
+        self._environment: dict[str, str | None] = {**NO_RANK, **(environment or {})}
         self.start()
 
     def start(self) -> None:
@@ -175,10 +147,6 @@ class _Worker:
         hang_up(self._pipe)  # if the fork server is dead, nothing else shows whether it has ended
         self.process.join()
         return f"died (exit code {self.process.exitcode})"
-
-    def answered(self, place: int) -> Request:
-        """Remove and return the request that was just answered."""
-        return self.open.pop(place)
 
     def submit(self, request: Request) -> None:
         """Send a request; its time begins. If the process has died, it is noticed by the thread that reads."""

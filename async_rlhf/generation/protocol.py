@@ -1,4 +1,7 @@
-"""The protocols of engines and generators. The loop uses only these, never a concrete class."""
+"""The protocols of engines and generators, and the messages between the learner and its workers.
+
+The loop uses only these, never a concrete class.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,10 @@ class Engine(Sampler, Protocol):
         """Take new weights, and return the digest of each tensor it now holds, read back from the model."""
 
     def probe(self) -> list[float]:
-        """Log-probabilities of the fixed sequences of :mod:`~async_rlhf.generation.probe`, by its weights."""
+        """Log-probabilities of :func:`~async_rlhf.generation.audit.probe_tokens`, by its weights."""
+
+    def close(self) -> None:
+        """Free what is held."""
 
 
 class Resumable(Protocol):
@@ -163,3 +169,80 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """End every process and free what is held. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Some prompts of a batch, or of an evaluation, for one worker."""
+
+    batch: int
+    """Number of the batch; of an evaluation, minus the version that is evaluated."""
+    unit: int
+    """Its number among the units of all those prompts, from 0."""
+    version: int | None
+    """None for the newest when the worker starts."""
+    prompts: tuple[Prompt, ...]
+    probe: int = 0
+    """Probe versions that this number divides; 0 for none."""
+    in_flight: bool = False
+    """Switch to newer weights as soon as there are any."""
+    params: SamplingParams | None = None
+    """How to sample in an evaluation; None for a batch, which is sampled as the worker was told at its start."""
+    behind: int = 0
+    """The batch behind which an evaluation is sampled."""
+    after: int = 0
+    """Begin when this version is there, or a newer one; it may still be on its way."""
+
+    @property
+    def turn(self) -> tuple[int, bool, int]:
+        """Requests are sampled in this order."""
+        evaluates = self.params is not None
+        return self.behind if evaluates else self.batch, evaluates, self.unit
+
+
+def work(batch: int) -> str:
+    """What a request is for, in words, by its number."""
+    return f"batch {batch}" if batch >= 0 else f"the evaluation of version {-batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is built: the worker can take requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The completions of a request, and proof of the weights that they come from."""
+
+    batch: int
+    version: int
+    """Version of the weights that drew the first tokens."""
+    digests: dict[int, dict[str, str]]
+    """By version: the digest of each tensor, as read back from the engine after it loaded them."""
+    asked: str
+    """Fingerprint of the prompts that were sampled for; see :func:`~async_rlhf.generation.validate_response`."""
+    completions: Completions
+    started: float
+    """Monotonic clock."""
+    ended: float
+    load_seconds: float
+    probe: tuple[int, list[float]] | None = None
+    """Version, and its log-probabilities of the probe's sequences, if the request asked for them."""
+    unit: int = 0
+    """Of the batch, as in the request."""
+    occupancy: tuple[int, int] = (0, 0)
+    """Places that were taken, and places that there were, in all steps of decoding since the worker's last reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The engine raised; the learner raises it again."""
+
+    message: str
+    traceback: str
+    is_config: bool = False
+    """It is a ConfigError, whose message is enough."""
+    out_of_memory: bool = False
+    """A new process, with all of its memory free, may succeed."""
+    is_lost: bool = False
+    """It is an EngineLostError; a new process may succeed."""

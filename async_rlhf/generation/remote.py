@@ -1,42 +1,73 @@
-"""What all generators outside the learner's process share: numbered snapshots, units of a batch, proof of both."""
+"""What all generators outside the learner's process share: numbered snapshots, units of a batch, workers, proofs.
+
+Workers may come and go, die or hang: what one had, others take. One thread, the keeper, takes everything that comes
+from workers, hands out units, restarts and gives up. So nothing of this waits for the learner, which may be training.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rlhf.config import OnlineConfig
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.dispatch import Dispatcher, Worker, cut
-from async_rlhf.generation.messages import Reply, Request, work
-from async_rlhf.generation.probe import differences, probe_logprobs
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams, Version
-from async_rlhf.generation.replies import check_completions, fingerprint
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
+from async_rlhf.generation.dispatch import Answer, Arrived, Dispatcher, Stop, Worker, cut
+from async_rlhf.generation.protocol import (
+    GeneratorError,
+    Ready,
+    Reply,
+    Request,
+    SamplingParams,
+    Version,
+    work,
+)
+from async_rlhf.generation.validate_response import check_completions, fingerprint
+from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters
+from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.leaving import Beside, Work
-from async_rlhf.models.ring_shares import RingShares, agree
-from async_rlhf.models.snapshots import NoSnapshots, SnapshotRing, Snapshots
+from async_rlhf.models.snapshots import NoSnapshots, Snapshots, agree
 from async_rlhf.models.weights import differing
-from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_CLOSE_SECONDS = 60.0
+
+
+class _Asked(NamedTuple):
+    """What workers were asked for, and what came back."""
+
+    prompts: Sequence[Prompt]
+    firsts: list[int]
+    """The number of each unit's first prompt."""
+    replies: dict[int, tuple[str, Reply]]
+    """By unit: who answered, and what."""
+
 
 class RemoteGenerator:
-    """Workers that sample the units of every batch, each the next one when it is free; subclasses wait for them.
+    """Workers that sample the units of every batch, each the next one when it is free; subclasses make them.
 
     Only rank 0 has workers. The other ranks use this class itself, without workers. With weights that are loaded in
     flight a worker that :attr:`streams` has so many units at a time that its places are full, of whichever batches.
+    A worker that dies or hangs is started again, and others take what it had; the weights are still there.
 
     Args:
         config: of the run.
@@ -44,13 +75,19 @@ class RemoteGenerator:
         params: how to sample.
         trace: records generation.
         parallel: how the policy's weights are sharded over ranks.
-        snapshots: where the workers find the weights.
-        workers: at least one on rank 0.
     """
 
     at_once = False
     streams = False
     """Whether a worker can sample several units at a time."""
+    kind = "generator"
+    """What messages call a worker."""
+    grows = False
+    """Whether workers can be added and stopped."""
+    unstartable: type[Exception] = GeneratorError
+    """What a worker raises when it cannot be started at all."""
+    workers: Sequence[Any]
+    """The list is replaced, never changed."""
 
     def __init__(
         self,
@@ -58,26 +95,21 @@ class RemoteGenerator:
         policy: PreTrainedModel,
         params: SamplingParams,
         trace: Trace,
-        parallel: Parallel,
-        snapshots: Snapshots,
-        workers: Sequence[Worker] = (),
+        parallel: Parallel = ALONE,
     ) -> None:
-        self.parallel = parallel
-        self.workers = workers
-        self.snapshots = snapshots
-        self.config = config.generation
+        self.parallel, self.trace, self.params = parallel, trace, params
+        self.config, self.vocabulary = config.generation, policy.get_input_embeddings().num_embeddings
+        self.arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        """Where the workers put what comes from them."""
+        self.snapshots, number = self._prepare(config, policy)
+        self.workers = list(map(self._make, range(number)))
         streaming = self.streams and self.config.in_flight
         self._size = self.config.prompts_per_request or (1 if streaming else None)
-        self.dispatcher = Dispatcher(workers, at_once=_in_flight(self._size, params) if streaming else 1)
+        self.dispatcher = Dispatcher(self.workers, at_once=_in_flight(self._size, params) if streaming else 1)
         self._lanes = config.staleness + 1 if streaming else 0
-        self.trace = trace
         self._autocast = autocast_dtype(config)
-        self._publisher, self._newest = Beside("publisher"), -1
-        self._shares: RingShares | None = None
-        self._handed_out: dict[int, float] = {}
-        """When the publisher began with a version."""
+        self.publisher, self._newest = BackgroundThread("publisher"), -1
         self._probing = self.config.probe_steps > 0
-        self._params, self._vocabulary = params, policy.get_input_embeddings().num_embeddings
         dtype = getattr(torch, self.config.dtype)
         self.agreement = Agreement(self.config, params, dtype, self._autocast, parallel, config.staleness)
         self._published_as_is = policy.dtype == dtype and not has_adapters(policy)
@@ -85,49 +117,49 @@ class RemoteGenerator:
         self._probes: dict[int, list[float]] = {}
         self._submitted = 0
         """The batch that was submitted last."""
-        self._prompts: dict[int, Sequence[Prompt]] = {}
-        """By batch, or minus the version that is evaluated; as units and replies."""
-        self._firsts: dict[int, list[int]] = {}
-        """By batch: the number of each unit's first prompt."""
-        self._replies: dict[int, dict[int, tuple[str, Reply]]] = {}
-        """By batch and unit: who answered, and what."""
+        self._asked: dict[int, _Asked] = {}
+        """By batch, or minus the version that is evaluated."""
         self.on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
         """Called as soon as all completions of a unit are here, in any thread and before they are checked."""
+        self._answers: queue.SimpleQueue[tuple[Worker, Request, Reply] | BaseException] = queue.SimpleQueue()
+        self._restarts = 0
+        self._members = threading.RLock()
+        """Held by who changes the workers."""
+        self._stopping: list[Worker] = []
+        self._ending: list[threading.Thread] = []
+        self._worker_count: WorkerCount | None = None
+        self._look_seconds = min(self.config.heartbeat_timeout / 4, self.config.start_timeout / 4, _LOOK_SECONDS)
+        self._closing = False
+        self._keeper = threading.Thread(target=self._keep, name=f"keeper of each {self.kind}", daemon=True)
+        if self.workers:
+            self._keeper.start()
+
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """Where the workers find the weights, and how many of them :meth:`_make` is to make."""
+        return NoSnapshots(getattr(torch, self.config.dtype), config.lora.publish == "adapter"), 0
+
+    def _make(self, number: int) -> Worker:
+        """A new worker, already starting."""
+        raise NotImplementedError
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
-        self.parallel.ranks.meet(f"publishing version {version}")
-        self._publisher.finish()  # one version at a time is on its way
-        if self._newest < 0:
-            self._agree_on_shares(policy)
+        parallel, snapshots = self.parallel, self.snapshots
+        parallel.ranks.meet(f"publishing version {version}")
+        self.publisher.finish()  # one version at a time is on its way
+        if self._newest < 0 and parallel.spreads_weights:  # each rank writes its own share, if all of them can
+            snapshots.shares = agree(policy, parallel, snapshots)
         self._policy, self._newest = policy, version
-        self.snapshots.publish(policy, version, self.parallel, partial(self._beside, version))
-        self._publisher(partial(self._trace_publisher, version))
-        self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in self.snapshots.published}
-        if self._probing and version % self.config.probe_steps == 0 and self.parallel.takes_part:
-            self._probes[version] = probe_logprobs(policy, self._autocast, self.parallel)
-
-    def _agree_on_shares(self, policy: PreTrainedModel) -> None:
-        """Have each rank write its own share of the weights, if all of them can."""
-        snapshots = self.snapshots
-        if self.parallel.spreads_weights:
-            ring = snapshots.for_others if isinstance(snapshots, SnapshotRing) else lambda: None
-            self._shares = agree(policy, self.parallel, ring)
-            if isinstance(snapshots, (SnapshotRing, NoSnapshots)):
-                snapshots.shares = self._shares
-
-    def _beside(self, version: int, work: Work) -> Future[None]:
-        """Have a part of publishing done beside training."""
-
-        def timed() -> None:
-            self._handed_out.setdefault(version, time.monotonic())
-            work()
-
-        return self._publisher(timed)
+        snapshots.publish(policy, version, parallel, self.publisher)
+        self.publisher(partial(self._trace_publisher, version))
+        self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in snapshots.published}
+        if self._probing and version % self.config.probe_steps == 0 and parallel.takes_part:
+            self._probes[version] = probe_logprobs(policy, self._autocast, parallel)
 
     def _trace_publisher(self, version: int) -> None:
-        if (started := self._handed_out.pop(version, None)) is not None:
-            self.trace.add("hand out", started, time.monotonic(), "publisher", version=version)
+        if self.publisher.began is not None:
+            self.trace.add("hand out", self.publisher.began, time.monotonic(), "publisher", version=version)
+        self.publisher.began = None
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
         """Cut the batch into units, of which each free worker takes the next."""
@@ -145,8 +177,7 @@ class RemoteGenerator:
             self.parallel.ranks.meet(f"answers of version {version}")
         if self.parallel.ranks.leads:
             self.dispatcher.idle_share(-version)
-        completions = [group for _, reply in replies for group in reply.completions]
-        return tuple(Group(p, c) for p, c in zip(self._prompts.pop(-version), completions, strict=True))
+        return self._groups(-version, replies)
 
     def _submit(
         self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
@@ -154,8 +185,7 @@ class RemoteGenerator:
         # Held-out prompts may be few, and are not sampled in flight.
         size = self._size if params is None else self.config.prompts_per_request
         parts = cut(prompts, min(self.config.shares, len(prompts)), size)
-        self._prompts[index], self._replies[index] = prompts, {}
-        self._firsts[index] = [0, *accumulate(map(len, parts))][: len(parts)]
+        self._asked[index] = _Asked(prompts, [0, *accumulate(map(len, parts))][: len(parts)], {})
         requests = []
         for unit, part in enumerate(parts):
             own = version[unit] if isinstance(version, tuple) else version
@@ -177,8 +207,7 @@ class RemoteGenerator:
         course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
         seconds, versions, idle = course
         self._trace_lanes(index, replies)
-        completions = [group for _, reply in replies for group in reply.completions]
-        groups = tuple(Group(p, c) for p, c in zip(self._prompts.pop(index), completions, strict=True))
+        groups = self._groups(index, replies)
         metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
         return Batch(index, min(versions), groups, seconds, versions, metrics)
 
@@ -189,8 +218,9 @@ class RemoteGenerator:
         request = self.dispatcher.answered(worker, reply.batch, reply.unit)
         if self.on_arrival is None:
             return request
-        first = self._firsts[request.batch][request.unit]
-        prompts = self._prompts[request.batch][first : first + len(request.prompts)]
+        asked = self._asked[request.batch]
+        first = asked.firsts[request.unit]
+        prompts = asked.prompts[first : first + len(request.prompts)]
         if len(prompts) == len(reply.completions):  # else collect() says what is wrong
             groups = tuple(Group(p, c) for p, c in zip(prompts, reply.completions, strict=True))
             self.on_arrival(request.batch, first, groups)
@@ -198,15 +228,18 @@ class RemoteGenerator:
 
     def _await(self, index: int) -> list[tuple[str, Reply]]:
         """Every unit's reply, in order, and who gave it."""
-        replies, units = self._replies[index], len(self._firsts[index])
+        replies, units = self._asked[index].replies, len(self._asked[index].firsts)
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < units:
-            self._publisher.require()
+            self.publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
-        del self._replies[index], self._firsts[index]
         return [replies[unit] for unit in range(units)]
+
+    def _groups(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[Group, ...]:
+        completions = [group for _, reply in replies for group in reply.completions]
+        return tuple(Group(p, c) for p, c in zip(self._asked.pop(index).prompts, completions, strict=True))
 
     def _trace_lanes(self, index: int, replies: Sequence[tuple[str, Reply]]) -> None:
         """Requests that are under way together get one span for each worker and batch, on one of S + 1 tracks."""
@@ -225,21 +258,210 @@ class RemoteGenerator:
 
     def close(self) -> None:
         """End the workers, and the thread that publishes."""
+        self._closing = True
+        self.arrived.put(None)
+        if self._keeper.is_alive():
+            self._keeper.join(timeout=_CLOSE_SECONDS)
+        for thread in self._ending:
+            thread.join(timeout=_CLOSE_SECONDS)
         for worker in self.workers:
             worker.close()
-        if self._shares is not None:
-            self._shares.stop()
-        self._publisher.close()
+        if self.snapshots.shares is not None:
+            self.snapshots.shares.stop()
+        self.publisher.close()
         self.snapshots.close()
+        if self._worker_count is not None:
+            self._worker_count.clear()
+
+    def add_worker(self) -> int:
+        """Start another worker, from any thread, which samples as soon as it is ready. Returns its number."""
+        with self._members:
+            taken = {worker.number for worker in self.workers}
+            number = next(number for number in count() if number not in taken)
+            self.workers = sorted([*self.workers, self._make(number)], key=lambda worker: worker.number)
+            return number
+
+    def stop_worker(self, number: int) -> None:
+        """Have a worker end when it has answered what it has; from any thread.
+
+        Raises:
+            ConfigError: there is no such worker, or it is the last.
+        """
+        with self._members:
+            numbers = [worker.number for worker in self._staying()]
+            right = f"must be one of {', '.join(map(str, numbers))}"
+            require(number in numbers, "worker", number, right)
+            require(len(numbers) > 1, "worker", number, "must leave another one")
+            (worker,) = (worker for worker in self._staying() if worker.number == number)
+            self._stopping.append(worker)
+            worker.arrive(Stop())
+
+    def follow(self, folder: Path) -> None:
+        """Say in a run's folder which workers there are, and have as many as are asked for there."""
+        if self.grows:
+            self._worker_count = WorkerCount(folder)
+            self._worker_count.clear()
+            self._worker_count.write([worker.number for worker in self.workers])
+
+    def _staying(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker not in self._stopping]
+
+    def _follow(self) -> None:
+        """Start or stop workers as is asked for in the run's folder, and say there who they are."""
+        if self._worker_count is None:
+            return
+        try:
+            wanted = self._worker_count.take()
+            if wanted is not None:
+                for _ in range(wanted - len(self._staying())):
+                    self.add_worker()
+                for worker in self._staying()[wanted:]:
+                    self.stop_worker(worker.number)
+            numbers = [worker.number for worker in self._staying()]
+            if self._worker_count.present() != numbers or self._worker_count.is_asked():
+                self._worker_count.write(numbers)
+                logger.info("generators: %s", ", ".join(map(str, numbers)))
+        except OSError as error:  # the run itself will say what is wrong with its folder
+            logger.warning("WARNING: %s", error)
 
     def _wait(self, seconds: float) -> bool:
-        """Wait this long for an answer. Returns whether one came."""
-        raise NotImplementedError
+        """Wait for an answer, but wake up in between to see whether this process itself was stopped."""
+        asked, pause = time.monotonic(), min(max(seconds, 0.0), self._look_seconds)
+        try:
+            answer = self._answers.get(timeout=pause)
+        except queue.Empty:
+            if _overslept(asked, pause):
+                return True
+            if seconds <= pause:
+                raise self._no_answer() from None
+            return False
+        if isinstance(answer, BaseException):
+            raise answer
+        self._accept(*answer)
+        return True
+
+    def _no_answer(self) -> GeneratorError:
+        numbers = ", ".join(str(worker.number) for worker in self._busy())
+        return GeneratorError(
+            f"no answer from {self.kind} {numbers} for {self.config.timeout:g} s (generation.timeout)"
+        )
+
+    def _busy(self) -> list[Worker]:
+        """Workers that have something to do, if only to get ready."""
+        return [worker for worker in self.workers if worker.open or not self.dispatcher.is_there(worker)]
+
+    def _keep(self) -> None:
+        """Take what comes, and look after the workers in between, until it is closed or something goes wrong."""
+        looked = time.monotonic()
+        try:
+            while not self._closing:
+                asked = time.monotonic()
+                pause = max(0.0, looked + self._look_seconds - asked)
+                try:
+                    arrived = self.arrived.get(timeout=pause)
+                    if arrived is not None and not self._closing:
+                        with self._members:
+                            self._take(*arrived)
+                except queue.Empty:
+                    # What came after a stop of this process was taken first.
+                    if _overslept(asked, pause) or _overslept(looked, self._look_seconds):
+                        for worker in self.workers:
+                            worker.since = time.monotonic()
+                    with self._members:
+                        self._look_for_the_silent()
+                        self._follow()
+                    looked = time.monotonic()
+        except BaseException as error:
+            self._answers.put(error)
+
+    def _take(self, worker: Worker, start: int, answer: Answer) -> None:
+        if worker not in self.workers:
+            return
+        if isinstance(answer, Stop):
+            self.dispatcher.leave(worker)
+            self._dismiss_if_idle(worker)
+        elif start != worker.starts:
+            return
+        elif isinstance(answer, Reply):
+            self._answers.put((worker, self.taken(worker, answer), answer))
+            self._dismiss_if_idle(worker)
+        elif isinstance(answer, Ready):
+            if worker not in self._stopping:
+                self.dispatcher.join(worker)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif answer is None:  # it died, perhaps in the middle of a message
+            self._replace(worker)
+        elif answer.out_of_memory:
+            self._replace(worker, f"ran out of memory: {answer.message}")
+        elif answer.is_lost:
+            self._replace(worker, answer.message)
+        elif answer.is_config:
+            raise ConfigError(answer.message)
+        else:
+            raise GeneratorError(f"{self.kind} {worker.number}: {answer.message}\n\n{answer.traceback}")
+
+    def _look_for_the_silent(self) -> None:
+        for worker in self._busy():
+            key = "heartbeat_timeout" if worker.has_begun else "start_timeout"
+            limit = self.config.heartbeat_timeout if worker.has_begun else self.config.start_timeout
+            try:
+                silent = worker.silent_for()
+            except self.unstartable as error:
+                self._give_up(worker, error)
+                continue
+            if silent > limit:
+                worker.kill()
+                self._replace(worker, f"gave no sign of life for {limit:g} s (generation.{key})")
+
+    def _replace(self, worker: Worker, why: str = "") -> None:
+        """Give others what the worker had, and start it again if it may be."""
+        back = self.dispatcher.lost(worker)
+        ended = worker.end()
+        if worker in self._stopping:
+            self._dismiss_if_idle(worker)
+            return
+        if not worker.has_place:  # it got onto a host that was about to go
+            worker.start()
+            return
+        why = why or ended
+        if self._restarts >= self.config.max_restarts:
+            right = f"{why} after {self._restarts} restarts (generation.max_restarts)"
+            self._give_up(worker, GeneratorError(f"{self.kind} {worker.number} {right}"))
+            return
+        self._restarts += 1
+        again = f", to sample {', '.join(work(request.batch) for request in back)} again" if back else ""
+        logger.warning("%s %d %s; starting it again%s", self.kind, worker.number, why, again)
+        self.trace.mark("restarted", worker.label, f"it {why}")
+        worker.start()
+
+    def _give_up(self, worker: Worker, error: Exception) -> None:
+        """Go on without the worker; raise the error if it was the last."""
+        self.dispatcher.lost(worker)
+        others = [each for each in self._staying() if each is not worker]
+        if not others:
+            raise error
+        self._dismiss(worker)
+        self.trace.mark("given up", worker.label, str(error))
+        logger.warning(
+            "WARNING: %s; the run goes on with %d: %s", error, len(others), ", ".join(each.label for each in others)
+        )
+
+    def _dismiss_if_idle(self, worker: Worker) -> None:
+        if worker in self._stopping and not worker.open:
+            self._stopping.remove(worker)
+            self._dismiss(worker)
+
+    def _dismiss(self, worker: Worker) -> None:
+        """End a worker; beside the others, for that may take a while."""
+        self.workers = [each for each in self.workers if each is not worker]
+        self._ending.append(threading.Thread(target=worker.close, daemon=True))
+        self._ending[-1].start()
 
     def _accept(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
         self._check(worker, request, reply)
-        self._replies[request.batch][request.unit] = (worker.label, reply)
+        self._asked[request.batch].replies[request.unit] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
         if request.params is None and not self._lanes:
@@ -257,7 +479,7 @@ class RemoteGenerator:
         who = f"{worker.label} answered {work(reply.batch)}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        check_completions(who, request.prompts, reply.completions, request.params or self._params, self._vocabulary)
+        check_completions(who, request.prompts, reply.completions, request.params or self.params, self.vocabulary)
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
@@ -310,3 +532,8 @@ def _oldest(reply: Reply) -> int:
     """Version of the first tokens. In flight, newer weights may have come between the start and the first token."""
     first = (int(s.versions[s.sampled.argmax()]) for group in reply.completions for s in group)
     return min(first, default=reply.version)
+
+
+def _overslept(asked: float, pause: float) -> bool:
+    """Whether a wait took so much longer than it should that this process itself was stopped for a while."""
+    return time.monotonic() - asked > 2 * pause + 0.5

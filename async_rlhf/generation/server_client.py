@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, apart, masked
-from async_rlhf.generation.probe import LENGTH
+from async_rlhf.generation.audit import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
 from async_rlhf.types import Sample

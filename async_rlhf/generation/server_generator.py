@@ -10,7 +10,6 @@ others take its units.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import uuid
@@ -18,25 +17,23 @@ from asyncio import Condition, Event, Queue, Runner, Task, TaskGroup, current_ta
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.secrets import masked
+from async_rlhf.generation.audit import probe_tokens
 from async_rlhf.generation.broadcast import Sender, gpu_of
-from async_rlhf.generation.messages import Reply, Request, work
-from async_rlhf.generation.probe import probe_tokens
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.dispatch import Worker
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, work
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.replies import fingerprint
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
+from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Prompt, Sample, drawn_versions
 
 logger = logging.getLogger(__name__)
@@ -44,122 +41,57 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS = 1.0
-_LOOK_SECONDS = 5.0
 _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
 class ServerGenerator(RemoteGenerator):
     """Servers that sample the units of every batch; in flight, units of several batches at a time.
 
-    Args:
-        config: of the run.
-        policy: the model they must serve; its weights are loaded before anything is sampled.
-        params: how to sample.
-        trace: records generation.
-        parallel: how the policy's weights are sharded over ranks.
-
     Raises:
         ConfigError: a server cannot be used, or serves another model.
     """
 
-    streams = True
-    workers: list[_Server]
+    kind, streams = "server", True
+    workers: list[ServerWorker]
 
-    def __init__(
-        self,
-        config: OnlineConfig,
-        policy: PreTrainedModel,
-        params: SamplingParams,
-        trace: Trace,
-        parallel: Parallel = ALONE,
-    ) -> None:
-        generation, slots = config.generation, config.snapshots
-        urls, dtype = generation.urls, getattr(torch, generation.dtype)
-        described = [check_server(url, policy.config, generation, config.max_length) for url in urls]
-        run = uuid.uuid4().hex[:12]
+    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        generation, self.run = config.generation, uuid.uuid4().hex[:12]
+        described = [check_server(url, policy.config, generation, config.max_length) for url in generation.urls]
+        dtype = getattr(torch, generation.dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if generation.weights_transport == "folder":
             folder = Path(config.output_dir) / "weights"
             if generation.weights_dir is not None:  # several runs may use it
-                folder = Path(generation.weights_dir) / f"async_rlhf-{run}"
+                folder = Path(generation.weights_dir) / f"async_rlhf-{self.run}"
             try:
-                snapshots = SnapshotFolder(folder.absolute(), dtype, slots)
+                snapshots = SnapshotFolder(folder.absolute(), dtype, config.snapshots)
             except OSError as error:
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
-            transports: list[_Transport] = [_FolderTransport(snapshots) for _ in urls]
+            self.transports: list[Any] = [_FolderTransport(snapshots) for _ in described]
         else:
-            snapshots = SnapshotRing.for_model(policy, dtype, slots, parallel=parallel)
-            transports = [
+            snapshots = SnapshotRing.for_model(policy, dtype, config.snapshots, parallel=self.parallel)
+            self.transports = [
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
-                for url, processes in zip(urls, described, strict=True)
+                for url, processes in zip(generation.urls, described, strict=True)
             ]
-        self._arrived: queue.SimpleQueue[tuple[_Server, Request, Reply] | BaseException] = queue.SimpleQueue()
-        vocabulary = policy.get_input_embeddings().num_embeddings
-        key = key_of(generation)
-        workers = [
-            _Server(number, url, key, run, params, snapshots, transport, vocabulary, self)
-            for number, (url, transport) in enumerate(zip(urls, transports, strict=True))
-        ]
-        super().__init__(config, policy, params, trace, parallel, snapshots, workers)
+        return snapshots, len(described)
 
-    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
-        """Take an answer, in the server's thread."""
-        taken = answer if isinstance(answer, BaseException) else (worker, self.taken(worker, answer), answer)
-        self._arrived.put(taken)
+    def _make(self, number: int) -> ServerWorker:
+        return ServerWorker(number, self)
 
-    def gone(self, worker: _Server) -> None:
-        """Give what a server has to others, until it is back."""
-        self.dispatcher.lost(worker)
-
-    def back(self, worker: _Server) -> None:
-        """Count on a server again."""
-        self.dispatcher.join(worker)
-
-    def _wait(self, seconds: float) -> bool:
-        pause = min(max(seconds, 0.0), _LOOK_SECONDS)
-        try:
-            answer = self._arrived.get(timeout=pause)
-        except queue.Empty:
-            if seconds > pause:
-                return False
-            busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
-            raise GeneratorError(
-                f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}"
-            ) from None
-        if isinstance(answer, BaseException):
-            raise answer
-        self._accept(*answer)
-        return True
-
-
-class _Taker(Protocol):
-    """Whom a server tells what has become of what it was given."""
-
-    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
-        """It has answered, or cannot."""
-
-    def gone(self, worker: _Server) -> None:
-        """It does not answer for now."""
-
-    def back(self, worker: _Server) -> None:
-        """It can be asked again."""
-
-
-class _Transport(Protocol):
-    """How weights reach a server."""
-
-    async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
-        """Have the server load a version. Returns the digests of each of its processes."""
-
-    def close(self) -> None:
-        """Let go of the server."""
+    def _no_answer(self) -> GeneratorError:
+        busy = [f"{worker.label}{worker.trouble}" for worker in self.workers if worker.open or worker.trouble]
+        return GeneratorError(f"no answer for {self.config.timeout:g} s (generation.timeout) from {', '.join(busy)}")
 
 
 class _FolderTransport:
+    """How weights reach a server: as files."""
+
     def __init__(self, snapshots: SnapshotFolder) -> None:
         self._snapshots = snapshots
 
     async def load(self, client: ServerClient, version: int) -> list[dict[str, str]]:
+        """Have the server load a version. Returns the digests of each of its processes."""
         file = self._snapshots.file(version)
         try:
             return await client.load(file)
@@ -170,7 +102,7 @@ class _FolderTransport:
             raise GeneratorError(f"{error}; {right}") from error
 
     def close(self) -> None:
-        """Do nothing."""
+        """Let go of the server."""
 
 
 class _NetworkTransport:
@@ -222,50 +154,34 @@ def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> to
     return learner if apart else torch.device("cpu")
 
 
-class _Server:
-    """One server, and the thread that talks to it.
+class ServerWorker(Worker):
+    """One server, and the thread that talks to it. It is never killed, and may come back whenever it likes.
 
     Args:
         number: among the servers.
-        url: its address.
-        key: the key that it was started with; None for none.
-        run: distinguishes this run's weights from those of other runs.
-        params: how to sample.
-        snapshots: the weights.
-        transport: how they get there.
-        vocabulary: tokens of the policy.
-        taker: is told what becomes of what it was given.
+        generator: whose worker it is.
     """
 
-    def __init__(
-        self,
-        number: int,
-        url: str,
-        key: str | None,
-        run: str,
-        params: SamplingParams,
-        snapshots: Snapshots,
-        transport: _Transport,
-        vocabulary: int,
-        taker: _Taker,
-    ) -> None:
-        self.number = number
-        self.label = f"server {masked(url)}"
+    has_begun = True
+    has_place = False
+
+    def __init__(self, number: int, generator: ServerGenerator) -> None:
+        self.url = generator.config.urls[number]
+        super().__init__(number, f"server {masked(self.url)}", generator.arrived)
         self.trouble = ""
-        self.open: list[Request] = []
-        self.url, self.params, self.snapshots, self.vocabulary = url, params, snapshots, vocabulary
-        self._key = key
-        self._transport = transport
-        self._prefix = f"{run}:"
-        self._taker = taker
+        self.params, self.snapshots, self.vocabulary = generator.params, generator.snapshots, generator.vocabulary
+        self._transport, self._key = generator.transports[number], key_of(generator.config)
+        self._prefix = f"{generator.run}:"
+        """Distinguishes this run's weights from those of other runs."""
         self._probed: tuple[int, list[float]] | None = None
         self._version, self._held = -1, dict[int, dict[str, str]]()
         self._weights = Condition()
         """Held while the weights change, and while they must not."""
         self._requests: Queue[Request | None] = Queue()
-        self._runner = Runner(loop_factory=new_event_loop)
-        self._loop = self._runner.get_loop()
+        self.runner = Runner(loop_factory=new_event_loop)
+        self._loop = self.runner.get_loop()
         self._task: Task[None] | None = None
+        self._handed_back = Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name=self.label)
         self._thread.start()
 
@@ -278,9 +194,11 @@ class _Server:
         with suppress(RuntimeError):  # the loop has already ended, and the run will hear of it
             self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
-    def answered(self, place: int) -> Request:
-        """The request that was just answered."""
-        return self.open.pop(place)
+    def start(self) -> None:
+        """Look for it until it is there again: its requests have been given to others."""
+        self.starts += 1
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._handed_back.set)
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running and drops what is under way."""
@@ -293,11 +211,11 @@ class _Server:
         self._transport.close()
 
     def _serve(self) -> None:
-        with self._runner:
+        with self.runner:
             try:
-                self._runner.run(self._stay())
+                self.runner.run(self._stay())
             except BaseException as error:
-                self._taker.answer(self, error)
+                self.arrive(error)
 
     async def _stay(self) -> None:
         """Answer requests to the end; if the server goes away meanwhile, hand back what it has, and wait until it is
@@ -314,13 +232,15 @@ class _Server:
                     if not self.trouble:
                         logger.warning("%s: %s%s", self.label, error, self._again())
                     self.trouble = f" ({error})"
-                self._taker.gone(self)
+                self._handed_back.clear()
+                self.arrive(None)
+                await self._handed_back.wait()
                 await sleep(_RETRY_SECONDS)
                 while not await client.is_there():
                     await sleep(_RETRY_SECONDS)
             while not (ended or self._requests.empty()):  # what it had got and not begun
                 ended = self._requests.get_nowait() is None
-            self._taker.back(self)
+            self.arrive(Ready())
 
     def _again(self) -> str:
         """What becomes of the requests that it has, in words."""
@@ -337,7 +257,7 @@ class _Server:
             if request.in_flight:
                 request = await self._answer_in_flight(client, request)
             else:
-                self._reply(await self._sample(client, request))
+                await self._answer(client, request)
                 request = await self._requests.get()
 
     async def _answer_in_flight(self, client: ServerClient, request: Request | None) -> Request | None:
@@ -350,7 +270,7 @@ class _Server:
             nonlocal request
             async with TaskGroup() as group:
                 while request is not None and request.in_flight:
-                    group.create_task(self._fly(client, request))
+                    group.create_task(self._answer(client, request))
                     request = await self._requests.get()
             ended.set()
 
@@ -371,38 +291,30 @@ class _Server:
         self._held = {old: each for old, each in self._held.items() if old in self.snapshots.published}
         self._version, self._held[version] = version, held
 
-    async def _fly(self, client: ServerClient, request: Request) -> None:
-        """Answer a request beside others. Its first tokens must not be drawn by older weights than its own."""
-        async with self._weights:
-            await self._weights.wait_for(lambda: self._version >= request.after)
-            started, version = time.monotonic(), self._version
-        groups = await self._generate(client, request.prompts, self.params)
-        drawn = {version, *drawn_versions(sample for group in groups for sample in group)}
-        ended, probe = time.monotonic(), None
+    async def _answer(self, client: ServerClient, request: Request) -> None:
+        """Answer a request: in flight beside others, with weights that may change, or alone with those that it names.
+        Its first tokens must not be drawn by older weights than its own.
+        """
+        if request.in_flight:
+            async with self._weights:
+                await self._weights.wait_for(lambda: self._version >= request.after)
+            started = loaded = time.monotonic()
+        else:
+            while self.snapshots.newest < request.after:
+                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
+            started = time.monotonic()
+            await self._hold(client, self.snapshots.newest if request.version is None else request.version)
+            loaded = time.monotonic()
+        version, probe = self._version, None
+        groups = await self._generate(client, request.prompts, request.params or self.params)
+        ended, drawn = time.monotonic(), {version, *drawn_versions(sample for group in groups for sample in group)}
         async with self._weights:
             held = {each: self._held[each] for each in drawn if each in self._held}
             if request.probe > 0 and self._version % request.probe == 0:
                 probe = await self._probe(client, self._version)
-        asked = fingerprint(request.prompts)
-        self._reply(Reply(request.batch, version, held, asked, groups, started, ended, 0.0, probe, request.unit))
-
-    def _reply(self, reply: Reply) -> None:
-        self.trouble = ""
-        self._taker.answer(self, reply)
-
-    async def _sample(self, client: ServerClient, request: Request) -> Reply:
-        """Answer a request alone, with the weights that it names."""
-        while self.snapshots.newest < request.after:
-            await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
-        started = time.monotonic()
-        version = self.snapshots.newest if request.version is None else request.version
-        await self._hold(client, version)
-        loaded = time.monotonic()
-        groups = await self._generate(client, request.prompts, request.params or self.params)
-        ended = time.monotonic()
-        probe = await self._probe(client, version) if request.probe > 0 and version % request.probe == 0 else None
-        held, asked = {version: self._held[version]}, fingerprint(request.prompts)
-        return Reply(request.batch, version, held, asked, groups, started, ended, loaded - started, probe, request.unit)
+        self.trouble, asked = "", fingerprint(request.prompts)
+        seconds = loaded - started
+        self.arrive(Reply(request.batch, version, held, asked, groups, started, ended, seconds, probe, request.unit))
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
         """What the server says of the fixed sequences: computed once for weights that it was given."""

@@ -15,16 +15,27 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from async_rlhf.generation.audit import probe_logprobs
 from async_rlhf.generation.decode_cache import join, only_grows
 from async_rlhf.generation.decoding import Decoding
-from async_rlhf.generation.probe import probe_logprobs
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.models.weights import digests, named_weights
+from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.types import Prompt, Sample
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Prompt tokens in one forward pass, padding included: few enough for the activations to fit a CPU's caches, enough to
 keep a GPU busy. Small groups of prompts of similar length also need less padding."""
+
+
+def make(spec: ModelSpec, params: SamplingParams) -> TransformersEngine:
+    """The engine of a generator process; its weights must still be loaded."""
+    if spec.deterministic and "cuda" in spec.device:
+        prepare_deterministic()
+    with torch.device(spec.device):
+        model = spec.model_class._from_config(spec.config, dtype=spec.dtype)
+    return TransformersEngine(model.eval(), params, version=-1, autocast=spec.autocast)
 
 
 def _next(chunks: Iterator[Sequence[Prompt]], places: int) -> Sequence[Prompt]:
@@ -92,8 +103,11 @@ class TransformersEngine:
         return digests({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()})
 
     def probe(self) -> list[float]:
-        """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
+        """See :func:`~async_rlhf.generation.audit.probe_logprobs`."""
         return probe_logprobs(self.model, self.autocast)
+
+    def close(self) -> None:
+        """Do nothing."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:

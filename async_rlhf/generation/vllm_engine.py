@@ -1,4 +1,8 @@
-"""The engine on vLLM, in this process: we can interrupt between its steps and pass weights as tensors."""
+"""The engine on vLLM, in this process: we can interrupt between its steps and pass weights as tensors.
+
+Several processes may share its model (tensor parallel). vLLM's scheduler stays in this process even then. Weights are
+not sent to its processes: they map the memory where a snapshot lies, and each takes its share.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,13 @@ import os
 import re
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from itertools import count
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +30,19 @@ from transformers import PretrainedConfig
 
 from async_rlhf.config import ConfigError, VLLMConfig
 from async_rlhf.config.base import require
-from async_rlhf.generation.messages import ModelSpec
-from async_rlhf.generation.probe import LENGTH, probe_tokens
-from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
-from async_rlhf.generation.vllm_ranks import SeveralProcesses, several_processes
+from async_rlhf.generation.audit import LENGTH, probe_tokens
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.protocol import Completions, EngineLostError, Occupancy, SamplingParams
 from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
-from async_rlhf.models.weights import digests
+from async_rlhf.models.snapshots import Region, SharedTensors
+from async_rlhf.models.weights import digests, mapped_at, nameless_file, region_for, tensors_in
+from async_rlhf.system.children import started_within
 from async_rlhf.types import Prompt, Sample
 
+_LOOK_SECONDS = 0.5
+_DEATH_SECONDS = 5.0
+"""Within which a process that has died is known to be dead, after the others have complained."""
 CPU_KV_CACHE_GB = 1.0
 CPU_OPTIONS = {
     # A prompt split over two steps would rewind the request's random numbers, which CPU generators cannot do.
@@ -69,6 +81,11 @@ def cpu_environment() -> dict[str, str]:
         return {}  # one such library is enough, and the user chose it
     # Waiting threads must sleep at once: the learner may need their core.
     return {"LD_PRELOAD": f"{library}:{preloaded}" if preloaded else library, "KMP_BLOCKTIME": "1"}
+
+
+def environment(devices: Sequence[str]) -> dict[str, str]:
+    """Environment of a generator process on these devices."""
+    return gpu_environment(devices) if "cuda" in devices[0] else cpu_environment()
 
 
 class VLLMEngine:
@@ -138,13 +155,13 @@ class VLLMEngine:
         return digests(tensors)
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
-        """K completions for each prompt, in the order of the prompts."""
-        from vllm import SamplingParams as VLLMParams
-
-        seeds = seeds_of(self.params, prompts)
-        params = [VLLMParams(**request_fields(self.params, seed), detokenize=False) for seed in seeds]
-        outputs = self._run([prompt.tokens for prompt in prompts], params, progress, self.refresh)
-        return [_samples(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+        """K completions for each prompt, in the order of the prompts. All wait for places at vLLM's scheduler."""
+        all_of_them, found = iter([prompts]), dict[int, tuple[Sample, ...]]()
+        for number, samples in self.stream(lambda places: next(all_of_them, ())):
+            found[number] = samples
+            if progress is not None:
+                progress(len(found))
+        return [found[number] for number in range(len(prompts))]
 
     def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
         """See :class:`~async_rlhf.generation.protocol.Engine`. vLLM's scheduler fills the places."""
@@ -168,12 +185,15 @@ class VLLMEngine:
                 yield number, _samples(prompt, self._finished.pop(request))
 
     def probe(self) -> list[float]:
-        """See :func:`~async_rlhf.generation.probe.probe_logprobs`."""
+        """See :func:`~async_rlhf.generation.audit.probe_logprobs`."""
         from vllm import SamplingParams as VLLMParams
 
         rows = probe_tokens(self._spec.config.get_text_config().vocab_size).tolist()
-        params = VLLMParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._run(rows, [params] * len(rows))
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        requests = [self._add(row, VLLMParams(**options)) for row in rows]
+        while not self._finished.keys() >= set(requests):  # others that are under way go on
+            self._step()
+        outputs = [self._finished.pop(request) for request in requests]
         return [
             output.prompt_logprobs[i][token].logprob
             for output, row in zip(outputs, rows, strict=True)
@@ -195,26 +215,6 @@ class VLLMEngine:
         """
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[Any],
-        progress: Callable[[int], None] | None = None,
-        refresh: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """vLLM's outputs, in the order of the prompts. Others that are under way go on."""
-        requests = [self._add(tokens, given) for tokens, given in zip(prompts, params, strict=True)]
-        left, done = set(requests), 0
-        while left:
-            if refresh is not None:
-                refresh()
-            self._step()
-            left -= self._finished.keys()
-            if progress is not None and len(requests) - len(left) > done:
-                done = len(requests) - len(left)
-                progress(done)
-        return [self._finished.pop(request) for request in requests]
 
     def _add(self, tokens: Sequence[int], params: Any) -> str:
         """Begin a request. Returns its name."""
@@ -247,7 +247,6 @@ def _sample(prompt: Sequence[int], answer: Any) -> Sample:
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:
     """Start vLLM in this process; its weights must still be loaded."""
-    assert spec.vllm is not None
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are for people who start it by hand
     on_cpu = not spec.device.startswith("cuda")
@@ -307,7 +306,6 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
 
 def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:
     """GiB for keys and values of the longest sequence, in whole blocks, plus the one block that vLLM leaves empty."""
-    assert spec.vllm is not None
     config = spec.config.get_text_config()
     block = spec.vllm.block_size or (CPU_OPTIONS["block_size"] if on_cpu else 16)
     tokens = (math.ceil((spec.max_length or config.max_position_embeddings) / block) + 1) * block
@@ -390,3 +388,110 @@ def _divide(kind: type[nn.Module], build: Callable[..., None], call: Callable[..
         return (vllm_call if "vllm_config" in vars(self) else call)(self, *args, **options)
 
     kind.__init__, kind.__call__ = __init__, __call__  # type: ignore[method-assign]
+
+
+@contextmanager
+def several_processes(number: int, threads: int | None) -> Iterator[dict[str, Any]]:
+    """Within, vLLM may start its processes. Yields arguments of ``vllm.LLM``.
+
+    Args:
+        number: of processes, each with a GPU or a share of the CPU's threads.
+        threads: on a CPU, of all of them together; None on GPUs.
+    """
+    from vllm import envs
+
+    environment: dict[str, str | None] = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    if threads is not None:
+        environment |= threads_of_each(number, threads)
+    envs.disable_envs_cache()  # an engine before this one has read them
+    with started_within(environment):
+        yield {"tensor_parallel_size": number, "distributed_executor_backend": "mp"}
+
+
+def threads_of_each(number: int, threads: int) -> dict[str, str]:
+    """Environment by which so many processes share a CPU. Left to itself, vLLM wants a memory node for each."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, threads // number))}
+
+
+class SeveralProcesses:
+    """vLLM's processes, of one model.
+
+    Args:
+        llm: of vLLM, just started.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._executor = llm.llm_engine.engine_core.engine_core.model_executor
+        self._copy: tuple[int, Region] | None = None
+        llm.collective_rpc(end_with, args=(os.getpid(),))
+        # Before multiprocessing's own: they ignore SIGTERM, so it would wait for them forever.
+        util.Finalize(None, self._executor.shutdown, exitpriority=100)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Have all processes load their shares. Returns the digest of each tensor that all of them were given."""
+        return same(self._llm.collective_rpc(load_region, args=(self._region(tensors),)))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, an error that comes of a process's death is raised as such.
+
+        Raises:
+            EngineLostError: a process has died.
+        """
+        try:
+            yield
+        except Exception as error:
+            deadline = time.monotonic() + _DEATH_SECONDS
+            while time.monotonic() < deadline:
+                if not all(worker.proc.is_alive() for worker in self._executor.workers):
+                    raise EngineLostError(f"lost a process of vLLM's: {error}") from error
+                time.sleep(_LOOK_SECONDS / 10)
+            raise
+
+    def _region(self, tensors: Mapping[str, Tensor]) -> Region:
+        """Where other processes find them: where they are, if that is possible, else in a copy."""
+        if isinstance(tensors, SharedTensors):
+            return tensors.region
+        if self._copy is None:
+            specs, size = region_for(tensors)
+            fd = nameless_file(size)
+            self._copy = fd, Region(f"/proc/{os.getpid()}/fd/{fd}", 0, size, specs)
+        region = self._copy[1]
+        for name, place in tensors_of(region).items():
+            place.copy_(tensors[name])
+        return region
+
+
+def same(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Digests by name; those on which processes differ are no digests of anything."""
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: " or ".join(dict.fromkeys(each.get(name, "none") for each in found)) for name in names}
+
+
+def load_region(worker: Any, region: Region) -> dict[str, str]:
+    """In vLLM's process: :func:`~async_rlhf.generation.vllm_weights.load_weights` from memory of another process."""
+    from async_rlhf.generation.vllm_weights import load_weights
+
+    return load_weights(worker, tensors_of(region).items())
+
+
+def tensors_of(region: Region) -> dict[str, Tensor]:
+    """The tensors in a region of any process of this user on this host, without a copy."""
+    return tensors_in(_memory(region.path)[region.start : region.start + region.size], region.specs)
+
+
+@lru_cache(maxsize=2)
+def _memory(path: str) -> Tensor:
+    return mapped_at(path)
+
+
+def end_with(worker: Any, parent: int, end: Callable[[int], None] = os._exit) -> None:
+    """In vLLM's process: end when the one that has started it is gone, however busy or stuck this one is."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        end(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -40,10 +40,10 @@ class SnapshotLoader:
             invitation: JSON of :meth:`~async_rlhf.generation.broadcast.Sender.invitation`.
         """
         fields = json.loads(invitation)
-        device = torch.device("cuda" if fields.pop("backend") == "nccl" else "cpu")
+        device = torch.device("cuda" if fields["backend"] == "nccl" else "cpu")
         rank = self.rank + 1  # type: ignore[attr-defined]  # of vLLM's worker
         receiver = self.__dict__.setdefault("async_rlhf_receiver", Receiver())
-        tensors = receiver.receive(rank=rank, device=device, **fields)
+        tensors = receiver.receive(fields, rank, device)
         return {} if tensors is None else load_weights(self, tensors)
 
     def describe_model(self) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,27 +31,48 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from async_rlhf.models.leaving import Later, Leaving, at_once, pinned
-from async_rlhf.models.ring_shares import Ring, RingShares
+from async_rlhf.models.copy_stream import AsyncCopy, Later, at_once, pinned
 from async_rlhf.models.weights import (
     ALIGNMENT,
     TensorSpec,
     digests,
     iterate_weights,
-    kept_dtype,
     layout,
     mapped,
+    mapped_at,
     nameless_file,
+    published_parameters,
+    saved_buffers,
     tensors_in,
 )
 from async_rlhf.ranks.parallel import ALONE, Parallel
 
+_WORD = 8
+_LOOK_SECONDS = 0.0005
+_ALIVE_SECONDS = 0.5
 
-class Snapshots(Protocol):
-    """Where workers find numbered weights."""
 
-    published: dict[int, dict[str, str]]
-    """The available versions, with the digest of each tensor."""
+class Snapshots:
+    """Where workers find numbered weights.
+
+    Args:
+        dtype: parameters are rounded to it; None copies them as they are.
+        slots: S + 1.
+        adapters_only: see :func:`iterate_weights`.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, slots: int, adapters_only: bool = False) -> None:
+        self.dtype, self.slots, self.adapters_only = dtype, slots, adapters_only
+        self.published: dict[int, dict[str, str]] = {}
+        """The available versions, with the digest of each tensor."""
+        self.shares: RingShares | None = None
+        """Set where each rank writes its own share."""
+        self._newest = -1
+
+    @property
+    def newest(self) -> int:
+        """The version published last; -1 for none."""
+        return self._newest
 
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
         """Copy the weights, which may change when this returns, and make the copy available.
@@ -62,16 +85,34 @@ class Snapshots(Protocol):
             parallel: how they are sharded over ranks.
             later: does what need not be done now.
         """
+        self.published.pop(version - self.slots, None)
+        copies = AsyncCopy(model, parallel, later)
+        with torch.no_grad():
+            if self.shares is not None:
+                for piece, place in self.shares.pieces(model, version):
+                    copies.copy(piece, place)
+            elif parallel.takes_part:
+                places = self._places(model, version, parallel)
+                for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
+                    if name in places:
+                        copies.copy(tensor, places[name])
+        copies.end(partial(self.make_available, version))
+
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        """Where a version's tensors are copied to, by name."""
+        raise NotImplementedError
+
+    def make_available(self, version: int) -> None:
+        """Make a copy available whose tensors are in their places."""
+        raise NotImplementedError
 
     def views(self, version: int) -> Mapping[str, Tensor | None]:
         """The tensors of a version; on ranks other than 0, None in place of each."""
-
-    @property
-    def newest(self) -> int:
-        """The version published last."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free what is held."""
+        self.published.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +133,7 @@ class SharedTensors(dict[str, Tensor]):
         self.region = region
 
 
-class SnapshotRing:
+class SnapshotRing(Snapshots):
     """S + 1 snapshots in memory that processes share through a file descriptor, without a name.
 
     Nameless memory cannot leak: the kernel frees it with the last process that holds it, however that one ends.
@@ -117,13 +158,10 @@ class SnapshotRing:
         adapters_only: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.specs, self.slot_bytes, self.slots = specs, slot_bytes, slots
-        self.adapters_only, self.dtype = adapters_only, dtype
-        self._bytes, self.fd = memory, fd
+        super().__init__(dtype, slots, adapters_only)
+        self.specs, self.slot_bytes = specs, slot_bytes
+        self.memory, self.fd = memory, fd
         self._pinned = ExitStack()
-        self.shares: RingShares | None = None
-        """Set where each rank writes its own share."""
-        self.published: dict[int, dict[str, str]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """A child process gets the same memory, not a copy."""
@@ -160,13 +198,18 @@ class SnapshotRing:
         tensors = tensors_in(self.slot(version), self.specs)
         if self.fd < 0:
             return tensors
-        region = Region(f"/proc/{os.getpid()}/fd/{self.fd}", self._start(version), self.slot_bytes, self.specs)
+        region = Region(self.path, self._start(version), self.slot_bytes, self.specs)
         return SharedTensors(tensors, region)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user on this host find the memory; no file if they cannot."""
+        return _path(self.fd)
 
     def slot(self, version: int) -> Tensor:
         """A version's memory, as uint8."""
         start = self._start(version)
-        return self._bytes[start : start + self.slot_bytes]
+        return self.memory[start : start + self.slot_bytes]
 
     def _start(self, version: int) -> int:
         return ALIGNMENT + version % self.slots * self.slot_bytes
@@ -174,30 +217,16 @@ class SnapshotRing:
     @property
     def newest(self) -> int:
         """The version published last, seen from any process; -1 for none."""
-        return int(self._bytes[:8].view(torch.int64)[0])
+        return int(self.memory[:8].view(torch.int64)[0])
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights into the version's slot: all of them, or if all ranks are on this host, each its own."""
-        self.published.pop(version - self.slots, None)
-        if self.shares is not None:
-            self.shares.publish(model, version, later, partial(self._finish, version))
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        return self.views(version)
+
+    def make_available(self, version: int) -> None:
+        if self.shares is not None and not self.shares.written(version):
             return
-        views, leaving = self.views(version), Leaving(model, parallel, later)
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
-                leaving.copy(tensor, views[name])
-        leaving.end(partial(self._finish, version))
-
-    def for_others(self) -> tuple[Ring, Tensor] | None:
-        """Where other ranks find this memory, and the memory itself; None if they cannot."""
-        if self.fd < 0 or not Path(f"/proc/{os.getpid()}/fd/{self.fd}").exists():
-            return None
-        starts = tuple(self._start(slot) for slot in range(self.slots))
-        return Ring(f"/proc/{os.getpid()}/fd/{self.fd}", starts, self.specs), self._bytes
-
-    def _finish(self, version: int) -> None:
         self.published[version] = digests(self.views(version))
-        self._bytes[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
+        self.memory[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
 
     def close(self) -> None:
         """Free the memory. Views taken before keep it alive until they are gone."""
@@ -205,7 +234,7 @@ class SnapshotRing:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.published.clear()
+        super().close()
 
 
 class DeviceRing(SnapshotRing):
@@ -214,7 +243,7 @@ class DeviceRing(SnapshotRing):
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuild, arguments = reduce_tensor(self._bytes)
+        rebuild, arguments = reduce_tensor(self.memory)
         return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
 
     @staticmethod
@@ -222,7 +251,22 @@ class DeviceRing(SnapshotRing):
         return torch.zeros(size, dtype=torch.uint8, device=next(model.parameters()).device), -1
 
 
-class SnapshotFolder:
+class DraftSnapshots(Snapshots):
+    """The weights are copied into memory of this process, which is read before the next version is copied."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    memory: Tensor
+    draft: dict[str, Tensor]
+
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        if not self.specs:
+            self.specs, size = layout(model, self.dtype or torch.float32, self.adapters_only, parallel)
+            self.memory = torch.empty(size, dtype=torch.uint8)
+            self.draft = tensors_in(self.memory, self.specs)
+        return self.draft
+
+
+class SnapshotFolder(DraftSnapshots):
     """S + 1 snapshots as safetensors files in a folder that several hosts share; each appears whole or not at all.
 
     Args:
@@ -232,10 +276,8 @@ class SnapshotFolder:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, slots: int) -> None:
-        self.folder, self.dtype, self.slots = folder, dtype, slots
-        self.published: dict[int, dict[str, str]] = {}
-        self.newest = -1
-        self._copies: dict[str, Tensor] = {}
+        super().__init__(dtype, slots)
+        self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
@@ -243,30 +285,16 @@ class SnapshotFolder:
         """The file of one version."""
         return self.folder / f"version-{version}.safetensors"
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Copy the weights; the file is written later."""
-        buffers, leaving, copies = dict(model.named_buffers()), Leaving(model, parallel, later), {}
-        with torch.no_grad():
-            for name, tensor in iterate_weights(model, parallel=parallel, dtype=self.dtype):
-                if name not in self._copies:  # else that of the version before, which is in its file
-                    dtype = kept_dtype(name, tensor, buffers, self.dtype)
-                    self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-                copies[name] = self._copies[name]
-                leaving.copy(tensor, copies[name])
-        leaving.end(partial(self._finish, version, copies))
-
-    def _finish(self, version: int, tensors: dict[str, Tensor]) -> None:
+    def make_available(self, version: int) -> None:
         try:
             temporary = self.file(version).with_suffix(".tmp")
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            save_file(self.draft, temporary, metadata={"format": "pt"})
             temporary.replace(self.file(version))
         except SafetensorError as error:  # a full disk comes as this, not as an OSError
             raise OSError(f"{str(self.file(version))!r} could not be written: {error}") from error
-        self.published[version] = digests(tensors)
-        for old in [v for v in self.published if v <= version - self.slots]:
-            del self.published[old]
-            self.file(old).unlink()
-        self.newest = version
+        self.published[version] = digests(self.draft)
+        self.file(version - self.slots).unlink(missing_ok=True)
+        self._newest = version
 
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version, read back."""
@@ -275,10 +303,10 @@ class SnapshotFolder:
     def close(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.published.clear()
+        super().close()
 
 
-class NoSnapshots:
+class NoSnapshots(Snapshots):
     """Snapshots on ranks other than 0: they send their shares of the weights to rank 0 and keep only the names.
 
     Args:
@@ -287,29 +315,140 @@ class NoSnapshots:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, adapters_only: bool = False) -> None:
-        self.dtype, self.adapters_only, self.newest = dtype, adapters_only, -1
-        self.published: dict[int, dict[str, str]] = {}
+        super().__init__(dtype, 1, adapters_only)
         self._names: list[str] = []
-        self.shares: RingShares | None = None
-        """Set where each rank writes its own share."""
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
-        """Take part while rank 0 gathers the weights, or write this rank's share. There are no digests here."""
+    def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
+        self._names = [spec.name for spec in layout(model, torch.float32, self.adapters_only, parallel)[0]]
+        return {}
+
+    def make_available(self, version: int) -> None:
         if self.shares is not None:
-            self._names = [spec.name for spec in self.shares.ring.specs]
-            self.shares.publish(model, version, later, lambda: None)
-        elif parallel.takes_part:
-            self._names = [name for name, _ in iterate_weights(model, self.adapters_only, parallel, self.dtype)]
-        self.newest = version
+            self.shares.written(version)
 
     def views(self, version: int) -> Mapping[str, None]:
         """The names of a version's tensors."""
-        return dict.fromkeys(self._names)
+        names = self._names if self.shares is None else [spec.name for spec in self.shares.ring.specs]
+        return dict.fromkeys(names)
 
     def close(self) -> None:
         """Let go of rank 0's memory."""
         if self.shares is not None:
             self.shares.close()
+
+
+class RingShares:
+    """What a rank needs to write its shares.
+
+    Rank 0 has the ring, whose memory the others map. Each copies its shares as they leave its device, and then says
+    which version it has written, in memory that all of them share: so no rank waits for another until all is written.
+
+    Args:
+        ring: where they go, as this process sees it.
+        words: for each rank, the version that it has written last.
+        pids: of every rank's process.
+        parallel: how the weights are sharded.
+    """
+
+    def __init__(self, ring: SnapshotRing, words: Tensor, pids: Sequence[int], parallel: Parallel) -> None:
+        self.ring, self._words, self._pids, self._parallel = ring, words, pids, parallel
+        self._held, self._stopped = ExitStack(), threading.Event()
+        if parallel.device is not None and parallel.device.type == "cuda" and not parallel.ranks.leads:
+            self._held.enter_context(pinned(ring.memory))
+
+    def pieces(self, model: nn.Module, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's shares of a version, each with its place."""
+        parallel = self._parallel
+        parallel.meet("writing weights", model)
+        slot, specs = self.ring.slot(version), {spec.name: spec for spec in self.ring.specs}
+        for name, (parameter,), _ in published_parameters(model, adapters_only=False):
+            mine, first = parallel.piece(parameter)
+            if mine.numel():
+                yield mine, _part(slot, specs[name], first, mine.numel())
+        for name, buffer in saved_buffers(model) if parallel.ranks.leads else ():
+            yield buffer.reshape(-1), _part(slot, specs[name], 0, buffer.numel())
+
+    def written(self, version: int) -> bool:
+        """Say that this rank's share is written; on rank 0, wait for those of the others. Returns whether they are."""
+        ranks = self._parallel.ranks
+        self._words[ranks.rank] = version
+        looked = time.monotonic()
+        while ranks.leads and bool((self._words < version).any()):
+            if self._stopped.wait(_LOOK_SECONDS):
+                return False
+            if time.monotonic() - looked > _ALIVE_SECONDS:
+                self._require_all_alive(version)
+                looked = time.monotonic()
+        return True
+
+    def _require_all_alive(self, version: int) -> None:
+        for rank, pid in enumerate(self._pids):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                if int(self._words[rank]) < version:
+                    raise RuntimeError(
+                        f"rank {rank} has ended before it wrote its share of version {version}"
+                    ) from None
+
+    def stop(self) -> None:
+        """Wait for no other rank any more, from any thread: this one ends, and they may have failed."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._held.close()
+
+
+def agree(model: nn.Module, parallel: Parallel, snapshots: Snapshots) -> RingShares | None:
+    """What this rank writes its shares with, or None if rank 0 is to gather them. All ranks must call it.
+
+    Args:
+        model: whose weights they are.
+        parallel: how they are sharded.
+        snapshots: on rank 0, where they go: only a ring that other processes can map takes shares.
+    """
+    ranks, ring, words = parallel.ranks, None, -1
+    if ranks.leads and ranks.local_count == ranks.count and _has_pieces(model, parallel):
+        ring = snapshots if isinstance(snapshots, SnapshotRing) and Path(snapshots.path).exists() else None
+    if ring is not None:
+        words = nameless_file(_WORD * ranks.count)
+        own = (ring.path, _path(words), ring.specs, ring.slot_bytes, ring.slots)
+    asked = ranks.from_lead("where weights are written", lambda: None if ring is None else own)
+    if asked is None:
+        return None
+    path, words_path, specs, size, slots = asked
+    with suppress(OSError):  # in containers of their own, processes do not see each other's
+        said = mapped_at(words_path).view(torch.int64)
+        ring = ring or SnapshotRing(specs, size, slots, mapped_at(path))
+    pids = ranks.gather("who writes weights", os.getpid() if ring is not None else -1)
+    if words >= 0:
+        os.close(words)
+    if ring is None or -1 in pids:
+        return None
+    if ranks.leads:
+        said.fill_(-1)
+    ranks.meet("before the first weights are written")
+    return RingShares(ring, said, pids, parallel)
+
+
+def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:
+    """Whether every weight that is published is a parameter of which each rank has a piece."""
+    if not parallel.spreads_weights:
+        return False
+    every = [parameters for _, parameters, _ in published_parameters(model, adapters_only=False)]
+    return all(len(parameters) == 1 and parallel.has_piece(parameters[0]) for parameters in every)
+
+
+def _part(slot: Tensor, spec: TensorSpec, first: int, count: int) -> Tensor:
+    """Some consecutive numbers of a tensor."""
+    begin = spec.offset + first * spec.dtype.itemsize
+    return slot[begin : begin + count * spec.dtype.itemsize].view(spec.dtype)
+
+
+def _path(fd: int) -> str:
+    """Where other processes of this user on this host find the memory of a file descriptor."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:

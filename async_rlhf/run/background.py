@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models.copies import ModelCopies, Write, WriteWith
+from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
 from async_rlhf.run.manifest import appearing, require_written, seal
 from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards
 from async_rlhf.run.wiring import Run

@@ -11,21 +11,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.comparisons import steps_of
-from async_rlhf.generation.gpus import check_gpus
-from async_rlhf.generation.inline import InlineGenerator
-from async_rlhf.generation.placement import check_engine, inline_vllm
+from async_rlhf.generation.audit import steps_of
+from async_rlhf.generation.inline import PolicyEngine, make_inline
+from async_rlhf.generation.placement import check_engine, check_gpus
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
-from async_rlhf.generation.shared import SharedEngine
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen import frozen
 from async_rlhf.models.packing import choose
 from async_rlhf.models.sharded_loading import is_unread
-from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
@@ -52,7 +48,7 @@ def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> N
 
 
 def make_generator(
-    config: OnlineConfig, engine: SharedEngine, trace: Trace, threads: int | None, trained_per_prompt: int = 1
+    config: OnlineConfig, engine: PolicyEngine, trace: Trace, threads: int | None, trained_per_prompt: int = 1
 ) -> Generator:
     """Make the generator.
 
@@ -60,25 +56,18 @@ def make_generator(
 
     Args:
         config: of the run.
-        engine: samples from the learner's own policy; used for inline generation, unless vLLM is.
+        engine: samples from the learner's own policy; used for inline generation, unless another engine is.
         trace: records generation.
         threads: CPU threads of each generator process.
         trained_per_prompt: completions of each prompt that the algorithm trains on.
     """
     policy, params, parallel = engine.model, engine.params, engine.parallel
-    on_gpu = parallel.device_of(policy).type == "cuda"
-    steps = steps_of(config, trained_per_prompt, parallel.ranks.count, on_gpu)
+    steps = steps_of(config, trained_per_prompt, parallel.ranks.count, parallel.device_of(policy))
     config = replace(config, generation=replace(config.generation, num_threads=threads, mismatch_steps=steps))
-    if config.placement == "inline" and config.generation.engine == "transformers":
-        autocast = autocast_dtype(config)
-        agreement = Agreement(config.generation, params, torch.float32, autocast, parallel, config.staleness)
-        return InlineGenerator(engine, trace, agreement, config.staleness)
     if config.placement == "inline":
-        return inline_vllm(config, policy, params, trace)
+        return make_inline(config, engine, trace)
     if not parallel.ranks.leads:
-        dtype = getattr(torch, config.generation.dtype)
-        snapshots = NoSnapshots(dtype, config.lora.publish == "adapter")
-        return RemoteGenerator(config, policy, params, trace, parallel, snapshots)
+        return RemoteGenerator(config, policy, params, trace, parallel)
     if config.launch == "ray":
         from async_rlhf.cluster.ray_generation import RayGenerator
 

@@ -22,7 +22,7 @@ from async_rlhf.data.loading import Rows
 from async_rlhf.data.unsized import Stream, is_unsized
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
-from async_rlhf.generation.restarting import RestartingGenerator
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.reports.log import JsonLines
@@ -299,7 +299,7 @@ def train(run: Run) -> OnlineTrainerState:
             run.folder.clear(run.callbacks.kept, run.eval_prompts is not None)
             run.record.write(run.folder.path)
             note_start(run.folder.path, goes_on, run.ranks.count, run.device)
-            if isinstance(generator, RestartingGenerator):
+            if isinstance(generator, RemoteGenerator):
                 generator.follow(run.folder.path)
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)

@@ -22,8 +22,8 @@ from async_rlhf.config.rewards import check_bits
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
 from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
+from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.shared import SharedEngine, shared_engine
 from async_rlhf.learner.launch import rank_device, start_ranks
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers, require_optimizer
@@ -138,7 +138,7 @@ class Run(Training):
     """A schedule to repeat."""
     device: torch.device
     scorer: Scorer
-    engine: SharedEngine
+    engine: PolicyEngine
     """Samples from the learner's policy, for inline generation."""
     eval_prompts: SharedPrompts | None
     eval_params: SamplingParams
@@ -279,7 +279,7 @@ def _build(
         device=device,
         learner=learner,
         scorer=scorer,
-        engine=shared_engine(config, models.policy, models.params, parallel),
+        engine=PolicyEngine(config, models.policy, models.params, parallel),
         eval_prompts=eval_prompts,
         eval_params=evaluating,
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),

@@ -14,10 +14,10 @@ from typing import Any
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
+from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, call_together
 from async_rlhf.system.errors import UserCodeError
-from async_rlhf.system.named import load_attribute
 
 logger = logging.getLogger(__name__)
 

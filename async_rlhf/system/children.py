@@ -46,7 +46,7 @@ def context_of(method: str = "forkserver") -> Any:
         method = "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["async_rlhf.generation.worker"])
+        context.set_forkserver_preload(["async_rlhf.generation.worker", "async_rlhf.generation.transformers_engine"])
     return context
 
 

@@ -28,16 +28,16 @@ from tiny import Drawn, all_drawn, answered, tiny_config
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation import decoding as engine_module
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.messages import ModelSpec, Request
-from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
+from async_rlhf.generation.audit import Agreement
+from async_rlhf.generation.dispatch import Worker
+from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation.protocol import Completions, GeneratorError, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.weights import named_weights
-from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.types import Batch, Prompt
 
@@ -65,19 +65,13 @@ def prompts_of(batch: int) -> list[Prompt]:
     return [Prompt(d, d, tuple((7 * d + j * j) % 250 for j in range(3 + d % 6))) for d in draws]
 
 
-class HereWorker:
+class HereWorker(Worker):
     """A worker in this process, which answers when it is looked at."""
 
-    number, label = 0, "generator 0"
-
-    def __init__(self, handler: RequestHandler) -> None:
-        self.handler, self.open = handler, []
+    handler: RequestHandler
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
-
-    def answered(self, place: int) -> Request:
-        return self.open.pop(place)
 
     def close(self) -> None:
         pass
@@ -89,13 +83,21 @@ class HereGenerator(RemoteGenerator):
     def __init__(self, policy: GPTNeoXForCausalLM, counter_based: bool, steps: int = 1) -> None:
         compared = GenerationConfig(mismatch_samples=COMPARED, mismatch_steps=steps, probe_steps=0)
         config = OnlineDPOConfig(staleness=0, generation=compared)
-        ring = SnapshotRing.for_model(policy, torch.float32, 1)
-        spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
-        self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
-        super().__init__(config, policy, PARAMS, Trace(), ALONE, ring, [HereWorker(self.handler)])
+        super().__init__(config, policy, PARAMS, Trace())
         if not counter_based:  # as of vLLM, whose random numbers are its own
             config = replace(self.config, engine="vllm")
             self.agreement = Agreement(config, PARAMS, torch.float32, None, staleness=0)
+
+    def _prepare(self, config, policy):
+        ring = SnapshotRing.for_model(policy, torch.float32, 1)
+        spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
+        self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
+        return ring, 1
+
+    def _make(self, number):
+        worker = HereWorker(number, "generator 0", self.arrived)
+        worker.handler, worker.has_begun = self.handler, True
+        return worker
 
     def _wait(self, seconds: float) -> bool:
         worker = self.workers[0]

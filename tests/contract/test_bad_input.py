@@ -16,9 +16,8 @@ from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFa
 
 from async_rlhf import GenerationConfig, GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.config import ConfigError, GroupConfig
+from async_rlhf.config import ConfigError, GroupConfig, engines
 from async_rlhf.config.parsing import parse
-from async_rlhf.generation import placement
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -139,7 +138,7 @@ NETWORK = ["--train.generation.weights_transport", "network"]
         ),
         (["--algorithm", "ppo", "--train.mask_truncated", "true"], "mask_truncated"),
         (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
-        (["--train.generation.engine", "vlm"], "train.generation.engine.*vlm"),
+        (["--train.generation.engine", "vlm"], 'engine: got \'vlm\'; must be "transformers" or "vllm"'),
         (["--train.generation.placement", "server"], "engine: got 'transformers'; must be \"vllm\" with placement"),
         ([*VLLM, "--train.generation.placement", "server"], r"urls: got \[\]; must name at least one server"),
         ([*VLLM, "--train.generation.urls", "[http://a]"], 'urls: got .*; must be empty unless placement is "server"'),
@@ -393,7 +392,7 @@ def test_what_cannot_work_is_refused_at_once(make_policy, tokenizer, prompts, ma
 
 
 def test_vllm_that_is_not_installed_is_named_before_any_model_is_loaded(prompts, make_args, monkeypatch):
-    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
     args = make_args(generation={"engine": "vllm"})
     with pytest.raises(ConfigError, match=r"generation.engine: got 'vllm'; needs vLLM: make setup-vllm"):
         OnlineDPOTrainer("no-such-model", args, prompts, reward_funcs=count_letters)

@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
-from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models.saving import write_model
@@ -117,13 +117,13 @@ def large_answer(policy, tokenizer, prompts, **generation):
 
 def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, prompts, monkeypatch):
     """An answer larger than the pipe lies half-sent, for nobody reads it before the process is killed."""
-    read, goes_on = process._Worker._read, threading.Event()
+    read, goes_on = process.ProcessWorker._read, threading.Event()
 
     def read_later(worker, pipe, start):
         goes_on.wait()
         read(worker, pipe, start)
 
-    monkeypatch.setattr(process._Worker, "_read", read_later)
+    monkeypatch.setattr(process.ProcessWorker, "_read", read_later)
     with large_answer(make_policy(), tokenizer, prompts) as (generator, _):
         worker, deadline = generator.workers[0], time.monotonic() + 120
         while (
@@ -235,7 +235,7 @@ def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, token
     generator = ProcessGenerator(args, policy, params, Trace())
     try:
         generator.publish(policy, 0)
-        generator._publisher.finish()
+        generator.publisher.finish()
         next(iter(generator.ring.views(0).values()))[0] += 1
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2))
         with pytest.raises(
@@ -437,16 +437,13 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
         agreement = None
 
         def __init__(self) -> None:
-            from async_rlhf.generation.inline import InlineGenerator
-            from async_rlhf.generation.shared import SharedEngine
-            from async_rlhf.generation.transformers_engine import TransformersEngine
+            from async_rlhf.generation.inline import InlineGenerator, PolicyEngine
             from async_rlhf.ranks.parallel import Parallel
 
             self.model = make_policy()
             params = SamplingParams(2, 0.7, 4, (256,), 0)
-            engine = TransformersEngine(self.model, params)
             self.inner = InlineGenerator(
-                SharedEngine(engine, Parallel()),
+                PolicyEngine(OnlineDPOConfig(), self.model, params, Parallel()),
                 Trace(),
                 Agreement(GenerationConfig(mismatch_samples=0), params, torch.float32, None),
             )

@@ -58,11 +58,11 @@ from async_rlhf.config import (
 from async_rlhf.config.base import Checked
 from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.generation import server_generator, vllm_engine
+from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.restarting import RestartingGenerator
-from async_rlhf.generation.roster import Roster
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import key_of
-from async_rlhf.generation.shared import shared_engine
+from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.strategies.deepspeed import ZeRO
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
@@ -298,7 +298,7 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(server_generator, "check_server", lambda url, *_: key_of(served.generation))
         patch.setattr(server_generator, "SnapshotFolder", _stop)
         served = args(generation={"engine": "vllm", "placement": "server", "urls": ["http://127.0.0.1:9"]})
-        engine = shared_engine(args(), inputs.policy, SamplingParams(2, 0.7, 6, (256,), 0), ALONE)
+        engine = PolicyEngine(args(), inputs.policy, SamplingParams(2, 0.7, 6, (256,), 0), ALONE)
         for config in (args(generation={"engine": "vllm"}), served):
             with pytest.raises(StopError):
                 make_generator(config, engine, Trace(), 1)
@@ -308,8 +308,8 @@ def _elsewhere(inputs: Inputs) -> None:
         )
         often |= {"dispatcher": SimpleNamespace(lost=lambda _: []), "_give_up": _give_up, "_stopping": []}
         with pytest.raises(GeneratorError, match="max_restarts"):
-            RestartingGenerator._replace(SimpleNamespace(config=served.generation, **often), dead)
-        Roster(inputs.folder).write([0])
+            RemoteGenerator._replace(SimpleNamespace(config=served.generation, **often), dead)
+        WorkerCount(inputs.folder).write([0])
         patch.setattr(workers, "refuse_second", _in_use)
         patch.setattr(workers, "_PATIENCE_SECONDS", 0.0)
         workers.run_workers(workers.WorkersConfig(str(inputs.folder), 2))
@@ -349,7 +349,7 @@ def _ray(inputs: Inputs) -> None:
         patch.setattr(ray.Actor, "start", _stop)
         with pytest.raises(StopError):
             ray_rewards.RewardPool(config)
-        patch.setattr(ray_generation, "_Worker", _stop)
+        patch.setattr(ray_generation, "ActorWorker", _stop)
         with pytest.raises(StopError):
             ray_generation.RayGenerator(config, inputs.policy, None, None)
         dead = SimpleNamespace(end=lambda: "died", label="worker", has_place=True)

@@ -16,12 +16,12 @@ from tiny import all_drawn, count_letters
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.generation.messages import ModelSpec, Request
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models.leaving import Leaving
+from async_rlhf.models.copy_stream import AsyncCopy
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.ranks.parallel import ALONE
@@ -41,13 +41,13 @@ def zero(policy) -> None:
 @pytest.fixture
 def delayed(monkeypatch):
     """What the thread does begins late. Returns a function that sets the seconds."""
-    finish, seconds = SnapshotRing._finish, [0.0]
+    finish, seconds = SnapshotRing.make_available, [0.0]
 
     def finish_late(ring, version):
         time.sleep(seconds[0])
         finish(ring, version)
 
-    monkeypatch.setattr(SnapshotRing, "_finish", finish_late)
+    monkeypatch.setattr(SnapshotRing, "make_available", finish_late)
     return lambda value: seconds.__setitem__(0, value)
 
 
@@ -83,7 +83,7 @@ def test_without_the_copy_the_workers_get_the_changed_weights(
 ):
     """The fault that the law forbids: the thread reads what is being trained."""
     monkeypatch.setattr(
-        Leaving, "copy", lambda leaving, tensor, place: leaving._later(lambda: (time.sleep(0.1), place.copy_(tensor)))
+        AsyncCopy, "copy", lambda leaving, tensor, place: leaving._later(lambda: (time.sleep(0.1), place.copy_(tensor)))
     )
     asked = PromptStream(prompts, tokenizer).batch(1, 4)
     with pytest.raises(AssertionError):
@@ -150,7 +150,7 @@ def test_an_error_in_the_thread_is_raised_with_its_own_traceback(
     def fail(ring, version):
         raise OSError(f"version {version} found no room")
 
-    monkeypatch.setattr(SnapshotRing, "_finish", fail)
+    monkeypatch.setattr(SnapshotRing, "make_available", fail)
     policy, started = make_policy(), time.monotonic()
     generator.publish(policy, 0)
     generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 4))

@@ -330,8 +330,8 @@ def test_an_actor_that_waits_for_weights_which_it_cannot_fetch_ends_the_run(
     from async_rlhf.cluster.ray import connect
     from async_rlhf.cluster.ray_generation import ObjectStoreSnapshots, RayGenerator
 
-    finish = ObjectStoreSnapshots._finish
-    monkeypatch.setattr(ObjectStoreSnapshots, "_finish", lambda *given: (time.sleep(1), finish(*given)))
+    finish = ObjectStoreSnapshots.make_available
+    monkeypatch.setattr(ObjectStoreSnapshots, "make_available", lambda *given: (time.sleep(1), finish(*given)))
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     hook = {"worker_process_setup_hook": "slow_actor.fail_to_fetch", "env_vars": {"PYTHONPATH": path}}
     args = make_args(

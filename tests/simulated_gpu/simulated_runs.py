@@ -28,7 +28,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import snapshots, weights
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.leaving import Leaving
+from async_rlhf.models.copy_stream import AsyncCopy
 from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
@@ -278,7 +278,7 @@ def leaves(device: str) -> list[float]:
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).view(2, 3))
     place, later = torch.zeros(2, 3, dtype=torch.bfloat16), []
-    leaving = Leaving(model, ALONE, lambda work: later.append(work) or Future())
+    leaving = AsyncCopy(model, ALONE, lambda work: later.append(work) or Future())
     leaving.copy(model.weight, place)
     leaving.end(lambda: None)
     for work in later:

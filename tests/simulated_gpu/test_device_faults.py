@@ -60,7 +60,7 @@ REFUSED = {
         DEVICES,
     ),
     "completions compared on the host": (
-        Fault("generation.agreement:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]'),
+        Fault("generation.audit:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]'),
         GRPO,
         INDEX,
     ),
@@ -106,7 +106,7 @@ REFUSED = {
     ),
     "the probe's generator is of another device": (
         Fault(
-            "generation.probe:probe_tokens",
+            "generation.audit:probe_tokens",
             "(vocabulary, (ROWS, LENGTH)",
             '(vocabulary, (ROWS, LENGTH), device="cuda:0"',
         ),
@@ -175,7 +175,7 @@ TOO_DEAR = {
     ),
     "weights that leave the device in float32": (
         Fault(
-            "models.leaving:Leaving.copy",
+            "models.copy_stream:AsyncCopy.copy",
             "partial(place.copy_, copied, non_blocking=True)",
             "partial(place.copy_, tensor.clone())",
         ),
@@ -184,18 +184,20 @@ TOO_DEAR = {
     ),
     "weights that the learner's thread copies to the host": (
         Fault(
-            "models.leaving:Leaving.copy", "partial(place.copy_, copied, non_blocking=True)", "place.copy_(copied).size"
+            "models.copy_stream:AsyncCopy.copy",
+            "partial(place.copy_, copied, non_blocking=True)",
+            "place.copy_(copied).size",
         ),
         publish,
         require_publishing,
     ),
     "weights that are not copied within the device": (
-        Fault("models.leaving:Leaving.copy", "copied = copied.clone()", "pass"),
+        Fault("models.copy_stream:AsyncCopy.copy", "copied = copied.clone()", "pass"),
         publish_float32,
         require_publishing,
     ),
     "checksums before the copies have arrived": (
-        Fault("models.leaving:Leaving._beside", "self._stream.synchronize()", "None"),
+        Fault("models.copy_stream:AsyncCopy._beside", "self._stream.synchronize()", "None"),
         publish,
         require_publishing,
     ),

@@ -78,7 +78,7 @@ if __name__ == "__main__":
 """
 PROBE = """
 import async_rlhf
-from async_rlhf.system.named import load_attribute
+from async_rlhf.config.import_by_name import load_attribute
 
 def where(_):
     return {"package": async_rlhf.__file__, "mine": load_attribute("mine", "reward", "reward_funcs", "function")()}

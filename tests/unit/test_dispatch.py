@@ -7,27 +7,21 @@ import threading
 
 import pytest
 
+from async_rlhf.generation import dispatch
 from async_rlhf.generation.dispatch import Dispatcher, cut
-from async_rlhf.generation.messages import Request
+from async_rlhf.generation.protocol import Request
 
 
-class Worker:
+class Worker(dispatch.Worker):
     """Notes what it is given."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.label = number, f"worker {number}"
-        self.open: list[Request] = []
+        super().__init__(number, f"worker {number}", None)
         self.given: list[tuple[int, int]] = []
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
         self.given.append((request.batch, request.unit))
-
-    def answered(self, place: int) -> Request:
-        return self.open.pop(place)
-
-    def close(self) -> None:
-        pass
 
 
 class Clock:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from asyncio import sleep
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 from async_rlhf.generation import server_generator
-from async_rlhf.generation.messages import Reply, Request
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.dispatch import Arrived
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams
 from async_rlhf.generation.server_client import ServerGoneError
-from async_rlhf.generation.server_generator import _Server
+from async_rlhf.generation.server_generator import ServerWorker
 from async_rlhf.types import Prompt, Sample
 
 PARAMS = SamplingParams(1, 1.0, 2, (9,), 0)
@@ -89,31 +89,19 @@ class FakeClient:
         assert self._at.paused
 
 
-class Taker:
-    """The learner's side: what has become of the requests."""
+class Keeper:
+    """The learner's side: takes what comes from the server, and hands back what it has when it goes away."""
 
     def __init__(self) -> None:
-        self.answers: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
-        self.told: list[str] = []
-        self.is_back = threading.Event()
+        self.arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
 
-    def answer(self, worker: _Server, answer: Reply | BaseException) -> None:
-        if isinstance(answer, Reply):
-            place = [(each.batch, each.unit) for each in worker.open].index((answer.batch, answer.unit))
-            worker.answered(place)
-        self.answers.put(answer)
-
-    def gone(self, worker: _Server) -> None:
-        self.told.append(f"gone with {sorted(each.batch for each in worker.open)}")
-        worker.open = []
-
-    def back(self, worker: _Server) -> None:
-        self.is_back.set()
-
-    def next(self) -> Reply:
-        answer = self.answers.get(timeout=SECONDS)
+    def next(self) -> Reply | None:
+        worker, start, answer = self.arrived.get(timeout=SECONDS)
+        assert start == worker.starts
         if isinstance(answer, BaseException):
             raise answer
+        if isinstance(answer, Reply):
+            worker.answered([(each.batch, each.unit) for each in worker.open].index((answer.batch, answer.unit)))
         return answer
 
 
@@ -127,13 +115,15 @@ def fake(monkeypatch):
 
 
 @pytest.fixture
-def taker():
-    return Taker()
+def keeper():
+    return Keeper()
 
 
 @pytest.fixture
-def worker(fake, taker):
-    with closing(_Server(0, "http://nowhere:1", None, "run", PARAMS, fake, fake, 10, taker)) as made:
+def worker(fake, keeper):
+    config = SimpleNamespace(urls=["http://nowhere:1"], api_key="key")
+    what = {"snapshots": fake, "transports": [fake], "vocabulary": 10, "arrived": keeper.arrived}
+    with closing(ServerWorker(0, SimpleNamespace(config=config, run="run", params=PARAMS, **what))) as made:
         yield made
 
 
@@ -149,18 +139,18 @@ def wait(for_what: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_prompts_of_the_next_batches_do_not_wait_for_the_end_of_one(worker, fake, taker):
+def test_prompts_of_the_next_batches_do_not_wait_for_the_end_of_one(worker, fake, keeper):
     fake.held_back = {10}
     for each in (request(1), request(1, 1), request(2), request(3)):
         worker.submit(each)
-    assert {(reply.batch, reply.unit) for reply in (taker.next() for _ in range(3))} == {(1, 1), (2, 0), (3, 0)}
+    assert {(reply.batch, reply.unit) for reply in (keeper.next() for _ in range(3))} == {(1, 1), (2, 0), (3, 0)}
     assert fake.begun == [10, 11, 20, 30]
     assert [each.batch for each in worker.open] == [1]
     fake.held_back.clear()
-    assert taker.next().batch == 1
+    assert keeper.next().batch == 1
 
 
-def test_what_is_not_in_flight_is_answered_alone_and_in_its_turn(worker, fake, taker):
+def test_what_is_not_in_flight_is_answered_alone_and_in_its_turn(worker, fake, keeper):
     fake.held_back = {10}
     evaluation = request(-1, in_flight=False, params=PARAMS)
     for each in (request(1), evaluation, request(2)):
@@ -170,10 +160,10 @@ def test_what_is_not_in_flight_is_answered_alone_and_in_its_turn(worker, fake, t
     wait(lambda: fake.loaded == [0, 1])
     assert fake.begun == [10]
     fake.held_back.clear()
-    assert [taker.next().batch for _ in range(3)] == [1, -1, 2]
+    assert [keeper.next().batch for _ in range(3)] == [1, -1, 2]
 
 
-def test_all_go_on_with_newer_weights_and_each_proves_those_that_drew_it(worker, fake, taker):
+def test_all_go_on_with_newer_weights_and_each_proves_those_that_drew_it(worker, fake, keeper):
     """Each version is loaded once, and a request that needs it waits for it."""
     fake.held_back = {10, 20}
     worker.submit(request(1))
@@ -181,41 +171,43 @@ def test_all_go_on_with_newer_weights_and_each_proves_those_that_drew_it(worker,
     worker.submit(request(3, after=1))
     wait(lambda: fake.begun == [10, 20])
     fake.publish(1)
-    late = taker.next()
+    late = keeper.next()
     assert (late.batch, late.version, late.digests) == (3, 1, {1: {"w": "1"}})
     fake.held_back.clear()
     for _ in range(2):
-        reply = taker.next()
+        reply = keeper.next()
         assert reply.completions[0][0].versions.tolist()[1:] == [0, 1]
         assert (reply.version, reply.digests) == (0, {0: {"w": "0"}, 1: {"w": "1"}})
     assert fake.loaded == [0, 1]
 
 
-def test_a_server_that_goes_away_hands_back_all_that_it_has(worker, fake, taker, caplog):
+def test_a_server_that_goes_away_hands_back_all_that_it_has(worker, fake, keeper, caplog):
     """Also what it had got and not begun, so that nothing is sampled twice."""
     fake.held_back = {10, 20}
     for each in (request(1), request(2), request(-1, in_flight=False, params=PARAMS), request(3)):
         worker.submit(each)
     wait(lambda: fake.begun == [10, 20])
     fake.is_gone = True
-    wait(lambda: bool(taker.told))
-    assert taker.told == ["gone with [-1, 1, 2, 3]"]
+    assert keeper.next() is None
+    assert sorted(each.batch for each in worker.open) == [-1, 1, 2, 3]
+    worker.open = []
+    worker.start()
     assert "the evaluation of version 1 and batch 3 are sampled again once it is back" in caplog.text
     fake.label, fake.is_gone = "", False  # started again, without weights
-    assert taker.is_back.wait(SECONDS)
+    assert isinstance(keeper.next(), Ready)
     assert fake.begun == [10, 20]
     fake.held_back.clear()
     worker.submit(request(2))
-    assert taker.next().batch == 2
+    assert keeper.next().batch == 2
     assert fake.begun == [10, 20, 20]
     assert fake.loaded == [0, 0]
 
 
-def test_an_error_of_one_request_ends_the_run(worker, fake, taker):
+def test_an_error_of_one_request_ends_the_run(worker, fake, keeper):
     async def load(client: object, version: int) -> list[dict[str, str]]:
         return [{"w": "other"}]
 
     fake.load = load
     worker.submit(request(1))
     with pytest.raises(GeneratorError, match="took weights that are not those of version 0: 1 of 1 tensors: w"):
-        taker.next()
+        keeper.next()

@@ -11,7 +11,7 @@ from tiny import all_drawn
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import ParallelConfig
-from async_rlhf.generation.messages import ModelSpec
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import make_engine

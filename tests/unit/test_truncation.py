@@ -17,7 +17,7 @@ from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.generate import read_generations, run_generate
 from async_rlhf.config import ConfigError, GenerationConfig, OffPolicyConfig
 from async_rlhf.evaluation.likelihood import EncodedRow, response_logprob_sums
-from async_rlhf.generation.agreement import Agreement
+from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import over_response_logits

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rlhf.config import ConfigError, GenerationConfig, ParallelConfig, RayConfig, VLLMConfig
-from async_rlhf.generation.gpus import check_gpus, worker_devices
-from async_rlhf.generation.vllm_ranks import SeveralProcesses, end_with, same, tensors_of, threads_of_each
+from async_rlhf.config import ConfigError, ParallelConfig, RayConfig, VLLMConfig
+from async_rlhf.generation.placement import check_gpus, worker_devices
+from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
 from async_rlhf.models.snapshots import Region, SnapshotRing
 from async_rlhf.models.weights import differing, digests, named_weights
 from async_rlhf.system.children import context_of, start_process
@@ -28,33 +28,28 @@ def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("learner", "device", "gpus", "expected"),
+    ("learner", "device", "gpus", "each", "reward", "expected"),
     [
-        ("cuda:0", None, 5, [("cuda:4", "cuda:3"), ("cuda:2", "cuda:1")]),
-        ("cuda:2", None, 5, [("cuda:4", "cuda:3"), ("cuda:1", "cuda:0")]),
-        ("cpu", "cuda", 4, [("cuda:3", "cuda:2"), ("cuda:1", "cuda:0")]),
-        ("cpu", None, 4, [("cpu",), ("cpu",)]),
-        ("cuda:0", "cpu", 4, [("cpu",), ("cpu",)]),
+        ("cuda:0", None, 5, 2, None, ["43", "21"]),
+        ("cuda:0", None, 6, 2, None, ["54", "32", "54"]),
+        ("cpu", "cuda", 2, 1, None, ["1", "0"]),
+        ("cuda:0", None, 1, 1, None, ["0", "0"]),
+        ("cuda:3", None, 4, 1, None, ["2", "1", "0", "2"]),
+        ("cuda:0", "cuda:1", 4, 1, None, ["1", "1"]),
+        ("cuda:0", None, 4, 2, "cuda:3", ["21"]),
+        ("cuda:0", None, 4, 1, "cuda:3", ["2", "1", "2"]),
+        ("cuda:0", None, 2, 1, "cuda:1", ["1"]),
+        ("cpu", None, 0, 1, None, None),
+        ("cuda:0", "cpu", 4, 2, None, None),
     ],
 )
-def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, expected):
+def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, each, reward, expected):
+    """The last first, and again the first ones for workers beyond the last; the reward model's only if none is left.
+    None stands for the CPU."""
     on_gpus(gpus, monkeypatch)
-    assert [worker_devices(device, number, torch.device(learner), 2) for number in range(2)] == expected
-
-
-def test_a_worker_that_joins_when_no_gpus_are_left_shares_those_of_the_first(monkeypatch):
-    on_gpus(6, monkeypatch)
-    taken = [worker_devices(None, number, torch.device("cuda:0"), 2) for number in range(3)]
-    assert taken == [("cuda:5", "cuda:4"), ("cuda:3", "cuda:2"), ("cuda:5", "cuda:4")]
-
-
-def test_the_gpu_of_the_reward_model_is_left_to_it_unless_it_is_the_last_one(monkeypatch):
-    learner = torch.device("cuda:0")
-    on_gpus(4, monkeypatch)
-    assert worker_devices(None, 0, learner, 2, "cuda:3") == ("cuda:2", "cuda:1")
-    assert [worker_devices(None, number, learner, 1, "cuda:3") for number in (0, 2)] == [("cuda:2",)] * 2
-    on_gpus(2, monkeypatch)
-    assert worker_devices(None, 0, learner, 1, "cuda:1") == ("cuda:1",)
+    numbers = range(len(expected or "12"))
+    taken = [worker_devices(device, number, torch.device(learner), each, reward) for number in numbers]
+    assert taken == ([("cpu",)] * 2 if expected is None else [tuple(f"cuda:{i}" for i in gpus) for gpus in expected])
 
 
 def sharded(**generation: object) -> dict[str, object]:
@@ -106,7 +101,7 @@ def test_generators_take_no_gpu_of_a_rank_unless_they_are_told_to(
     monkeypatch, make_args, gpus, on_host, changes, right
 ):
     on_gpus(gpus, monkeypatch)
-    monkeypatch.setattr("async_rlhf.generation.gpus.launched_on_host", lambda: on_host)
+    monkeypatch.setattr("async_rlhf.generation.placement.launched_on_host", lambda: on_host)
     config = make_args(generation=changes, staleness=1, parallel=ParallelConfig(ranks=2))
     wrong = "^generation.device: got .*; the 2 ranks leave no GPU to generators; must name a GPU that they are to share"
     with nullcontext() if right else pytest.raises(ConfigError, match=wrong):
@@ -127,12 +122,6 @@ def test_keys_that_say_another_number_of_gpus_are_refused(make_args, changes, wr
     ray = {"launch": "ray", "ray": RayConfig(**changes["ray"])} if "ray" in changes else {}
     with nullcontext() if wrong is None else pytest.raises(ConfigError, match=wrong):
         make_args(generation=sharded(**changes.get("generation", {})), staleness=1, **ray)
-
-
-def test_the_engine_alone_takes_a_number_of_gpus():
-    right = 'vllm.tensor_parallel_size: got 2; must be left out unless engine is "vllm"'
-    with pytest.raises(ConfigError, match=right):
-        GenerationConfig(vllm=VLLMConfig(tensor_parallel_size=2))
 
 
 def test_the_threads_of_a_cpu_are_shared():

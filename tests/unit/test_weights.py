@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from async_rlhf.generation.gpus import worker_devices
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
@@ -145,24 +144,6 @@ def test_weights_that_do_not_fit_are_named(make_policy):
     assert engine.version == 0
     assert engine.load({**tensors, name: missing}, 3)
     assert engine.version == 3
-
-
-@pytest.mark.parametrize(
-    ("device", "learner", "gpus", "expected"),
-    [
-        (None, "cpu", 0, ["cpu", "cpu"]),
-        (None, "cpu", 4, ["cpu", "cpu"]),
-        (None, "cuda:0", 1, ["cuda:0", "cuda:0"]),
-        (None, "cuda:0", 2, ["cuda:1", "cuda:1"]),
-        (None, "cuda:3", 4, ["cuda:2", "cuda:1"]),
-        ("cuda", "cpu", 2, ["cuda:1", "cuda:0"]),
-        ("cuda:1", "cuda:0", 4, ["cuda:1", "cuda:1"]),
-        ("cpu", "cuda:0", 4, ["cpu", "cpu"]),
-    ],
-)
-def test_workers_take_the_gpus_that_the_learner_leaves(monkeypatch, device, learner, gpus, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert [worker_devices(device, number, torch.device(learner)) for number in range(2)] == [(e,) for e in expected]
 
 
 def test_tensors_that_differ_are_named(make_policy):

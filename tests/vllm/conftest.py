@@ -17,7 +17,7 @@ from transformers import GPTNeoXForCausalLM
 
 from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import VLLMConfig
-from async_rlhf.generation.messages import ModelSpec
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.models.weights import named_weights
 from async_rlhf.types import Prompt

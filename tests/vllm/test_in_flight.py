@@ -13,11 +13,11 @@ from tiny import PROMPTS, drawn
 
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import server_client
+from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.server_generator import _Server
-from async_rlhf.generation.shared import shared_engine
+from async_rlhf.generation.server_generator import ServerWorker
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.choices import make_generator
@@ -84,14 +84,14 @@ def sampling_has_begun(generator) -> bool:
 @pytest.fixture
 def loaded(monkeypatch):
     """The versions that a server has been given, as soon as it has them."""
-    versions, load = [], _Server._load
+    versions, load = [], ServerWorker._load
 
     async def load_and_tell(worker, client, version):
         digests = await load(worker, client, version)
         versions.append(version)
         return digests
 
-    monkeypatch.setattr(_Server, "_load", load_and_tell)
+    monkeypatch.setattr(ServerWorker, "_load", load_and_tell)
     return versions
 
 
@@ -100,10 +100,10 @@ def flown_through(flying_args, tokenizer, loaded) -> Batch:
     loaded.clear()
     policy = new_policy(max_position_embeddings=LONGEST)
     params = SamplingParams(2, 0.7, 200, (256,), 0, batch_size=64)
-    engine = shared_engine(flying_args, policy, params, Parallel())  # for inline alone
+    engine = PolicyEngine(flying_args, policy, params, Parallel())  # for inline alone
     with closing(make_generator(flying_args, engine, Trace(), 1)) as generator:
         generator.publish(policy, 0)
-        generator._publisher.finish()  # one that waits for weights gives signs of life, too
+        generator.publisher.finish()  # one that waits for weights gives signs of life, too
         # So large that a server which is too busy to answer for some seconds is still sampling it afterwards.
         generator.submit(1, None, PromptStream(PROMPTS, tokenizer).batch(1, 600))
         deadline = time.monotonic() + 120

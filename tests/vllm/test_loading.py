@@ -12,8 +12,8 @@ from conftest import BLOCK, PARAMS, by_transformers, new_policy, prompts_of, sam
 from torch import Tensor
 
 from async_rlhf.config import GenerationConfig
-from async_rlhf.generation.agreement import Agreement
-from async_rlhf.generation.inline import InlineVLLMGenerator
+from async_rlhf.generation.audit import Agreement
+from async_rlhf.generation.inline import InlineCopyGenerator
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.reports.trace import Trace
@@ -133,12 +133,12 @@ def transposes_one(load: Load, tensors: dict[str, Tensor]) -> None:
 def generator(engine):
     """An inline generator on the engine of all tests, which must sample batch 2 with version 1."""
     agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.float32, None)
-    generator = InlineVLLMGenerator(engine, Trace(), agreement, sleep=False)
+    generator = InlineCopyGenerator(engine, Trace(), agreement, sleep=False)
     publish_and_sample(generator, 0)
     return generator
 
 
-def publish_and_sample(generator: InlineVLLMGenerator, version: int):
+def publish_and_sample(generator: InlineCopyGenerator, version: int):
     generator.publish(new_policy(version), version)
     generator.submit(version + 1, version, prompts_of(4))
     return generator.collect(version + 1)

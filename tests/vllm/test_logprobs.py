@@ -14,7 +14,7 @@ from conftest import PARAMS, SIZES, STOPS, by_transformers, new_policy, prompts_
 from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from async_rlhf.generation.probe import differences, probe_logprobs
+from async_rlhf.generation.audit import differences, probe_logprobs
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.truncation import Distribution, truncated
 

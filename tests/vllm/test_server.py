@@ -128,16 +128,16 @@ def test_other_weights_under_the_label_of_the_run_stop_it(server, train, tmp_pat
 
 def test_tensors_that_the_server_did_not_take_stop_the_run(train, tmp_path, monkeypatch):
     """Here the server is handed a file with two tensors exchanged."""
-    finish = SnapshotFolder._finish
+    finish = SnapshotFolder.make_available
 
-    def exchange(folder, version, tensors):
-        finish(folder, version, tensors)
+    def exchange(folder, version):
+        finish(folder, version)
         if version == 1:
             tensors = folder.views(version)
             tensors[SQUARE], tensors[TWIN] = tensors[TWIN], tensors[SQUARE]
             save_file(tensors, folder.file(version))
 
-    monkeypatch.setattr(SnapshotFolder, "_finish", exchange)
+    monkeypatch.setattr(SnapshotFolder, "make_available", exchange)
     with pytest.raises(GeneratorError, match=rf"not those of version 1: 2 of 28 tensors: {TWIN}, {SQUARE}"):
         train()
     assert [row["batch"] for row in metrics_of(tmp_path / "run")] == [1, 2]

@@ -13,7 +13,7 @@ from async_rlhf.system.files import whole_file
 logger = logging.getLogger(__name__)
 
 
-class Roster:
+class WorkerCount:
     """Two small files in a run's folder, each written whole: one by the run, one by who asks.
 
     Args:

@@ -52,7 +52,7 @@ class Where(NamedTuple):
     """In the completion, from 0."""
 
 
-class Evidence:
+class SamplingTest:
     """The evidence of the batches so far against the sampler. :meth:`state` keeps it across a resume."""
 
     def __init__(self) -> None:

@@ -7,12 +7,13 @@ takes milliseconds; they cross the bus on a stream of their own, so that neither
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +23,12 @@ from async_rlhf.ranks.parallel import Parallel, trainable
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]
+Later = Callable[[Work], "Future[None]"]
+"""Does work some time, in the order in which it is handed over."""
 _LEAST_ROOM = 1 << 30
 
 
-class Handle(Protocol):
-    """Of work that was handed over."""
-
-    def result(self) -> Any:
-        """Wait until it is done."""
-
-
-Later = Callable[[Work], Handle]
-"""Does work some time, in the order in which it is handed over."""
-
-
-def at_once(work: Work) -> Handle:
+def at_once(work: Work) -> Future[None]:
     """Do it now."""
     work()
     done: Future[None] = Future()
@@ -44,21 +36,22 @@ def at_once(work: Work) -> Handle:
     return done
 
 
-class Beside:
-    """Does work in one thread, in order. After an error nothing more is done, and :meth:`require` raises it."""
+class BackgroundThread:
+    """Does work in order. After an error nothing more is done, and :meth:`require` raises it."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._failure: BaseException | None = None
-        self._last: Future[None] | None = None
+        self.began: float | None = None
+        """When the first work began since this was last set to None, on the monotonic clock."""
 
     def __call__(self, work: Work) -> Future[None]:
         """Hand over work. Returns at once."""
-        self._last = self._pool.submit(self._do, work)
-        return self._last
+        return self._pool.submit(self._do, work)
 
     def _do(self, work: Work) -> None:
         if self._failure is None:
+            self.began = self.began or time.monotonic()
             try:
                 work()
             except BaseException as error:  # of any kind: it is raised where the run next asks
@@ -71,8 +64,7 @@ class Beside:
 
     def finish(self) -> None:
         """Wait until everything is done, and raise what has gone wrong."""
-        if self._last is not None:
-            self._last.result()
+        self._pool.submit(int).result()
         self.require()
 
     def close(self) -> None:
@@ -86,7 +78,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Leaving:
+class AsyncCopy:
     """Copies of tensors on their way to where they are needed.
 
     What is under way on a device takes no more than gradients would, which nobody holds between two updates.
@@ -103,7 +95,7 @@ class Leaving:
         self._later = later
         held = sum(parameter.nbytes for parameter in trainable(model))
         self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.spreads_weights else 1))
-        self._under_way: deque[tuple[int, Handle]] = deque()
+        self._under_way: deque[tuple[int, Future[None]]] = deque()
         own = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own} if self._stream is not None else set()
 
@@ -126,7 +118,7 @@ class Leaving:
         work = partial(self._beside, self._ready(), partial(place.copy_, copied, non_blocking=True))
         self._under_way.append((copied.nbytes, self._later(work)))
 
-    def end(self, work: Work) -> Handle:
+    def end(self, work: Work) -> Future[None]:
         """Have this done when all copies are in place."""
         return self._later(partial(self._beside, self._ready(), work))
 

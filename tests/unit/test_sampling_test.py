@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from async_rlhf.generation import evidence as module
-from async_rlhf.generation.evidence import BINS, FALSE_ALARMS, LIMIT, WINDOW, Evidence, Where
+from async_rlhf.generation import sampling_test as module
+from async_rlhf.generation.sampling_test import BINS, FALSE_ALARMS, LIMIT, WINDOW, SamplingTest, Where
 from async_rlhf.types import Group, Prompt, Sample
 
 
@@ -34,7 +34,7 @@ def fortunes(values, partitions=(2, 4, 8, 16, 32)) -> list[float]:
 
 def test_the_bet_on_ranks_is_that_of_the_definition():
     """The mean over bettors is the evidence; a fifth of the money is that of bettors on classes, who have not bet."""
-    rng, found = random.Random(0), Evidence()
+    rng, found = random.Random(0), SamplingTest()
     ranks = [[rng.betavariate(2, 1) for _ in range(300)] for _ in range(2)]
     evidence = max(found.add([part[i : i + 100] for part in ranks], []) for i in (0, 100, 200))
     owned = [fortune for values in ranks for fortune in fortunes(values)]
@@ -44,7 +44,7 @@ def test_the_bet_on_ranks_is_that_of_the_definition():
 
 def test_the_bets_on_classes_are_those_of_the_definition():
     """By position (0, 1, 2 and 3, from 4 on, ...), by place of the prompt, and on distances from the ranks before."""
-    rng, found = random.Random(4), Evidence()
+    rng, found = random.Random(4), SamplingTest()
     tokens = [Where(prompt, sample, p) for prompt in (0, 3, 17) for sample in range(2) for p in range(7)]
     batches = [[[rng.betavariate(a, 1) for _ in tokens] for a in (2, 1.2)] for _ in range(3)]
     batches[0][1][0] = 0.0001  # which is kept as 0
@@ -65,7 +65,7 @@ def test_the_bets_on_classes_are_those_of_the_definition():
 @pytest.mark.parametrize("at", ["first", "prompt", "last"])
 def test_what_is_wrong_in_one_class_is_found_there(at):
     """A half of its probability, in a sixteenth of the tokens, is hard to see among all of them."""
-    rng, evidence, found = random.Random(5), Evidence(), 0
+    rng, evidence, found = random.Random(5), SamplingTest(), 0
     tokens = [Where(prompt, 0, position) for prompt in range(16) for position in range(16)]
     wrong = {"first": Where(-1, 0, 0), "prompt": Where(5, 0, -1), "last": Where(-1, 0, 15)}[at]
     for batch in range(1, 60):
@@ -82,7 +82,7 @@ def test_ranks_that_come_back_in_their_place_are_found():
     rng, places = random.Random(6), [Where(prompt, k, p) for prompt in range(4) for k in range(2) for p in range(8)]
     drawn = [i / len(places) for i in rng.sample(range(len(places)), len(places))]
     for same in (True, False):
-        evidence, found = Evidence(), []
+        evidence, found = SamplingTest(), []
         for batch in range(8):
             tokens = places if same else [token._replace(prompt=token.prompt + 4 * batch) for token in places]
             ranks = [(x + 0.1 * (rng.random() - 0.5)) % 1 for x in drawn]
@@ -94,25 +94,25 @@ def test_ranks_that_come_back_in_their_place_are_found():
 
 
 def test_the_state_stays_small():
-    evidence = Evidence()
+    evidence = SamplingTest()
     for prompt in range(300):
         evidence.add([[0.12345] * 9] * 2, [], [Where(prompt, k, 7 + k) for k in range(9)])
     assert len(evidence.state()["last"]) == 256
     assert {len(ranks) for ranks in evidence.state()["last"].values()} == {8}
     assert evidence.state()["last"]["0.0"] == [-1.0] * 7 + [0.123]
     assert len(json.dumps(evidence.state())) < 30_000
-    far = Evidence()  # where the classes by position end
+    far = SamplingTest()  # where the classes by position end
     far.add([[0.5] * 3] * 2, [], [Where(0, 0, 2**14 - 1), Where(0, 0, 2**14), Where(0, 0, 2**20)])
     assert [sum(counts) for counts in far.state()["classes"][0]] == [0] * 14 + [1, 2, 3] + [0] * 16
 
 
 def test_a_state_of_an_older_version_goes_on_and_new_bettors_begin():
-    rng, old = random.Random(7), Evidence()
+    rng, old = random.Random(7), SamplingTest()
     batches = [[[rng.random() ** 1.3 for _ in range(64)] for _ in range(2)] for _ in range(9)]
     for ranks in batches[:8]:
         old.add(ranks, [group((1,), (1,))])
     state = {key: old.state()[key] for key in ("all", "recent", "copies", "batches")}
-    resumed = Evidence()
+    resumed = SamplingTest()
     resumed.restore(json.loads(json.dumps(state)))
     tokens = [Where(0, k, 0) for k in range(64)]
     assert resumed.add(batches[8], [], tokens) == pytest.approx(old.add(batches[8], []), abs=0.01)
@@ -131,7 +131,7 @@ def test_the_bet_on_copies_is_that_of_the_definition():
 
 def test_a_window_is_that_many_compared_batches():
     """What was won or lost before does not count in the next; copies, too."""
-    evidence, copied = Evidence(), [group((1,), (1,))]
+    evidence, copied = SamplingTest(), [group((1,), (1,))]
     for batch in range(1, 3 * WINDOW + 1):
         evidence.add([[0.1] * 3] * 2, copied, [Where(0, 0, p) for p in range(3)])
         state, within = evidence.state(), (batch - 1) % WINDOW + 1
@@ -148,7 +148,7 @@ def test_the_chances_of_all_windows_add_up_to_that_of_one():
     for ranks, groups in ((low, []), ([[], []], copied)):
         shares = []
         for window in range(3000):
-            evidence = Evidence()
+            evidence = SamplingTest()
             past = [[10**6] * BINS for _ in range(2)]  # where ranks are uniform: the bettors on all of it are poor
             evidence.restore({"all": past, "recent": [], "copies": 0.0, "batches": window * WINDOW})
             shares.append(10 ** evidence.add(ranks, groups))
@@ -163,7 +163,7 @@ def test_a_right_sampler_is_left_alone_however_many_windows_there_are(monkeypatc
     other, same = (group((1,), (second,), logprob=math.log(chance)) for second in (2, 1))
     reached = 0
     for _ in range(runs):
-        evidence = Evidence()
+        evidence = SamplingTest()
         found = [evidence.add([[], []], [same if rng.random() < chance else other]) for _ in range(300)]
         reached += max(found) >= 0.9
     assert reached / runs <= 10**-0.9 + 0.1
@@ -171,7 +171,7 @@ def test_a_right_sampler_is_left_alone_however_many_windows_there_are(monkeypatc
 
 @pytest.mark.parametrize("late", [0, 1000])
 def test_a_fault_is_found_soon_also_after_a_long_right_past(late):
-    rng, evidence = random.Random(2), Evidence()
+    rng, evidence = random.Random(2), SamplingTest()
     found = 0
     for batch in range(late + 64):
         ranks = [
@@ -190,17 +190,17 @@ def test_state_goes_through_json_and_goes_on_as_before():
     batches = [
         ([[rng.random() ** 1.1 for _ in tokens] for _ in range(2)], [group((1,), (1,))], tokens) for _ in range(70)
     ]
-    undisturbed = Evidence()
+    undisturbed = SamplingTest()
     expected = [undisturbed.add(*batch) for batch in batches]
     for stop in (1, 31, 32, 50):
-        first, second = Evidence(), Evidence()
+        first, second = SamplingTest(), SamplingTest()
         found = [first.add(*batch) for batch in batches[:stop]]
         second.restore(json.loads(json.dumps(first.state())))
         assert found + [second.add(*batch) for batch in batches[stop:]] == expected
 
 
 def test_the_end_of_the_last_bin_belongs_to_it():
-    evidence = Evidence()
+    evidence = SamplingTest()
     evidence.add([[0.0, 1.0 - 2**-54, 1.0]], [])
     assert evidence.state()["all"] == [[1] + [0] * (BINS - 2) + [2]]
 
@@ -211,7 +211,7 @@ def test_right_samplers_are_left_alone():
     vocabulary, probability = range(4), 1 / 4
     most = []
     for _ in range(runs):
-        evidence, largest = Evidence(), -math.inf
+        evidence, largest = SamplingTest(), -math.inf
         for _ in range(batches):
             completions = [(rng.choice(vocabulary), rng.choice(vocabulary)) for _ in range(4)]
             groups = [group(*completions, logprob=math.log(probability))]
@@ -232,7 +232,7 @@ def test_right_samplers_are_left_alone_by_the_bettors_on_classes_too(monkeypatch
     rng, runs, tokens = random.Random(9), 150, [Where(prompt, 0, p) for prompt in range(2) for p in range(3)]
     most = []
     for _ in range(runs):
-        evidence = Evidence()
+        evidence = SamplingTest()
         batches = ([[rng.random() for _ in tokens] for _ in range(2)] for _ in range(32))
         most.append(max(evidence.add(ranks, [], tokens) for ranks in batches))
     assert max(most) < LIMIT

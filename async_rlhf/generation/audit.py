@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,19 +20,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from async_rlhf.config import GenerationConfig
-from async_rlhf.generation.comparisons import Comparisons
-from async_rlhf.generation.evidence import FALSE_ALARMS, LIMIT, Evidence, Where
+from async_rlhf.config import GenerationConfig, OnlineConfig
+from async_rlhf.config.engines import find
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
+from async_rlhf.generation.sampling_test import FALSE_ALARMS, LIMIT, SamplingTest, Where
 from async_rlhf.models.adapters import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.models.forward import over_response_logits
+from async_rlhf.models.forward import over_response_logits, response_logprobs
 from async_rlhf.models.quantised import as_plain_layers, like_numbers
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.truncation import truncated
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
+ROWS, LENGTH = 4, 16
+"""Of the probe: fixed sequences whose log-probabilities in generator and learner must agree. Checksums prove that the
+right numbers arrived; the probe proves that the engine computes with them."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Limit of the mean absolute difference, in nats per token, whatever noise was measured. Rounding alone stays an order
 of magnitude below."""
@@ -126,6 +129,91 @@ class Noise:
         self.level, self._measured = state[0], int(state[1])
 
 
+FIRST = 4
+"""So many batches are always compared, besides those that are sampled before any weights were loaded anew: what is
+wrong from the beginning is found at the beginning."""
+MOST = 0.005
+"""Most of a batch's computing that comparing may take, on average."""
+_FORWARD = 2 / 0.5 / (6 / 0.4)
+"""Seconds of a token's forward pass in a comparison / seconds of a token's update: 2 operations a weight and 6 with the
+backward pass, at half and at 0.4 of what the hardware could do."""
+_LOADING = {"cuda": 989e12 * 0.4 / 6 / 10e9, "cpu": 0.05e12 * 0.4 / 6 / 2e9}
+"""Tokens of an update in the time in which one byte for each weight is loaded, by an H100 over a bus of 10 GB/s. Of a
+CPU little is certain, but that loading takes no more than some tokens."""
+
+
+def share(
+    trained_rows: float, compared_rows: float, tokens: float, ranks: int, loaded_bytes: float, device: str
+) -> float:
+    """Seconds of a comparison / seconds of the updates on a batch.
+
+    A comparison is a forward pass over a few completions and, where the weights that sampled them are older than the
+    policy, loading those. Both grow with the model as a batch does, so the share depends on the batch alone. Every rank
+    of the learner takes part in a comparison, or waits for it.
+
+    Args:
+        trained_rows: completions that a batch trains on, counted once for each epoch.
+        compared_rows: completions that are compared.
+        tokens: of a prompt and its completion.
+        ranks: of the learner.
+        loaded_bytes: a weight; 0 where nothing is loaded.
+        device: of the learner, "cuda" or another.
+    """
+    loading = _LOADING.get(device, _LOADING["cpu"]) * loaded_bytes / tokens
+    return (_FORWARD * min(compared_rows, trained_rows) + loading) * ranks / trained_rows
+
+
+def steps_for(found: float) -> int:
+    """Batches between two comparisons that each take this share of a batch."""
+    return max(1, math.ceil(found / MOST))
+
+
+def steps_of(config: OnlineConfig, trained_per_prompt: int, ranks: int, device: torch.device) -> int:
+    """Batches between two comparisons in a run, from its sizes alone: the same on every machine and after a resume.
+
+    Args:
+        config: of the run.
+        trained_per_prompt: completions of each prompt that the algorithm trains on.
+        ranks: of the learner.
+        device: of the learner.
+    """
+    generation = config.generation
+    if generation.mismatch_steps != "auto":
+        return generation.mismatch_steps
+    own = config.staleness == 0 and generation.dtype == "float32" and config.lora.rank == 0
+    loaded = 0 if own or config.placement == "inline" else getattr(torch, generation.dtype).itemsize
+    rows = config.batch_size * trained_per_prompt * config.num_epochs
+    compared = min(generation.mismatch_samples, config.batch_size * config.samples_per_prompt)
+    return steps_for(share(rows, compared, config.max_length, ranks, loaded, device.type))
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """The batches that are compared: the first ones, then every n-th.
+
+    Args:
+        steps: n.
+        staleness: S.
+    """
+
+    steps: int
+    staleness: int = 0
+
+    @property
+    def first(self) -> int:
+        """So many batches are compared in any case."""
+        return FIRST + self.staleness
+
+    def has(self, batch: int) -> bool:
+        """Whether a batch is compared."""
+        return batch <= self.first or batch % self.steps == 0
+
+    def number(self, batch: int) -> int:
+        """Which comparison that of a batch is, from 1: consecutive ones look at different completions."""
+        later = batch // self.steps - self.first // self.steps
+        return batch if batch <= self.first else self.first + later
+
+
 class Agreement:
     """Compares an engine with the learner, and stops the run if they differ by more than rounding and chance.
 
@@ -156,7 +244,7 @@ class Agreement:
             kinds.append(torch.float16)  # TF32 has as many digits
         least, most = max(_LEAST_NOISE[kind] for kind in kinds), max(TOLERANCE[kind] for kind in kinds)
         self.noise, self.probe_noise = Noise(least, most), Noise(least, most)
-        self.evidence = Evidence()
+        self.evidence = SamplingTest()
         self._redrawn, self._misdrawn = 0, 0
         self._kind = [config.engine, *map(str, kinds)]
 
@@ -177,8 +265,8 @@ class Agreement:
 
         Returns:
             Mean and maximum of the absolute difference of log-probabilities, in nats per token, KL(engine, learner) per
-            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.evidence`, which alone is there
-            for a batch that is not compared. Empty on ranks other than 0.
+            token by the k3 estimator, and the evidence of :mod:`~async_rlhf.generation.sampling_test`, which alone is
+            there for a batch that is not compared. Empty on ranks other than 0.
 
         Raises:
             GeneratorError: the difference is more than rounding, or the draws more than chance, can explain.
@@ -206,7 +294,7 @@ class Agreement:
             "engine/logprob_difference_max": differences_N.max().item(),
             "engine/kl": (torch.expm1(tokens.log_ratios_N) - tokens.log_ratios_N).mean().item(),
         }
-        if self.config.engine == "transformers":
+        if "redraw" in find(self.config.engine).supports:
             metrics["engine/redraw_ties"] = self._require_redrawn(tokens, min(far, self.noise.far))
         ranks = [tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()]
         return metrics | self._require_likely(ranks, groups, [Where(*one) for one in tokens.where_N3.tolist()])
@@ -309,7 +397,7 @@ class Comparison(NamedTuple):
     by_id_N: Tensor
     """The same with the tokens in the order of their ids."""
     where_N3: Tensor
-    """See :class:`~async_rlhf.generation.evidence.Where`."""
+    """See :class:`~async_rlhf.generation.sampling_test.Where`."""
 
 
 @torch.no_grad()
@@ -411,3 +499,45 @@ class _WithWeights:
 
     def __call__(self, **inputs: Any) -> Any:
         return functional_call(self.policy, self._weights, kwargs=inputs)
+
+
+def probe_tokens(vocabulary: int) -> Tensor:
+    """The sequences, (ROWS, LENGTH), drawn once for all from the vocabulary."""
+    return torch.randint(vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def probe_logprobs(
+    model: PreTrainedModel, autocast: torch.dtype | None = None, parallel: Parallel = ALONE
+) -> list[float]:
+    """Log-probability of each token of :func:`probe_tokens` except the first of each sequence.
+
+    Args:
+        model: the policy, wherever it runs.
+        autocast: compute in this type.
+        parallel: how its weights are sharded over ranks; every rank must compute.
+    """
+    parallel.meet("probing", model)
+    device = parallel.device_of(model)
+    tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(device)
+    mask_BT = torch.ones(ROWS, LENGTH, device=device)
+    mask_BT[:, 0] = 0
+    training = model.training
+    model.eval()
+    try:
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            output = response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False)
+    finally:
+        model.train(training)
+    return output.logprobs_BT[mask_BT.bool()].tolist()
+
+
+def differences(left: list[float], right: list[float]) -> Tensor:
+    """Absolute difference of each token, (N,) float64.
+
+    Raises:
+        ValueError: one has more tokens than the other.
+    """
+    if len(left) != len(right):
+        raise ValueError(f"need log-probabilities of as many tokens; got {len(left)} and {len(right)}")
+    return (torch.tensor(left, dtype=torch.float64) - torch.tensor(right, dtype=torch.float64)).abs()
