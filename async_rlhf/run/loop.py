@@ -16,7 +16,7 @@ import numpy as np
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.models.copies import Write
+from async_rlhf.models.async_save import Write
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.background import ShardedSaves
