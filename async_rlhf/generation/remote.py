@@ -145,9 +145,9 @@ class RemoteGenerator:
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
         parallel, snapshots = self.parallel, self.snapshots
-        parallel.ranks.meet(f"publishing version {version}")
+        parallel.ranks.barrier(f"publishing version {version}")
         self.publisher.finish()  # one version at a time is on its way
-        if self._newest < 0 and parallel.spreads_weights:  # each rank writes its own share, if all of them can
+        if self._newest < 0 and parallel.is_sharded:  # each rank writes its own share, if all of them can
             snapshots.shares = agree(policy, parallel, snapshots)
         self._policy, self._newest = policy, version
         snapshots.publish(policy, version, parallel, self.publisher)
@@ -174,8 +174,8 @@ class RemoteGenerator:
         """Wait for every unit of them; raises what :meth:`collect` does."""
         with self.trace.span("wait", evaluation=version):
             replies = self._await(-version)
-            self.parallel.ranks.meet(f"answers of version {version}")
-        if self.parallel.ranks.leads:
+            self.parallel.ranks.barrier(f"answers of version {version}")
+        if self.parallel.ranks.is_main:
             self.dispatcher.idle_share(-version)
         return self._groups(-version, replies)
 
@@ -204,7 +204,7 @@ class RemoteGenerator:
             GeneratorError: a worker raised, all died too often, one answered with other weights, or none answered.
         """
         replies = self._await(index)
-        course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
+        course = self.parallel.ranks.broadcast(f"completions of batch {index}", lambda: self._course(index, replies))
         seconds, versions, idle = course
         self._trace_lanes(index, replies)
         groups = self._groups(index, replies)

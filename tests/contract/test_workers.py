@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from async_rlhf.config import ConfigError
 from async_rlhf.generation import process
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.run import choices
+from async_rlhf.run import factory
 from async_rlhf.run.trainer import OnlineTrainer
 
 SEEDS = int(os.environ.get("TEST_SEEDS", "1"))
@@ -40,7 +40,7 @@ def generators(monkeypatch) -> list[ProcessGenerator]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(choices, "ProcessGenerator", Known)
+    monkeypatch.setattr(factory, "ProcessGenerator", Known)
     monkeypatch.setattr(process, "run_worker", run_slow_worker)
     return made
 
