@@ -105,10 +105,10 @@ class Generator(RemoteGenerator):
 
     kind = "worker"
 
-    def _prepare(self, config: Any, policy: Any) -> tuple[Snapshots, int]:
+    def prepare(self, config: Any, policy: Any) -> tuple[Snapshots, int]:
         return Snapshots(), int(self.parallel.ranks.is_main)
 
-    def _make(self, number: int) -> Ready:
+    def make(self, number: int) -> Ready:
         return Ready(number, "generator 0", self.arrived)
 
 

@@ -37,7 +37,8 @@ class ProcessGenerator(RemoteGenerator):
     kind, streams, grows = "generator process", True, True
     workers: list[ProcessWorker]
 
-    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+    def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """See :meth:`RemoteGenerator.prepare`."""
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
         self._devices = partial(
             worker_devices,
@@ -67,7 +68,8 @@ class ProcessGenerator(RemoteGenerator):
         atexit.register(self.close)
         return self.ring, generation.workers
 
-    def _make(self, number: int) -> ProcessWorker:
+    def make(self, number: int) -> ProcessWorker:
+        """See :meth:`RemoteGenerator.make`."""
         return ProcessWorker(number, self._devices(number), self._spec, self.params, self.ring, self.arrived)
 
     def close(self) -> None:

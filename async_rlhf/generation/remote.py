@@ -101,8 +101,8 @@ class RemoteGenerator:
         self.config, self.vocabulary = config.generation, policy.get_input_embeddings().num_embeddings
         self.arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         """Where the workers put what comes from them."""
-        self.snapshots, number = self._prepare(config, policy)
-        self.workers = list(map(self._make, range(number)))
+        self.snapshots, number = self.prepare(config, policy)
+        self.workers = list(map(self.make, range(number)))
         streaming = self.streams and self.config.in_flight
         self._size = self.config.prompts_per_request or (1 if streaming else None)
         self.dispatcher = Dispatcher(self.workers, at_once=_in_flight(self._size, params) if streaming else 1)
@@ -134,11 +134,11 @@ class RemoteGenerator:
         if self.workers:
             self._keeper.start()
 
-    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
-        """Where the workers find the weights, and how many of them :meth:`_make` is to make."""
+    def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """Where the workers find the weights, and how many of them :meth:`make` is to make."""
         return NoSnapshots(getattr(torch, self.config.dtype), config.lora.publish == "adapter"), 0
 
-    def _make(self, number: int) -> Worker:
+    def make(self, number: int) -> Worker:
         """A new worker, already starting."""
         raise NotImplementedError
 
@@ -278,7 +278,7 @@ class RemoteGenerator:
         with self._members:
             taken = {worker.number for worker in self.workers}
             number = next(number for number in count() if number not in taken)
-            self.workers = sorted([*self.workers, self._make(number)], key=lambda worker: worker.number)
+            self.workers = sorted([*self.workers, self.make(number)], key=lambda worker: worker.number)
             return number
 
     def stop_worker(self, number: int) -> None:
