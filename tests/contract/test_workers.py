@@ -148,6 +148,7 @@ def test_when_restarts_are_used_up_the_others_go_on(train, generators, caplog):
     assert_same(survived, undisturbed)
 
 
+@pytest.mark.rare
 def test_a_worker_that_hangs_as_it_stops_is_not_started_again(train, generators, caplog):
     """It was asked to stop while it had a unit, and never gave it back."""
 
