@@ -204,6 +204,11 @@ class StageLoop(Loop):
             self.logs[METRICS].write({"step": step, "epoch": epoch, **values})
         return epoch
 
+    @property
+    def _saves_now(self) -> bool:
+        """Not after the last step: the result is published, and all checkpoints go."""
+        return self.run.callbacks.state.global_step < self.run.config.num_batches
+
     def _own_state(self, batch: int) -> dict[str, Any]:
         return {"config": self.compared, "values": {"seen": dict(self.seen)}}
 

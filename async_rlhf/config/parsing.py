@@ -24,7 +24,7 @@ import yaml
 from async_rlhf.config import environment
 from async_rlhf.config.base import Checked, ConfigError, fits, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.spelling import check_file, check_words
+from async_rlhf.config.spelling import check_file, check_words, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
@@ -150,13 +150,15 @@ class _Values:
             if key in self._options:
                 self._found[key] = value, is_text
                 continue
+            if key not in self.groups:
+                raise ConfigError(f"{key}: async-rlhf {self._command} has no such key{meant(key, self._options, '')}")
             value = parse_yaml(value, key) if is_text else value
             require(isinstance(value, Mapping), key, value, "must be a group of keys and their values")
             self.put(value, f"{key}.")
 
     def put_environment(self) -> None:
         """Set keys by variables. A variable with our prefix that sets no key is misspelt, and warned of."""
-        known = {variable_of(key): key for key in (*self.groups, *self._options)}
+        known = {variable_of(key): key for key in (*sorted(self.groups), *self._options)}  # the innermost wins
         for name, key in known.items():
             if name in os.environ:
                 self.put({key: os.environ[name]}, is_text=True)
@@ -173,7 +175,7 @@ class _Values:
             free = next((one for one in self._options if key.startswith(f"{one}.")), None)
             if free is not None:  # a key below one that holds keys of any name
                 value = text if get_args(self._options[free])[-1] is str else parse_yaml(text, f"--{key}")
-                self.put({free: {**(self.get(free) or {}), key[len(free) + 1 :]: value}})
+                self.put({free: _with(self.get(free), key[len(free) + 1 :].split("."), value)})
             elif get_origin(self._options.get(name)) is not list or (not added and (text[:1] == "[" or text == "null")):
                 self.put({key: text}, is_text=True)
             else:
@@ -198,6 +200,13 @@ class _Values:
             elif default is MISSING:
                 raise ConfigError(f"{key}: must be given")
         return made
+
+
+def _with(values: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    """A mapping with a value at the end of names, each below the one before."""
+    first, *rest = names
+    held = dict(values) if isinstance(values, Mapping) else {}
+    return held | {first: _with(held.get(first), rest, value) if rest else value}
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -239,12 +248,13 @@ def converted(key: str, value: Any, hint: Any, is_text: bool) -> Any:
 def _of_text(key: str, text: str, hint: Any, kinds: Sequence[Any], is_text: bool) -> Any:
     if text in (option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)):
         return text
-    if is_text and text == "null" and type(None) in kinds:
+    if is_text and text in ("null", "Null", "NULL", "~") and type(None) in kinds:
         return None
     if {int, float} & set(kinds):
         require(not any(map(str.isdigit, text)) or reads_as_number(text), key, text, "must be a number")
         return _number(text) if reads_as_number(text) else text
-    return parse_yaml(text, key) if is_text and str not in kinds else text
+    written = (is_text and str not in kinds) or bool in kinds
+    return parse_yaml(text, key) if written and text else text
 
 
 def _number(text: str) -> int | float:
@@ -269,11 +279,12 @@ def _texts(kind: type) -> dict[str, str]:
     for one in reversed(kind.__mro__):
         try:
             body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
-        except (OSError, TypeError):  # no source: a built-in class, or one that was made as the program runs
+        except (OSError, TypeError, SyntaxError):  # no source of its own, as of a class made while the program runs
             continue
         for item, below in itertools.pairwise(getattr(body, "body", ())):
-            if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(item.target, ast.Name):
-                found[item.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+            text = getattr(getattr(below, "value", None), "value", None) if isinstance(below, ast.Expr) else None
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, str):
+                found[item.target.id] = " ".join(text.split())
     return found
 
 
@@ -317,7 +328,7 @@ def _head(kind: type[Checked], command: str) -> list[str]:
 
 def _told(option: Option, text: str) -> list[str]:
     kind = f"{spelt(option.hint)}, " if get_origin(option.hint) is Literal else ""
-    default = "required" if option.default is MISSING else f"default: {json.dumps(option.default)}"
+    default = "required" if option.default is MISSING else f"default: {json.dumps(option.default, default=str)}"
     wide = {"width": _width(), "initial_indent": " " * 6, "subsequent_indent": " " * 6}
     return [f"  --{option.key} ", *textwrap.wrap(f"{text} ({kind}{default})", **wide)]  # type: ignore[arg-type]
 

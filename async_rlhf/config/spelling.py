@@ -59,7 +59,7 @@ def check_file(
                 check_file(value, kind, command, place, f"{key}.")
         elif not _exists(key, known):
             shown = key if key.isprintable() else repr(key)
-            raise ConfigError(f"{shown}: {place(key)}: async-rlhf {command} has no such key{_meant(key, known, '')}")
+            raise ConfigError(f"{shown}: {place(key)}: async-rlhf {command} has no such key{meant(key, known, '')}")
 
 
 def check_words(words: Sequence[str], options: Collection[str], kind: type[Checked], command: str) -> None:
@@ -80,14 +80,15 @@ def check_words(words: Sequence[str], options: Collection[str], kind: type[Check
         key = option.removeprefix("--")
         if word.startswith("--") and option not in options and not _exists(key, known):
             shown = option if option.isprintable() else repr(option)
-            raise ConfigError(f"{shown}: async-rlhf {command} has no such option{_meant(key, known, '--')}")
+            raise ConfigError(f"{shown}: async-rlhf {command} has no such option{meant(key, known, '--')}")
 
 
 def _exists(key: str, known: Mapping[str, bool]) -> bool:
     return key in known or any(free and key.startswith(f"{name}.") for name, free in known.items())
 
 
-def _meant(key: str, known: Collection[str], dashes: str) -> str:
+def meant(key: str, known: Collection[str], dashes: str) -> str:
+    """The end of an error: which key may be meant, with what stands before it; nothing if none is like it."""
     found = nearest(key, known)
     return "" if found is None else f"; did you mean {dashes}{found}?"
 

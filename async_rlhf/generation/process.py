@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -36,6 +37,11 @@ class ProcessGenerator(RemoteGenerator):
 
     kind, streams, grows = "generator process", True, True
     workers: list[ProcessWorker]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
+        atexit.register(self.close)
 
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""
@@ -64,8 +70,6 @@ class ProcessGenerator(RemoteGenerator):
             self._spec = replace(self._spec, base=self._base.name, adapter=only_adapter(policy))
             # vLLM gives no log-probabilities of prompts with an adapter.
             self.config = replace(generation, probe_steps=0)
-        # Before multiprocessing's own exit handler, which would wait forever for processes that ignore SIGTERM.
-        atexit.register(self.close)
         return self.ring, generation.workers
 
     def make(self, number: int) -> ProcessWorker:

@@ -299,9 +299,10 @@ class RemoteGenerator:
     def follow(self, folder: Path) -> None:
         """Say in a run's folder which workers there are, and have as many as are asked for there."""
         if self.grows:
-            self._worker_count = WorkerCount(folder)
-            self._worker_count.clear()
-            self._worker_count.write([worker.number for worker in self.workers])
+            count = WorkerCount(folder)
+            count.clear()
+            count.write([worker.number for worker in self.workers])
+            self._worker_count = count  # from here on the keeper obeys what is asked for there
 
     def _staying(self) -> list[Worker]:
         return [worker for worker in self.workers if worker not in self._stopping]

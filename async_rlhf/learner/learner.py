@@ -332,7 +332,8 @@ class Learner:
                     found = self.parallel.step(limit)
                 except FloatingPointError as error:
                     lower = f"lower learning_rate ({self.config.learning_rate})"
-                    raise FloatingPointError(f"update {batch}: {error}; {lower}") from error
+                    what = "step" if self.algorithm.supervised else "update"
+                    raise FloatingPointError(f"{what} {batch}: {error}; {lower}") from error
                 total_weight += deal.told.weight
                 if found is None:
                     skipped += 1

@@ -111,6 +111,9 @@ class FailureDetector:
             return
         if self.failure is not None:  # the failure came between two uses of watching()
             raise RankError(self.failure)
+        if self._watching:  # an enclosing use does it all
+            yield
+            return
         before: Any = None
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(_SIGNAL, self._raise)

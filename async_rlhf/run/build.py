@@ -160,8 +160,6 @@ class Start:
 def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
     """Check what needs neither data nor models, and meet the other ranks. All of them must call it.
 
-    The global random generators, from which reward functions and callbacks may draw, begin with the run's seed.
-
     Args:
         config: of the run.
         model: the policy, whose context limits prompts.
@@ -170,7 +168,6 @@ def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
     Raises:
         ConfigError: something is missing, or another process writes to the run's folder.
     """
-    seed_all(config.seed)
     check_integrations(config.report_to)
     require_bitsandbytes(config.reward_model_bits, f"{prefix}reward_model_bits")
     require_bitsandbytes(config.lora.base_bits, f"{prefix}lora.base_bits")
@@ -185,9 +182,13 @@ def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
 def build(config: OnlineConfig, inputs: Inputs) -> Run:
     """Make everything that a run needs except its generators. With several ranks, all must call it.
 
+    The global random generators, from which reward functions and callbacks may draw, begin with the run's seed: now
+    that the user's modules have been imported, and rows read.
+
     Raises:
         ConfigError: the inputs do not fit together; raised before anything is trained or written.
     """
+    seed_all(config.seed)
     algorithm = _algorithm(config, inputs.algorithm)
     _check_stop(config, inputs)
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None

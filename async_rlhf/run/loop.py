@@ -69,6 +69,11 @@ class Loop:
     def _evaluate(self, control: TrainerControl, batch: int) -> None:
         """Evaluate, as the callbacks say."""
 
+    @property
+    def _saves_now(self) -> bool:
+        """Whether a checkpoint that the callbacks ask for is of use."""
+        return True
+
     @abstractmethod
     def _own_state(self, batch: int) -> dict[str, Any]:
         """On rank 0, fields of the state to resume from; their values are added to those that all have."""
@@ -157,7 +162,7 @@ class Loop:
         self._evaluate(control, state.global_step)
         # Asked once: it may become true at any moment, and on one rank alone.
         stop = any(run.ranks.gather("end?", self.stop_asked()))
-        if run.ranks.broadcast("save?", lambda: control.should_save or stop):
+        if run.ranks.broadcast("save?", lambda: stop or (control.should_save and self._saves_now)):
             self.save()
         if stop:
             self._finish_save(wait=True)
