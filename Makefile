@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test test-quick test-rare test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -19,6 +19,9 @@ test-quick: setup   ## install, then run the laws, the oracles, the golden runs,
 test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
 	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare --numprocesses auto --maxprocesses 4
 	FUZZ_CASES=1400 $(BIN)/python -m pytest tests/contract/test_fuzz.py
+
+test-benchmarks: setup   ## every benchmark in its smallest size; the planner's memory against the learner's
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 tests/benchmarks tests/memory
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm

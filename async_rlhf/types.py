@@ -173,7 +173,7 @@ class Experience:
     """Reward from an environment at each token."""
     scores_B: Tensor
     """Total reward of each row: its score plus its ``rewards_BT``."""
-    weights_U: Tensor
+    loss_weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
     rows_per_unit: int = 1
     truncated_B: Tensor | None = None
@@ -191,7 +191,7 @@ class Experience:
     """Advantage of each sampled token, 0 elsewhere (RLOO, GRPO, PPO)."""
     returns_BT: Tensor | None = None
     """Targets of the value model (PPO)."""
-    teaches_U: Tensor | None = None
+    has_gradient_U: Tensor | None = None
     """False for units whose loss has no gradient although they count in the normaliser; None if all have one."""
 
     def __len__(self) -> int:
@@ -201,9 +201,9 @@ class Experience:
         """The normaliser of the loss of the given units; 0 if none has a gradient, and then no optimiser step may be
         taken.
         """
-        if self.teaches_U is not None and not self.teaches_U[units_U].any():
+        if self.has_gradient_U is not None and not self.has_gradient_U[units_U].any():
             return 0.0
-        return float(self.weights_U[units_U].sum())
+        return float(self.loss_weights_U[units_U].sum())
 
     @property
     def units(self) -> int:
@@ -272,4 +272,4 @@ class LossOutput:
     loss_sum: Tensor
     """Scalar, differentiable."""
     metrics: dict[str, Tensor]
-    """Detached sums over the same units that ``weights_U`` counts."""
+    """Detached sums over the same units that ``loss_weights_U`` counts."""

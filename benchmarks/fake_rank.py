@@ -256,10 +256,10 @@ def _summed(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 class FakeRanks(Ranks):
     """This rank of many, of which the others say what it says."""
 
-    def meet(self, place: str) -> None:
+    def barrier(self, place: str) -> None:
         return
 
-    def from_lead(self, place: str, compute: Callable[[], T]) -> T:
+    def broadcast(self, place: str, compute: Callable[[], T]) -> T:
         return compute()
 
     def gather(self, place: str, value: T) -> list[T]:

@@ -85,7 +85,7 @@ def experience() -> Experience:
     ]
     rows = sampled_rows(samples)
     scores_R = torch.from_numpy(random.standard_normal(ROWS)).float()
-    return Experience(**rows, scores_B=scores_R, weights_U=torch.ones(ROWS))
+    return Experience(**rows, scores_B=scores_R, loss_weights_U=torch.ones(ROWS))
 
 
 def update(tokens: int, size: Size) -> tuple[Callable[[], Any], float]:

@@ -39,7 +39,7 @@ from async_rlhf.config import ParallelConfig
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
-from async_rlhf.models.frozen import frozen
+from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.memory import LearnerMemory
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.weights import ALIGNMENT, layout

@@ -59,7 +59,7 @@ TESTS = {
     " unit/test_fp16.py::test_a_resumed_run_goes_on_with_the_scale_it_had",
     "run.shards": "unit/test_fsdp_traffic.py contract/test_sharded_saves.py"
     " -k 'left_whole or large_shards or other_weights or damaged or copies_are or several_ranks or shared_out or 8bit'",
-    "run.background": "contract/test_sharded_saves.py",
+    "run.async_checkpoint": "contract/test_sharded_saves.py",
 }
 """What pytest is told for each module, with files below tests/. Where the files take minutes: their quick tests."""
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -105,10 +105,10 @@ class Generator(RemoteGenerator):
 
     kind = "worker"
 
-    def _prepare(self, config: Any, policy: Any) -> tuple[Snapshots, int]:
-        return Snapshots(), int(self.parallel.ranks.leads)
+    def prepare(self, config: Any, policy: Any) -> tuple[Snapshots, int]:
+        return Snapshots(), int(self.parallel.ranks.is_main)
 
-    def _make(self, number: int) -> Ready:
+    def make(self, number: int) -> Ready:
         return Ready(number, "generator 0", self.arrived)
 
 
@@ -213,12 +213,12 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
         generator.workers[0].reply = reply(prompts.prompts, length)
     replies = held()
     size = {"batch_size": rows // SAMPLES, "num_batches": 1, "staleness": 0}
-    rollouts = RolloutSchedule(generator, prompts, **size, trace=trace, leads=rank == 0)  # type: ignore[arg-type]
+    rollouts = RolloutSchedule(generator, prompts, **size, trace=trace, is_main=rank == 0)  # type: ignore[arg-type]
     rollouts.publish(policy, 0)
 
     def reached(*_: Any) -> None:
         seconds, busy, most = time.perf_counter() - began, time.process_time() - computed, most_held()
-        parallel.ranks.meet("end")  # all have what they wait for
+        parallel.ranks.barrier("end")  # all have what they wait for
         memory = {"replies": replies - empty, "above": most - replies, "whole": most - empty}
         found = {"seconds": seconds, "busy": busy, **memory}
         if rank == 0:
@@ -230,7 +230,7 @@ def step(rows: int, length: int, rank: int, ranks: int) -> None:
 
     forget_most()
     parallel.forward = reached  # type: ignore[method-assign]
-    parallel.ranks.meet("start")
+    parallel.ranks.barrier("start")
     began, computed = time.perf_counter(), time.process_time()
     with Counted() as counted:
         (batch,) = rollouts

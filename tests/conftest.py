@@ -36,7 +36,7 @@ QUICK = {
     "preferences",
     "head",
 }
-QUICK |= {"truncation", "passes", "packing", "schedule", "dispatch", "engine", "sequential", "budgets"}
+QUICK |= {"truncation", "passes", "packing", "schedule", "dispatch", "engine", "sequential", "size"}
 """Files of laws and oracles; of faults and kills some tests are marked one by one."""
 
 

@@ -61,10 +61,10 @@ def tiny_config(**changes: int) -> GPTNeoXConfig:
     return GPTNeoXConfig(**sizes | changes)
 
 
-def new_policy(seed: int = 0) -> GPTNeoXForCausalLM:
+def new_policy(seed: int = 0, **changes: int) -> GPTNeoXForCausalLM:
     """A policy; equal seeds give equal weights, wide enough that samples differ."""
     torch.manual_seed(seed)
-    return widened(GPTNeoXForCausalLM(tiny_config()))
+    return widened(GPTNeoXForCausalLM(tiny_config(**changes)))
 
 
 def new_reward_model(seed: int = 1, **changes: int) -> GPTNeoXForSequenceClassification:

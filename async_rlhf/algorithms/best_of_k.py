@@ -31,14 +31,14 @@ def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:
 
     rewards_B = experience.scores_B - kl_penalties(experience, config.kl).sum(dim=1)
     rewards_PK = rewards_B.view(-1, config.samples_per_prompt)
-    return replace(experience.select(best_rows(rewards_PK)), weights_U=differ(rewards_PK))
+    return replace(experience.select(best_rows(rewards_PK)), loss_weights_U=differ(rewards_PK))
 
 
 def best_of_k_loss(output: PolicyOutput, rows: Experience, config: OnlineBoKConfig) -> LossOutput:
     """Minus the log-probability of each sample, plus the KL penalty of its tokens if the penalty is in the loss."""
     logps_B = (output.logprobs_BT * rows.sampled_BT).sum(dim=1)
-    losses_B = (kl_loss(output, rows, config.kl).sum(dim=1) - logps_B) * rows.weights_U
-    metrics = {"loss/policy_avg": losses_B, "logps/chosen": logps_B * rows.weights_U}
+    losses_B = (kl_loss(output, rows, config.kl).sum(dim=1) - logps_B) * rows.loss_weights_U
+    metrics = {"loss/policy_avg": losses_B, "logps/chosen": logps_B * rows.loss_weights_U}
     return LossOutput(losses_B.sum(), {name: values_B.detach().sum() for name, values_B in metrics.items()})
 
 

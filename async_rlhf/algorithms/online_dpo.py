@@ -48,7 +48,7 @@ def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experienc
 
     scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
     rows_B = best_and_worst_rows(scores_PK)
-    return replace(experience.select(rows_B), rows_per_unit=2, weights_U=differ(scores_PK))
+    return replace(experience.select(rows_B), rows_per_unit=2, loss_weights_U=differ(scores_PK))
 
 
 def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOConfig) -> LossOutput:
@@ -63,14 +63,16 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     reference_B = (pairs.reference_logprobs_BT * sampled_BT).sum(dim=1)
     ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
-    losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.weights_U
+    losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.loss_weights_U
     rounded = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     metrics = {}
     if config.pair_weights != "none":
         log_ratios_BT = (output.logprobs_BT.detach() - pairs.behaviour_logprobs_BT) * sampled_BT
-        weights_U, capped_U = stale_pair_weights(log_ratios_BT, sampled_BT, config.pair_weights, config.pair_weight_cap)
-        losses_U = losses_U * weights_U
-        metrics = {"policy/importance_weight": weights_U, "policy/importance_capped": capped_U}
+        loss_weights_U, capped_U = stale_pair_weights(
+            log_ratios_BT, sampled_BT, config.pair_weights, config.pair_weight_cap
+        )
+        losses_U = losses_U * loss_weights_U
+        metrics = {"policy/importance_weight": loss_weights_U, "policy/importance_capped": capped_U}
     metrics |= {
         "loss/policy_avg": losses_U,
         "rewards/chosen": config.beta * chosen_U,
@@ -81,7 +83,7 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
         "logps/rejected": logps_B[1::2],
         "objective/scores_margin": pairs.scores_B[0::2] - pairs.scores_B[1::2],
     }
-    sums = {name: (values_U.detach() * pairs.weights_U).sum() for name, values_U in metrics.items()}
+    sums = {name: (values_U.detach() * pairs.loss_weights_U).sum() for name, values_U in metrics.items()}
     return LossOutput(losses_U.sum(), sums)
 
 

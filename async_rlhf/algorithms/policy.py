@@ -102,17 +102,19 @@ def teaching(advantages_BT: Tensor, sampled_BT: Tensor, kl: KLConfig) -> Tensor:
 
 def credited(experience: Experience, advantages_PK: Tensor, config: GroupConfig) -> Experience:
     """The experience with one advantage for all tokens of each sample, and with the sample's weight."""
-    sampled_BT, weights_U = experience.sampled_BT, experience.weights_U
+    sampled_BT, loss_weights_U = experience.sampled_BT, experience.loss_weights_U
     advantages_BT = advantages_PK.flatten()[:, None] * sampled_BT
     if config.mask_truncated:
         assert experience.truncated_B is not None
-        weights_U = weights_U.masked_fill(experience.truncated_B, 0.0)
+        loss_weights_U = loss_weights_U.masked_fill(experience.truncated_B, 0.0)
     if config.normalization == "token":
-        weights_U = weights_U * sampled_BT.sum(dim=1)
+        loss_weights_U = loss_weights_U * sampled_BT.sum(dim=1)
     elif config.normalization == "constant":
-        weights_U = weights_U * config.generation.response_length
-    teaches_U = teaching(advantages_BT, sampled_BT, config.kl)
-    return replace(experience, advantages_BT=advantages_BT, weights_U=weights_U, teaches_U=teaches_U)
+        loss_weights_U = loss_weights_U * config.generation.response_length
+    has_gradient_U = teaching(advantages_BT, sampled_BT, config.kl)
+    return replace(
+        experience, advantages_BT=advantages_BT, loss_weights_U=loss_weights_U, has_gradient_U=has_gradient_U
+    )
 
 
 # The policy loss
@@ -137,7 +139,7 @@ def policy_loss(output: PolicyOutput, rows: Experience, config: RatioConfig) -> 
         losses_B = ((surrogate + penalties_BT) * sampled_BT).sum(dim=1)
         if config.normalization == "sequence":
             losses_B = losses_B / tokens_B
-    losses_B = losses_B * (rows.weights_U > 0)
+    losses_B = losses_B * (rows.loss_weights_U > 0)
     sums = {"loss/policy_avg": losses_B.detach().sum()}
     return LossOutput(losses_B.sum(), sums | weighted_sums(metrics, rows))
 
@@ -148,7 +150,7 @@ def weighted_sums(metrics: dict[str, Tensor], rows: Experience) -> dict[str, Ten
     tokens_B = sampled_BT.sum(dim=1).clamp(min=1)
     for name, values in metrics.items():
         means_B = values.squeeze(1) if values.shape[1] == 1 else (values * sampled_BT).sum(dim=1) / tokens_B
-        sums[name] = (means_B * rows.weights_U).sum()
+        sums[name] = (means_B * rows.loss_weights_U).sum()
     return sums
 
 

@@ -80,8 +80,8 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
     advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, sampled_BT, config.gamma, config.lam)
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, sampled_BT)
-    weights_U = sampled_BT.sum(dim=1)
-    return replace(experience, advantages_BT=advantages_BT, returns_BT=returns_BT, weights_U=weights_U)
+    loss_weights_U = sampled_BT.sum(dim=1)
+    return replace(experience, advantages_BT=advantages_BT, returns_BT=returns_BT, loss_weights_U=loss_weights_U)
 
 
 def ppo_loss(output: PolicyOutput, rows: Experience, config: PPOConfig) -> LossOutput:

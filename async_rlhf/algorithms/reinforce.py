@@ -85,8 +85,10 @@ def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Ex
     rewards_BT = rewards_of_tokens(experience, rest_of_score(experience, scores_B), config.kl)
     left_BT, _ = gae(rewards_BT, rewards_BT.new_zeros(rewards_BT.shape), sampled_BT, config.gamma, lam=1.0)
     advantages_BT = whiten(left_BT, sampled_BT)
-    teaches_U = teaching(advantages_BT, sampled_BT, config.kl)
-    return replace(experience, advantages_BT=advantages_BT, weights_U=sampled_BT.sum(dim=1), teaches_U=teaches_U)
+    has_gradient_U = teaching(advantages_BT, sampled_BT, config.kl)
+    return replace(
+        experience, advantages_BT=advantages_BT, loss_weights_U=sampled_BT.sum(dim=1), has_gradient_U=has_gradient_U
+    )
 
 
 REINFORCE_PP = Algorithm("reinforce_pp", ReinforcePPConfig, reinforce_pp_credit, policy_loss, needs=ratio_needs)

@@ -16,7 +16,7 @@ from typing import Any
 
 from async_rlhf.config import ConfigError, OnlineConfig, RayConfig
 from async_rlhf.config.base import require
-from async_rlhf.system.children import require_own_package
+from async_rlhf.system.subprocesses import require_own_package
 
 try:
     import ray

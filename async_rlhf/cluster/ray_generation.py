@@ -158,7 +158,8 @@ class RayGenerator(RemoteGenerator):
     kind, grows, unstartable = "generator actor", True, NoRoomError
     workers: list[ActorWorker]
 
-    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+    def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """See :meth:`RemoteGenerator.prepare`."""
         place = generator_place(config.ray)
         threads = config.generation.num_threads or place.threads
         spec = ModelSpec.for_workers(config, policy, self.parallel, place.device, threads)
@@ -167,7 +168,8 @@ class RayGenerator(RemoteGenerator):
         self._of_each = (spec, self.params, snapshots, self.arrived, place, config.ray.room_timeout)
         return snapshots, config.generation.workers
 
-    def _make(self, number: int) -> ActorWorker:
+    def make(self, number: int) -> ActorWorker:
+        """See :meth:`RemoteGenerator.make`."""
         return ActorWorker(number, *self._of_each)
 
     def _announce(self, version: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from async_rlhf.commands.distributed import done_by, on_ranks
 from async_rlhf.commands.generate import (
     Generation,
     generate,
@@ -23,7 +24,6 @@ from async_rlhf.commands.generate import (
     with_first_gpu,
     with_prompt_cap,
 )
-from async_rlhf.commands.on_ranks import done_by, on_ranks
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.table import import_attribute
 from async_rlhf.config import ConfigError, EvaluateConfig
@@ -103,7 +103,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     check_source(config.ref_model, "ref_model")
     require_bitsandbytes(config.reward_model_bits)
     with on_ranks(config, "evaluate") as ranks:
-        models = ranks.from_lead("models", lambda: {} if config.generations is not None else models_of(config))
+        models = ranks.broadcast("models", lambda: {} if config.generations is not None else models_of(config))
         if config.generations is None:
             config = with_prompt_cap(config, models)
         folder = Path(config.output_dir)
@@ -120,7 +120,7 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
     judge = pairwise = None
     if config.judge.url is None:  # load it first, so that errors show before anything is sampled
         judge = RewardJudge.of(config, device, ranks)
-    elif ranks.leads:
+    elif ranks.is_main:
         pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     distribution, lines, dropped, answers, human = _answers(config, models, folder, ranks)
     reference = config.reference or next(iter(answers))
@@ -135,11 +135,11 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         "prompts": len(lines),
         "dropped": dropped,
         "reference_response": None if human is None else _gold(human, lines),
-        "models": ranks.from_lead("comparisons", lambda: _comparisons(lines, answers, everyone, reference, pairwise)),
+        "models": ranks.broadcast("comparisons", lambda: _comparisons(lines, answers, everyone, reference, pairwise)),
         "notes": notes,
     }
     _likelihoods(config, distribution, results["models"], answers, human, reference, device, _clusters(lines), ranks)
-    if ranks.leads:
+    if ranks.is_main:
         _publish(config, stage, results, _sample_rows(lines, answers, human))
     return results
 
@@ -390,7 +390,7 @@ def _logprobs(
     parallel: Parallel,
     label: str,
 ) -> list[float]:
-    with progress_bar(f"evaluate: {label}", len(answers.rows), parallel.ranks.leads) as progress:
+    with progress_bar(f"evaluate: {label}", len(answers.rows), parallel.ranks.is_main) as progress:
         sums_R = response_logprob_sums(
             model,
             answers.rows,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.commands.on_ranks import on_ranks
+from async_rlhf.commands.distributed import on_ranks
 from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.base import require
@@ -29,8 +29,8 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
 from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
-from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.models.weights import named_weights
 from async_rlhf.ranks.collectives import Ranks
@@ -84,7 +84,7 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
     """
     config, folder = with_first_gpu(config), Path(config.output_dir)
     with on_ranks(config, "generate") as ranks:
-        models = ranks.from_lead("models", lambda: models_of(config))
+        models = ranks.broadcast("models", lambda: models_of(config))
         prompts, dropped, found = generate(config, models, folder, ranks)
     summary = {
         name: {
@@ -108,7 +108,7 @@ def generate(
     """
     config = with_prompt_cap(config, models)
     tokenizer = shared_tokenizer(models, config.trust_remote_code)
-    prompts, dropped = ranks.from_lead("prompts", lambda: _prompts(config, tokenizer))
+    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, tokenizer))
     judged = isinstance(config, EvaluateConfig)
     if judged and len(prompts) < 2:
         raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
@@ -271,14 +271,14 @@ def _generated(
         chunk = _CHUNK * config.batch_size
         return sum(1 for _ in _begun(partial, json.dumps(stage.identity), chunk, len(prompts)))
 
-    there = ranks.from_lead(f"samples of {name}", begun)
+    there = ranks.broadcast(f"samples of {name}", begun)
     if there is not None:
         if there < len(prompts):
             engine, params = engines.of(name, config.models[name], tokenizer)
             _sample(name, engine, params, prompts[there:], tokenizer, config, partial, ranks)
-        if ranks.leads:
+        if ranks.is_main:
             _publish(stage, partial, output, len(prompts), config.models[name], config)
-    return ranks.from_lead(f"answers of {name}", lambda: _read(output))
+    return ranks.broadcast(f"answers of {name}", lambda: _read(output))
 
 
 def _publish(stage: Stage, partial: Path, output: Path, prompts: int, model: str, config: GenerateConfig) -> None:
@@ -337,11 +337,11 @@ def _sample(
 ) -> None:
     """Sample chunk by chunk; rank 0 writes each to the file."""
     size = _CHUNK * config.batch_size
-    with progress_bar(f"generate: {name}", len(prompts), ranks.leads) as progress:
+    with progress_bar(f"generate: {name}", len(prompts), ranks.is_main) as progress:
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
             groups = sampled_in_shares(engine, chunk, ranks, _behind(progress, start))
-            if ranks.leads:
+            if ranks.is_main:
                 _append(partial, chunk, [group[0] for group in groups], tokenizer, config.prompt_field)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.commands.on_ranks import done_by, on_ranks
+from async_rlhf.commands.distributed import done_by, on_ranks
 from async_rlhf.commands.ratings import run_pairs_from_ratings
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
@@ -19,8 +19,8 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.evaluation.sampling import first_prompts, sample
 from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import load_policy, load_tokenizer
-from async_rlhf.models.positions import sampling_prompt_cap
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt, Sample
@@ -39,7 +39,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     """
     if config.from_ratings is not None:
         with on_ranks(config, "pairs") as ranks:  # by rank 0 alone: nothing is computed by a model
-            return ranks.from_lead("pairs", lambda: run_pairs_from_ratings(config))
+            return ranks.broadcast("pairs", lambda: run_pairs_from_ratings(config))
     require_bitsandbytes(config.reward_model_bits)
     assert config.model is not None
     config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
@@ -61,7 +61,7 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     assert config.model is not None
     device = rank_device(config, ranks)
     tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
-    prompts, dropped = ranks.from_lead("prompts", lambda: _prompts(config, tokenizer))
+    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, tokenizer))
     judge = RewardJudge.of(config, device, ranks)
     policy = load_policy(config.model, device, trust=config.trust_remote_code)
     completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling", ranks)
@@ -82,7 +82,7 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
         "score_margin": sum(pair["chosen_score"] - pair["rejected_score"] for pair in pairs) / max(1, len(pairs)),
     }
     logger.info("pairs: %d from %d prompts, %d ties", len(pairs), len(prompts), results["ties"])
-    if ranks.leads:
+    if ranks.is_main:
         stage.publish_files({output: json_lines(pairs)}, results)
     return results
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
+from async_rlhf.commands.distributed import done_by, lead_first, on_ranks
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import RowReader
@@ -65,10 +65,10 @@ def _relabelled_splits(
     for split, rows in data.items():
         relabelled, found[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)
         one = found[split]
-        if ranks.leads:
+        if ranks.is_main:
             files[outputs[split]] = json_lines(relabelled)
         logger.info("relabel: %s: %d pairs, %d swapped, %d ties", split, one["pairs"], one["swapped"], one["ties"])
-    if ranks.leads:
+    if ranks.is_main:
         stage.publish_files(files, found)
     return found
 

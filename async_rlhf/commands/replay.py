@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.commands.repeating import ReplayDiffersError, read_metrics, read_run, require_equal, without_uploads
+from async_rlhf.commands.rerun import ReplayDiffersError, read_metrics, read_run, require_equal, without_uploads
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.run.config import ReplayConfig

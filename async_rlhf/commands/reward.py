@@ -35,9 +35,9 @@ from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.context_length import longest_row
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_tokenizer, new_reward_model
-from async_rlhf.models.positions import longest_row
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Experience
 

@@ -58,15 +58,15 @@ def center_scores(
 
 def _whole(parameter: nn.Parameter, model: PreTrainedModel, parallel: Parallel) -> Tensor:
     """A copy of a parameter, unsharded, on every rank."""
-    parallel.meet("centring", model)
+    parallel.barrier("centring", model)
     with parallel.gathered([parameter]):
         return parallel.whole(parameter.data).clone()
 
 
 @torch.no_grad()
 def _set(parameter: nn.Parameter, value: Tensor, parallel: Parallel) -> None:
-    if parallel.spreads_weights:
-        parallel.exchange(parameter, value if parallel.ranks.leads else None)
+    if parallel.is_sharded:
+        parallel.swap_parameter(parameter, value if parallel.ranks.is_main else None)
     else:
         parameter.copy_(value)
 

@@ -26,7 +26,7 @@ from async_rlhf.generation.vllm_engine import (
 )
 from async_rlhf.generation.vllm_requests import own_seed
 from async_rlhf.models.loading import with_revision
-from async_rlhf.system.children import require_own_package
+from async_rlhf.system.subprocesses import require_own_package
 
 
 def run_serve(config: ServeConfig) -> NoReturn:

@@ -26,9 +26,9 @@ from async_rlhf.data.tokenizer import strip_eos, train_tokenizer
 from async_rlhf.data.views import Examples
 from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity
 from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.context_length import longest_row
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import embed_added_tokens, new_language_model
-from async_rlhf.models.positions import longest_row
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Experience
 

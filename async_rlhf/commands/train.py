@@ -24,11 +24,11 @@ from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.reports.asynchrony import better_threads, read_rows
 from async_rlhf.reports.summary import training_summary
+from async_rlhf.run.build import Start, begin
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder
 from async_rlhf.run.record import of_command
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.run.wiring import Start, begin
 from async_rlhf.scoring.functions import load_object, load_reward_functions
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ def run_train(config: RunConfig) -> dict[str, Any]:
             check_source(getattr(config, name), name)
         config = replace(config, train=start.config)
         stage = train_stage(config)
-        results = start.ranks.from_lead("finished run", lambda: _done(stage, config))
+        results = start.ranks.broadcast("finished run", lambda: _done(stage, config))
         if results is None:
-            if start.ranks.leads:  # held until the run is marked as finished, which its trainer does not do
+            if start.ranks.is_main:  # held until the run is marked as finished, which its trainer does not do
                 stack.enter_context(hold_folder(Path(config.train.output_dir)))
             results = _train(config, stage, start)
     start.watch.close()
@@ -73,7 +73,7 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
     data = config.data
     train_rows: Rows | Stream = []
     eval_rows: Rows | None = None
-    if start is None or start.ranks.leads:  # it hands out the prompts
+    if start is None or start.ranks.is_main:  # it hands out the prompts
         field, words = data.prompt_field, data.prompt_words
         if data.streaming:
             train_rows = stream_rows(data.train, data.train_split, key="data.train")
@@ -101,13 +101,13 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
 
 def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
     trainer, ranks = make_trainer(config, start), start.ranks
-    if ranks.leads:
+    if ranks.is_main:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
     started = time.monotonic()
     threads = threads_side_by_side(config.train, trainer.learner.policy.device, ranks.count)
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
-    if ranks.leads:
+    if ranks.is_main:
         stage.publish_files({}, results)
         folder = Path(config.train.output_dir)
         logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))

@@ -31,7 +31,7 @@ import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerControl
 
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.commands.on_ranks import done_by, lead_first, on_ranks
+from async_rlhf.commands.distributed import done_by, lead_first, on_ranks
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted, may_change
@@ -49,12 +49,12 @@ from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
+from async_rlhf.run.build import Training, restore_trained
 from async_rlhf.run.callbacks import TRACKERS, Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
 from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
 from async_rlhf.run.loop import Loop
 from async_rlhf.run.manifest import delete_whole, stranger_in
-from async_rlhf.run.wiring import Training, restore_trained
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.types import Experience
 
@@ -105,7 +105,7 @@ def given_rows(
         behaviour_logprobs_BT=nothing_BT,
         rewards_BT=nothing_BT,
         scores_B=torch.zeros(len(rows)) if targets is None else torch.tensor(targets, dtype=torch.float32),
-        weights_U=torch.tensor(weights, dtype=torch.float32),
+        loss_weights_U=torch.tensor(weights, dtype=torch.float32),
         rows_per_unit=rows_per_unit,
     )
 
@@ -157,7 +157,7 @@ class StageLoop(Loop):
         order = steps_of(self.task.examples.lengths, size, config.batch_size // size, config.seed)
         for step, numbers in enumerate(islice(order, begun, steps), start=begun + 1):
             run.callbacks.step_begin()
-            experience = self.task.rows([self.task.examples[i] for i in numbers] if run.ranks.leads else [])
+            experience = self.task.rows([self.task.examples[i] for i in numbers] if run.ranks.is_main else [])
             rate = float(learner.optimizer.param_groups[0]["lr"])
             metrics = learner.update(experience, step) | {"lr": rate}
             rows += len(numbers)
@@ -184,7 +184,7 @@ class StageLoop(Loop):
 
     def _evaluate(self, control: TrainerControl, batch: int) -> None:
         steps = self.run.config.num_batches
-        wanted = self.run.ranks.from_lead("evaluate?", lambda: control.should_evaluate)
+        wanted = self.run.ranks.broadcast("evaluate?", lambda: control.should_evaluate)
         if wanted and batch < steps:
             found, epoch = self.evaluate()
             logger.info("step %d of %d: held-out loss %.4f", batch, steps, found["eval_loss"])
@@ -236,9 +236,9 @@ def run_stage(stage: Stage, read: Callable[[], Task]) -> dict[str, Any]:
 
 def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, Any]:
     config, folder, anyway = stage.config, _unfinished(stage), stage.config.resume_anyway
-    checkpoint = ranks.from_lead("checkpoint", lambda: _to_resume(stage, folder))
+    checkpoint = ranks.broadcast("checkpoint", lambda: _to_resume(stage, folder))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
-    compared = ranks.from_lead("what is compared", lambda: _compared(stage))
+    compared = ranks.broadcast("what is compared", lambda: _compared(stage))
     if resumed is not None:
         require_same(resumed.config, compared, anyway)
     task = lead_first(ranks, "reading", read)
@@ -246,7 +246,7 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, An
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
     with ExitStack() as stack:
         logs = {}
-        if ranks.leads:
+        if ranks.is_main:
             kept = 0 if resumed is None else resumed.logs[METRICS]
             logs[METRICS] = stack.enter_context(closing(JsonLines(folder / METRICS, kept)))
         with closing(run.callbacks), ending_on_signals() as asked:
@@ -257,7 +257,7 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, An
         results |= found
         if found:
             logger.info("%s: %s", stage.name, task.told(results))
-        results = ranks.from_lead("results", lambda: results)
+        results = ranks.broadcast("results", lambda: results)
         _publish(stage, run, folder, results)
     return results
 
@@ -273,10 +273,10 @@ def _prepared(
     if checkpoint is not None and resumed is not None:
         load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
     learner = Learner(task.model, None, task.algorithm, own, parallel=make_parallel(own, ranks), load=load)
-    if ranks.leads:
+    if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
     shown = {**dotted(without_secrets(asdict(config), HIDDEN)), "num_train_epochs": config.num_epochs}
-    callbacks = Callbacks(own, learner, task.tokenizer, (), shown, tracked_runs(folder) if ranks.leads else {})
+    callbacks = Callbacks(own, learner, task.tokenizer, (), shown, tracked_runs(folder) if ranks.is_main else {})
     callbacks.arguments.output_dir = str(folder / _LOGS)
     run = Training(
         config=own,
@@ -294,8 +294,8 @@ def _prepared(
 
 def _publish(stage: Stage, run: Training, folder: Path, results: dict[str, Any]) -> None:
     model, parallel = run.learner.policy, run.learner.parallel
-    parallel.meet("publishing", model)
-    if not run.ranks.leads:
+    parallel.barrier("publishing", model)
+    if not run.ranks.is_main:
         write_model(model, run.tokenizer, stage.folder, parallel)  # rank 0 writes
         return
     with stage.publish_folder(results) as place:

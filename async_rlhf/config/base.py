@@ -105,7 +105,7 @@ def spelt(kind: Any) -> str:
     if origin in (list, tuple):
         return f"a list of {spelt(get_args(kind)[0])}"
     if origin is dict:
-        return "a mapping" if get_args(kind)[1] is Any else f"a mapping to {spelt(get_args(kind)[1])}"
+        return "a mapping" if get_args(kind)[1] is Any else f"a mapping of names to {spelt(get_args(kind)[1])} each"
     if kind is type(None):
         return "null"
     return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}.get(

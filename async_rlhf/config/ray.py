@@ -14,7 +14,7 @@ _ADDRESS = Rule(
 )
 _GPUS = Rule(lambda value: value <= 1 or value == int(value), "must be a part of one GPU, or a whole number")
 _LABELS = Rule(
-    lambda labels: all(isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) for value in labels.values()),
+    lambda labels: all(re.fullmatch(r"[\w.-]+", value) for value in labels.values()),
     "must give each label one value, as text",
 )
 

@@ -183,5 +183,5 @@ class SharedPrompts:
 
     def _draw(self, place: str, draw: Callable[[Prompts], Sequence[Prompt]]) -> Sequence[Prompt]:
         prompts = () if self.stream is None else draw(self.stream)
-        self.ranks.meet(place)
+        self.ranks.barrier(place)
         return prompts

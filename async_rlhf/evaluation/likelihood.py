@@ -93,7 +93,7 @@ def response_logprob_sums(
 
     batches = list(by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size))
     try:
-        found = in_shares("log-probabilities", batches, sums, ranks, parallel.spreads_weights)
+        found = in_shares("log-probabilities", batches, sums, ranks, parallel.is_sharded)
     finally:
         model.train(training)
     sums_R = torch.zeros(len(rows), dtype=torch.float64)

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, EvaluateConfig, PairsConfig, RelabelConfig
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
+from async_rlhf.models.context_length import positions_of
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer
-from async_rlhf.models.positions import positions_of
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.scoring.functions import (
@@ -56,7 +56,7 @@ class RewardJudge:
         ranks: Ranks | None = None,
     ) -> None:
         self.batch_size, self.ranks = batch_size, ranks or Ranks()
-        self.functions = load_reward_functions(reward_funcs) if self.ranks.leads else []
+        self.functions = load_reward_functions(reward_funcs) if self.ranks.is_main else []
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
@@ -105,7 +105,7 @@ class RewardJudge:
         scores: Sequence[float | None] = [None] * len(rows)
         if self.model is not None:
             scores = self._model_scores(prompts, completions, ended)
-        return self.ranks.from_lead("scores", lambda: self._with_functions(scores, prompts, rows, completions))
+        return self.ranks.broadcast("scores", lambda: self._with_functions(scores, prompts, rows, completions))
 
     def _with_functions(
         self,

@@ -12,8 +12,8 @@ from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models.context_length import check_positions
 from async_rlhf.models.loading import stop_token_ids
-from async_rlhf.models.positions import check_positions
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.reports.progress import progress_bar
 from async_rlhf.types import Prompt
@@ -76,7 +76,7 @@ def sample(
     longest = max(len(prompt.tokens) for prompt in prompts)
     params = sampling_params(model, tokenizer, config, samples_per_prompt, longest)
     ranks = ranks or Ranks()
-    with progress_bar(label, len(prompts), ranks.leads) as progress:
+    with progress_bar(label, len(prompts), ranks.is_main) as progress:
         return sampled_in_shares(TransformersEngine(model, params), prompts, ranks, progress)
 
 

@@ -275,14 +275,14 @@ class Agreement:
         if samples == 0 or not self.parallel.takes_part:
             return {}
         if not self.comparisons.has(batch):
-            return self._require_likely([], groups) if self.parallel.ranks.leads else {}
-        chosen = _chosen(self.comparisons.number(batch), groups, samples) if self.parallel.ranks.leads else []
-        if self.parallel.spreads_weights:  # then all ranks compute
+            return self._require_likely([], groups) if self.parallel.ranks.is_main else {}
+        chosen = _chosen(self.comparisons.number(batch), groups, samples) if self.parallel.ranks.is_main else []
+        if self.parallel.is_sharded:  # then all ranks compute
             count = self.parallel.ranks.count
             chosen = self.parallel.ranks.scatter("completions to compare", lambda: [chosen] * count)
         versions = sorted(drawn_versions(row.sample for row in chosen))
         found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast, self.parallel) for v in versions]
-        if not self.parallel.ranks.leads:
+        if not self.parallel.ranks.is_main:
             return {}
         tokens = Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         differences_N = tokens.log_ratios_N.abs()
@@ -425,10 +425,10 @@ def compare(
     batch = sampled_rows([row.sample for row in rows])
     mask_BT, device = batch["sampled_BT"].bool(), parallel.device_of(policy)
     drawn_N = torch.from_numpy(np.concatenate([s.versions[s.sampled] == version for _, _, s, _ in rows]))
-    parallel.meet("comparing", policy)
+    parallel.barrier("comparing", policy)
     with ExitStack() as stack:
         model: Any = policy
-        if snapshot and parallel.spreads_weights:
+        if snapshot and parallel.is_sharded:
             stack.enter_context(_holding(policy, snapshot, parallel))
         elif snapshot:
             model = _WithWeights(policy, snapshot)
@@ -468,13 +468,13 @@ def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], par
     names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}
     own = dict(policy.named_parameters())
     given = {names.get(name, name): tensor for name, tensor in snapshot.items()}
-    undo = [parallel.exchange(own[name], given[name]) for name in own if name in given]
+    undo = [parallel.swap_parameter(own[name], given[name]) for name in own if name in given]
     try:
         yield
     finally:
         for restore in undo:
             restore()
-        parallel.settle(policy)  # the forward pass may have left the snapshot unsharded
+        parallel.reshard(policy)  # the forward pass may have left the snapshot unsharded
 
 
 class _WithWeights:
@@ -517,7 +517,7 @@ def probe_logprobs(
         autocast: compute in this type.
         parallel: how its weights are sharded over ranks; every rank must compute.
     """
-    parallel.meet("probing", model)
+    parallel.barrier("probing", model)
     device = parallel.device_of(model)
     tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(device)
     mask_BT = torch.ones(ROWS, LENGTH, device=device)

@@ -67,15 +67,15 @@ class PolicyEngine(TransformersEngine):
             return super().generate(prompts, progress)
         mine = ranks.scatter("sampling", lambda: self._shares(prompts))
         found = super().generate([Prompt(draw, row, tuple(tokens.tolist())) for draw, row, tokens in mine])
-        if self.parallel.spreads_weights:
-            return found if ranks.leads else []
+        if self.parallel.is_sharded:
+            return found if ranks.is_main else []
         return [completions for part in ranks.collect("completions", found) for completions in part]
 
     def _shares(self, prompts: Sequence[Prompt]) -> list[PlainPrompts]:
         """What each rank samples for."""
         plain = [(prompt.draw, prompt.row, np.array(prompt.tokens, np.int32)) for prompt in prompts]
         count = self.parallel.ranks.count
-        if self.parallel.spreads_weights:
+        if self.parallel.is_sharded:
             return [plain] * count
         return [plain[rank * len(plain) // count : (rank + 1) * len(plain) // count] for rank in range(count)]
 

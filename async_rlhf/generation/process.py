@@ -28,7 +28,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.snapshots import DeviceRing, SnapshotRing, Snapshots
-from async_rlhf.system.children import NO_RANK, context_of, hang_up, start_process
+from async_rlhf.system.subprocesses import NO_RANK, context_of, hang_up, start_process
 
 
 class ProcessGenerator(RemoteGenerator):
@@ -37,7 +37,8 @@ class ProcessGenerator(RemoteGenerator):
     kind, streams, grows = "generator process", True, True
     workers: list[ProcessWorker]
 
-    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+    def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """See :meth:`RemoteGenerator.prepare`."""
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
         self._devices = partial(
             worker_devices,
@@ -67,7 +68,8 @@ class ProcessGenerator(RemoteGenerator):
         atexit.register(self.close)
         return self.ring, generation.workers
 
-    def _make(self, number: int) -> ProcessWorker:
+    def make(self, number: int) -> ProcessWorker:
+        """See :meth:`RemoteGenerator.make`."""
         return ProcessWorker(number, self._devices(number), self._spec, self.params, self.ring, self.arrived)
 
     def close(self) -> None:

@@ -101,8 +101,8 @@ class RemoteGenerator:
         self.config, self.vocabulary = config.generation, policy.get_input_embeddings().num_embeddings
         self.arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         """Where the workers put what comes from them."""
-        self.snapshots, number = self._prepare(config, policy)
-        self.workers = list(map(self._make, range(number)))
+        self.snapshots, number = self.prepare(config, policy)
+        self.workers = list(map(self.make, range(number)))
         streaming = self.streams and self.config.in_flight
         self._size = self.config.prompts_per_request or (1 if streaming else None)
         self.dispatcher = Dispatcher(self.workers, at_once=_in_flight(self._size, params) if streaming else 1)
@@ -134,20 +134,20 @@ class RemoteGenerator:
         if self.workers:
             self._keeper.start()
 
-    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
-        """Where the workers find the weights, and how many of them :meth:`_make` is to make."""
+    def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """Where the workers find the weights, and how many of them :meth:`make` is to make."""
         return NoSnapshots(getattr(torch, self.config.dtype), config.lora.publish == "adapter"), 0
 
-    def _make(self, number: int) -> Worker:
+    def make(self, number: int) -> Worker:
         """A new worker, already starting."""
         raise NotImplementedError
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
         parallel, snapshots = self.parallel, self.snapshots
-        parallel.ranks.meet(f"publishing version {version}")
+        parallel.ranks.barrier(f"publishing version {version}")
         self.publisher.finish()  # one version at a time is on its way
-        if self._newest < 0 and parallel.spreads_weights:  # each rank writes its own share, if all of them can
+        if self._newest < 0 and parallel.is_sharded:  # each rank writes its own share, if all of them can
             snapshots.shares = agree(policy, parallel, snapshots)
         self._policy, self._newest = policy, version
         snapshots.publish(policy, version, parallel, self.publisher)
@@ -174,8 +174,8 @@ class RemoteGenerator:
         """Wait for every unit of them; raises what :meth:`collect` does."""
         with self.trace.span("wait", evaluation=version):
             replies = self._await(-version)
-            self.parallel.ranks.meet(f"answers of version {version}")
-        if self.parallel.ranks.leads:
+            self.parallel.ranks.barrier(f"answers of version {version}")
+        if self.parallel.ranks.is_main:
             self.dispatcher.idle_share(-version)
         return self._groups(-version, replies)
 
@@ -204,7 +204,7 @@ class RemoteGenerator:
             GeneratorError: a worker raised, all died too often, one answered with other weights, or none answered.
         """
         replies = self._await(index)
-        course = self.parallel.ranks.from_lead(f"completions of batch {index}", lambda: self._course(index, replies))
+        course = self.parallel.ranks.broadcast(f"completions of batch {index}", lambda: self._course(index, replies))
         seconds, versions, idle = course
         self._trace_lanes(index, replies)
         groups = self._groups(index, replies)
@@ -278,7 +278,7 @@ class RemoteGenerator:
         with self._members:
             taken = {worker.number for worker in self.workers}
             number = next(number for number in count() if number not in taken)
-            self.workers = sorted([*self.workers, self._make(number)], key=lambda worker: worker.number)
+            self.workers = sorted([*self.workers, self.make(number)], key=lambda worker: worker.number)
             return number
 
     def stop_worker(self, number: int) -> None:

@@ -54,7 +54,8 @@ class ServerGenerator(RemoteGenerator):
     kind, streams = "server", True
     workers: list[ServerWorker]
 
-    def _prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+    def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
+        """See :meth:`RemoteGenerator.prepare`."""
         generation, self.run = config.generation, uuid.uuid4().hex[:12]
         described = [check_server(url, policy.config, generation, config.max_length) for url in generation.urls]
         dtype = getattr(torch, generation.dtype)
@@ -76,7 +77,8 @@ class ServerGenerator(RemoteGenerator):
             ]
         return snapshots, len(described)
 
-    def _make(self, number: int) -> ServerWorker:
+    def make(self, number: int) -> ServerWorker:
+        """See :meth:`RemoteGenerator.make`."""
         return ServerWorker(number, self)
 
     def _no_answer(self) -> GeneratorError:

@@ -37,7 +37,7 @@ from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_
 from async_rlhf.models.adapters import write_adapter
 from async_rlhf.models.snapshots import Region, SharedTensors
 from async_rlhf.models.weights import digests, mapped_at, nameless_file, region_for, tensors_in
-from async_rlhf.system.children import started_within
+from async_rlhf.system.subprocesses import started_within
 from async_rlhf.types import Prompt, Sample
 
 _LOOK_SECONDS = 0.5

@@ -21,11 +21,10 @@ from async_rlhf.algorithms.policy import kl_penalties
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.learner.monitor import RatioMonitor
+from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
 from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens
-from async_rlhf.models.dealing import Deal
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     RewardWrapper,
@@ -37,13 +36,14 @@ from async_rlhf.models.forward import (
     response_logprobs,
     response_values,
 )
-from async_rlhf.models.frozen import at_hand, frozen
+from async_rlhf.models.frozen_models import frozen, on_device
 from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import sampled_rows
-from async_rlhf.models.sharded_loading import is_unread, parameter_digests, weight_digests
+from async_rlhf.models.scatter import ScatteredBatches
+from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
 from async_rlhf.models.weights import of_digests
 from async_rlhf.ranks.loss_scale import LossScale
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
@@ -126,7 +126,7 @@ class Learner:
         config, value = self.config, self.value
         models = {"policy": self.policy, "reference policy": reference, "value model": value}
         whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
-        unread = {name: whole.pop(name) for name, model in list(whole.items()) if is_unread(model)}
+        on_meta = {name: whole.pop(name) for name, model in list(whole.items()) if is_on_meta(model)}
         pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, self.policy))
         pack(whole)
         for model in (self.policy, value):
@@ -137,15 +137,15 @@ class Learner:
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
         # From here on the weights may be sharded, so no code may rely on having all of them.
         self.reference = None if reference is None else frozen(reference, config, self.parallel)
-        self._reference_at_hand = at_hand(self.reference, config, self.parallel)
+        self._reference_at_hand = on_device(self.reference, config, self.parallel)
         parts = [self.policy] if value is None else [self.policy, value]
         if config.fp16:
             self.parallel.loss_scale = LossScale()
         self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, own))
         with self.autocast():
-            pack(unread, device=self.parallel.device)  # it computes with their weights
-        for model in unread.values():
-            self.parallel.settle(model)
+            pack(on_meta, device=self.parallel.device)  # it computes with their weights
+        for model in on_meta.values():
+            self.parallel.reshard(model)
 
     def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
         """A separate model, or None if none is needed: there is no KL, or adapters can be switched off."""
@@ -205,9 +205,9 @@ class Learner:
         parts: Sequence[Tensor],
         names: Collection[str] | None = None,
         told: _Step | None = None,
-    ) -> Deal:
+    ) -> ScatteredBatches:
         """This rank's passes over some units of rank 0's experience, with the fields of these names, or with all."""
-        return Deal(
+        return ScatteredBatches(
             self.ranks,
             place,
             len(parts),
@@ -248,7 +248,7 @@ class Learner:
             return self.config
         return self.config.with_kl_coef(kl_coef)
 
-    def _add(self, rows: Experience, parts: Sequence[Tensor], deal: Deal, compute: _Compute) -> Experience:
+    def _add(self, rows: Experience, parts: Sequence[Tensor], deal: ScatteredBatches, compute: _Compute) -> Experience:
         """The rows with more fields, computed without gradient by all ranks.
 
         Args:
@@ -274,7 +274,7 @@ class Learner:
                 values = compute(part["tokens_BT"].to(device), part["sampled_BT"])
                 if counts:
                     here = {name: tensor.cpu() for name, tensor in values.items()}
-                    keep(number, here) if self.ranks.leads else found.append((number, here))
+                    keep(number, here) if self.ranks.is_main else found.append((number, here))
         for items in self.ranks.collect("annotations", found):
             for number, values in items:
                 keep(number, values)
@@ -319,9 +319,9 @@ class Learner:
         Raises:
             FloatingPointError: a gradient is no finite number.
         """
-        self.ranks.meet(f"training on batch {batch}")
+        self.ranks.barrier(f"training on batch {batch}")
         loss_sums: dict[str, Tensor] = {}
-        seen = RatioMonitor()
+        seen = ImportanceRatioStats()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for units_U, weight in self.mini_batches(experience, batch):
             deal = self._step(experience, units_U, weight)
@@ -343,12 +343,12 @@ class Learner:
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.scheduler.step()
         everyone = list(self.ranks.collect("losses", (_read(loss_sums), seen.on_cpu())))
-        if not self.ranks.leads:
+        if not self.ranks.is_main:
             return {}
         sums = {name: sum(found[name] for found, _ in everyone if name in found) for name in everyone[0][0]}
         metrics = {name: value / total_weight for name, value in sums.items()}
         if not self.algorithm.supervised:
-            metrics |= RatioMonitor.of([part for _, part in everyone]).metrics()
+            metrics |= ImportanceRatioStats.of([part for _, part in everyone]).metrics()
         metrics["optimizer_steps"] = float(steps)
         if self.parallel.loss_scale is not None:
             metrics |= {"skipped_steps": float(skipped), "loss_scale": self.parallel.loss_scale.value}
@@ -365,10 +365,10 @@ class Learner:
             key = [self.config.seed, batch << 16 | epoch]
             order_U = np.random.Generator(np.random.Philox(key=key)).permutation(experience.units)
             for units_U in torch.from_numpy(order_U).tensor_split(self.config.num_mini_batches):
-                counted_U = units_U[experience.weights_U[units_U] > 0]
+                counted_U = units_U[experience.loss_weights_U[units_U] > 0]
                 yield counted_U, experience.weight_of(counted_U)
 
-    def _step(self, experience: Experience, units_U: Tensor, weight: float) -> Deal:
+    def _step(self, experience: Experience, units_U: Tensor, weight: float) -> ScatteredBatches:
         """This rank's micro-batches of a mini-batch of rank 0's, of similar length; none if there is nothing to learn.
 
         Each comes with all fields of an experience, and with a :class:`_Step`.
@@ -381,7 +381,9 @@ class Learner:
         told = _Step(weight, experience.rows_per_unit, self._batch_coef)
         return self._deal("mini-batch", experience, parts, told=told)
 
-    def _backward(self, deal: Deal, batch: int, loss_sums: dict[str, Tensor], seen: RatioMonitor) -> None:
+    def _backward(
+        self, deal: ScatteredBatches, batch: int, loss_sums: dict[str, Tensor], seen: ImportanceRatioStats
+    ) -> None:
         """Accumulate the gradient of (sum of losses) / weight over this rank's micro-batches, and the metrics.
 
         Nothing here reads a number from the device, so that it need not be waited for.
@@ -451,8 +453,8 @@ def _rewarded(scored: ScoredBatch) -> Experience:
     rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
     groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
     rows = sampled_rows([sample for group in groups for sample in group.samples])
-    weights_U = torch.ones(len(rows["tokens_BT"]))
-    return Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), weights_U=weights_U)
+    loss_weights_U = torch.ones(len(rows["tokens_BT"]))
+    return Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), loss_weights_U=loss_weights_U)
 
 
 def _seed_of(*numbers: int) -> int:

@@ -11,7 +11,7 @@ from async_rlhf.algorithms.ratios import ratio_statistics
 from async_rlhf.types import Experience, PolicyOutput
 
 
-class RatioMonitor:
+class ImportanceRatioStats:
     """Collects the ratios of one update's micro-batches. Every rank has one for its share.
 
     They stay on the learner's device until :meth:`on_cpu`, so that the host need not wait for it in between.
@@ -25,7 +25,7 @@ class RatioMonitor:
         """Which tokens were sampled, on the CPU."""
 
     @classmethod
-    def of(cls, parts: Sequence[RatioMonitor]) -> RatioMonitor:
+    def of(cls, parts: Sequence[ImportanceRatioStats]) -> ImportanceRatioStats:
         """One monitor with the data of several."""
         whole = cls()
         for part in parts:
@@ -43,9 +43,9 @@ class RatioMonitor:
         self._row_log_ratios.append(log_ratios_BT.sum(dim=1))
         self._sampled.append(sampled_BT.bool().flatten())
 
-    def on_cpu(self) -> RatioMonitor:
+    def on_cpu(self) -> ImportanceRatioStats:
         """The same on the CPU, where it can be sent to other ranks."""
-        moved = RatioMonitor()
+        moved = ImportanceRatioStats()
         if self._sampled:
             moved._entropies = [torch.cat(self._entropies).cpu()]
             moved._log_ratios = [torch.cat(self._log_ratios).cpu()]

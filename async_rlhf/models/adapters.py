@@ -60,14 +60,14 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
 def _in_place_of_unread(model: nn.Module) -> Iterator[None]:
     """Within, one number on the CPU poses as each weight that is not read yet: peft puts adapters where weights are."""
     places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
-    unread = [(module, name, p) for module, name, p in places if p is not None and p.is_meta]
-    for module, name, p in unread:
+    on_meta = [(module, name, p) for module, name, p in places if p is not None and p.is_meta]
+    for module, name, p in on_meta:
         posing = torch.zeros((), dtype=p.dtype).expand(p.shape)
         module._parameters[name] = nn.Parameter(posing, requires_grad=p.requires_grad)
     try:
         yield
     finally:
-        for module, name, p in unread:
+        for module, name, p in on_meta:
             posed = module._parameters[name]
             assert posed is not None
             p.requires_grad = posed.requires_grad  # peft freezes what is below adapters

@@ -35,20 +35,20 @@ class ModelCopies:
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> None:
         self._model, self._parallel = model, parallel
-        leads = parallel.ranks.leads
-        self._plain = plain_copy(model, tokenizer, parallel) if leads and isinstance(model, PreTrainedModel) else None
-        self._tokenizer = copy.deepcopy(tokenizer) if leads else None
+        is_main = parallel.ranks.is_main
+        self._plain = plain_copy(model, tokenizer, parallel) if is_main and isinstance(model, PreTrainedModel) else None
+        self._tokenizer = copy.deepcopy(tokenizer) if is_main else None
 
     @property
     def in_shards(self) -> bool:
         """Whether the shards that the ranks write hold all parameters, so that none has to be gathered for this."""
-        return self._parallel.spreads_weights and all(parameter.requires_grad for parameter in self._model.parameters())
+        return self._parallel.is_sharded and all(parameter.requires_grad for parameter in self._model.parameters())
 
-    def take(self, at_hand: Mapping[str, Tensor]) -> WriteWith:
+    def take(self, on_device: Mapping[str, Tensor]) -> WriteWith:
         """Copy the weights as they are now into the memory of rank 0's host. Every rank must call it.
 
         Args:
-            at_hand: copies that are there already, under the model's names of parameters.
+            on_device: copies that are there already, under the model's names of parameters.
 
         Returns:
             A function that writes them into a folder, on rank 0; it may be called in any thread. It also gets the
@@ -59,11 +59,11 @@ class ModelCopies:
             return partial(
                 self._write, {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}, None
             )
-        changed = has_adapters(model) or parallel.spreads_weights  # the files then hold other tensors than this rank
+        changed = has_adapters(model) or parallel.is_sharded  # the files then hold other tensors than this rank
         adapters = None
         if has_adapters(model) and isinstance(model, PreTrainedModel) and model.can_generate():
             adapters = collected_weights(model, True, parallel, copied=True)
-        whole = collected_weights(model, False, parallel, copied=True, at_hand={} if changed else at_hand)
+        whole = collected_weights(model, False, parallel, copied=True, on_device={} if changed else on_device)
         return partial(self._write, whole, adapters)
 
     def _write(

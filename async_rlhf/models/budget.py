@@ -70,8 +70,8 @@ def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, 
     return LearnerMemory(
         shape_of(model, parallel),
         frozen=0.0,
-        ranks=parallel.shards if parallel.spreads_weights else parallel.ranks.count,
-        sharded=parallel.spreads_weights,
+        ranks=parallel.shards if parallel.is_sharded else parallel.ranks.count,
+        sharded=parallel.is_sharded,
         recompute=recompute,
         bf16=in_sixteen_bits(config, model),
         annotate=Pass(0, 0),
@@ -170,7 +170,7 @@ def bytes_without_checkpointing(
     """
     rows = config.rows_of_pass(rows_per_unit)
     one = Pass(rows * config.max_length, rows * config.generation.response_length)
-    shards = parallel.shards if parallel.spreads_weights else 1
+    shards = parallel.shards if parallel.is_sharded else 1
     each = 4.0 if autocast_dtype(config) is None else 2.0
     total = sum(each * model.num_parameters() for model in frozen) / shards
     for model in trained:

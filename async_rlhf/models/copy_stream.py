@@ -94,7 +94,7 @@ class AsyncCopy:
         self._stream = _stream_of(device) if device.type == "cuda" else None
         self._later = later
         held = sum(parameter.nbytes for parameter in trainable(model))
-        self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.spreads_weights else 1))
+        self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.is_sharded else 1))
         self._under_way: deque[tuple[int, Future[None]]] = deque()
         own = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own} if self._stream is not None else set()

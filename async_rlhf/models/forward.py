@@ -282,7 +282,7 @@ def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, par
     score = partial(score_batch, model, device=parallel.device_of(model))
 
     def shared(batches: list[list[Row]]) -> list[Tensor]:
-        return in_shares("scores", batches, score, parallel.ranks, parallel.spreads_weights)
+        return in_shares("scores", batches, score, parallel.ranks, parallel.is_sharded)
 
     return score_in_batches(shared, rows, Passes(batch_size))
 

@@ -23,15 +23,15 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.models.origins import OnlyWholeError
+from async_rlhf.models.hf_logging import bytes_of, quietly
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
-from async_rlhf.models.quiet import bytes_of, quietly
 from async_rlhf.models.sharded_loading import (
-    is_unread,
+    is_on_meta,
     share_digests,
     unread_model,
     weight_digests,
 )
+from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.system.hub import is_path, why_nowhere
@@ -147,7 +147,7 @@ def load_policy(
     key: str = "model",
     *,
     trust: bool = False,
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in float32 with dropout off.
 
@@ -159,12 +159,12 @@ def load_policy(
         unread: leave its weights in their files until it is sharded, see :mod:`~async_rlhf.models.sharded_loading`; a
             model with which that cannot be is read whole, and the log says why.
     """
-    return disable_dropout(placed(_load(AutoModelForCausalLM, name, key, trust, unread), device))
+    return disable_dropout(placed(_load(AutoModelForCausalLM, name, key, trust, on_meta), device))
 
 
 def placed(model: PreTrainedModel, *place: Any) -> PreTrainedModel:
     """The model there and in that type; one without weights gets them where it is sharded."""
-    return model if is_unread(model) else model.to(*place)
+    return model if is_on_meta(model) else model.to(*place)
 
 
 def load_in_four_bits(name: str, device: torch.device, dtype: torch.dtype, *, trust: bool = False) -> PreTrainedModel:
@@ -183,7 +183,7 @@ def load_reward_model(
     trust: bool = False,
     bits: int | None = None,
     dtype: torch.dtype = torch.float32,
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """A sequence-classification model with one output, in evaluation mode.
 
@@ -198,7 +198,7 @@ def load_reward_model(
     """
     kind = AutoModelForSequenceClassification
     if bits is None:
-        model = check_reward_model(_load(kind, name, key, trust, unread, num_labels=1), key)
+        model = check_reward_model(_load(kind, name, key, trust, on_meta, num_labels=1), key)
         return placed(model, device, dtype).eval()
     options = {
         "quantization_config": quantised(bits, dtype, ["score"]),
@@ -221,23 +221,23 @@ def reward_model_for(
     device: torch.device,
     trust: bool = False,
     bits: int | None = None,
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """The given reward model, or the one of that name, which must use the policy's tokens; for ``bits`` and ``unread``
     see :func:`load_reward_model`.
     """
     if isinstance(model, str):
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
-        model = load_reward_model(model, device, trust=trust, bits=bits, unread=unread)
+        model = load_reward_model(model, device, trust=trust, bits=bits, on_meta=on_meta)
     check_embeddings(model, tokenizer, "reward_model")
     return placed(check_reward_model(model), device).eval()
 
 
-def _load(kind: Any, name: str, key: str, trust: bool, unread: bool = False, **options: Any) -> PreTrainedModel:
+def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **options: Any) -> PreTrainedModel:
     """A complete model, in float32 unless said otherwise: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     try:
-        found = _load_unread(kind, name, key, trust, **options) if unread else None
+        found = _load_unread(kind, name, key, trust, **options) if on_meta else None
         options = {"dtype": torch.float32, "output_loading_info": True, **options}
         model, report = found or from_pretrained(kind, name, key, trust, **options)
     except ConfigError:
@@ -327,7 +327,7 @@ def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
         return
     share_digests(ranks, models)
     # Ranks that read all of a model do not meet where others read their shares.
-    mine = {key: (frozen_checksum(model), is_unread(model)) for key, model in models.items() if model is not None}
+    mine = {key: (frozen_checksum(model), is_on_meta(model)) for key, model in models.items() if model is not None}
     for rank, theirs in enumerate(ranks.gather("models", mine)):
         for key in mine:
             found = f"different weights on ranks {rank} and {ranks.rank}"

@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.hf_logging import quietly
 from async_rlhf.models.loading import stop_token_ids
 from async_rlhf.models.quantised import is_quantised, unquantised
-from async_rlhf.models.quiet import quietly
 from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights
 from async_rlhf.ranks.parallel import ALONE, Parallel
@@ -35,13 +35,13 @@ def write_model(
     adapters = whole = None
     if has_adapters(model) and model.can_generate():
         adapters = collected_weights(model, True, parallel)
-    if has_adapters(model) or parallel.spreads_weights or is_quantised(model):
+    if has_adapters(model) or parallel.is_sharded or is_quantised(model):
         whole = collected_weights(model, False, parallel)
-    if not parallel.ranks.leads:
+    if not parallel.ranks.is_main:
         return
     if model.can_generate():
         model.generation_config = _that_stops(model, tokenizer)
-    if parallel.spreads_weights or is_quantised(model):  # it has another class then, and hooks, or no such weights
+    if parallel.is_sharded or is_quantised(model):  # it has another class then, and hooks, or no such weights
         model = plain_copy(model, tokenizer, parallel)
     write_copy(model, tokenizer, folder, whole, adapters)
 
@@ -96,6 +96,6 @@ def plain_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, paral
 def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel = ALONE) -> None:
     """Write a value head into a folder; see :func:`write_model`."""
     whole = collected_weights(head, parallel=parallel)
-    if parallel.ranks.leads:
+    if parallel.ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(whole, folder / VALUE_HEAD)

@@ -28,8 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from async_rlhf.models.origins import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
 from async_rlhf.models.quantised import stored
+from async_rlhf.models.weight_sources import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
 from async_rlhf.models.weights import digest, digests, named_weights, saved_buffers
 from async_rlhf.ranks.collectives import Ranks
 
@@ -66,7 +66,7 @@ def source_of(model: nn.Module) -> Source | None:
     return getattr(model, _SOURCE, None)
 
 
-def is_unread(model: nn.Module) -> bool:
+def is_on_meta(model: nn.Module) -> bool:
     """Whether a model has not read its weights yet."""
     return source_of(model) is not None
 
@@ -168,13 +168,13 @@ def parameter_digests(model: nn.Module, which: Callable[[Tensor], bool] = lambda
         which: chooses parameters.
     """
     parts = [(f"{path}." if path else "", source_of(module)) for path, module in model.named_modules()]
-    unread = [(prefix, source) for prefix, source in parts if source is not None]
+    on_meta = [(prefix, source) for prefix, source in parts if source is not None]
     found = {}
     for name, parameter in model.named_parameters():
         if not which(parameter):
             continue
         if parameter.is_meta:
-            prefix, source = next((prefix, source) for prefix, source in unread if name.startswith(prefix))
+            prefix, source = next((prefix, source) for prefix, source in on_meta if name.startswith(prefix))
             found[name] = source.digest(_without_adapters(name.removeprefix(prefix)))
         else:
             found |= digests(stored(name, parameter))
@@ -183,7 +183,7 @@ def parameter_digests(model: nn.Module, which: Callable[[Tensor], bool] = lambda
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
     """Checksums of all that decides a model's output, in order; of an unread one's adapters by themselves."""
-    if not is_unread(model):
+    if not is_on_meta(model):
         return digests(named_weights(model))
     return {**parameter_digests(model), **digests(dict(saved_buffers(model)))}
 
@@ -273,12 +273,12 @@ def fill(model: nn.Module, device: torch.device) -> None:
     if source is None:
         return
     delattr(model, _SOURCE)
-    unread = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
     # As to_empty does, which would also empty what has values.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor)
     with reading() as read:
         for name, parameter in model.named_parameters():
-            if name in unread:
+            if name in on_meta:
                 _fill(parameter, source.origins[_without_adapters(name)], read)
 
 
@@ -313,16 +313,16 @@ def fill_in_turn(
     delattr(model, _SOURCE)
     made: dict[nn.Parameter, nn.Parameter] = {}  # several modules may share one
     for path, module in model.named_modules():
-        for name, unread in module._parameters.items():
-            if unread is None or not unread.is_meta:
+        for name, on_meta in module._parameters.items():
+            if on_meta is None or not on_meta.is_meta:
                 continue
-            if unread not in made:
-                whole = torch.empty(unread.shape, dtype=unread.dtype)
+            if on_meta not in made:
+                whole = torch.empty(on_meta.shape, dtype=on_meta.dtype)
                 if reads:
                     _copy(whole, source.origins[_without_adapters(f"{path}.{name}" if path else name)])
-                made[unread] = nn.Parameter(whole, requires_grad=unread.requires_grad)
-                keep(made[unread])
-            module._parameters[name] = made[unread]
+                made[on_meta] = nn.Parameter(whole, requires_grad=on_meta.requires_grad)
+                keep(made[on_meta])
+            module._parameters[name] = made[on_meta]
     return made
 
 

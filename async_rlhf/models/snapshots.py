@@ -353,19 +353,19 @@ class RingShares:
     def __init__(self, ring: SnapshotRing, words: Tensor, pids: Sequence[int], parallel: Parallel) -> None:
         self.ring, self._words, self._pids, self._parallel = ring, words, pids, parallel
         self._held, self._stopped = ExitStack(), threading.Event()
-        if parallel.device is not None and parallel.device.type == "cuda" and not parallel.ranks.leads:
+        if parallel.device is not None and parallel.device.type == "cuda" and not parallel.ranks.is_main:
             self._held.enter_context(pinned(ring.memory))
 
     def pieces(self, model: nn.Module, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's shares of a version, each with its place."""
         parallel = self._parallel
-        parallel.meet("writing weights", model)
+        parallel.barrier("writing weights", model)
         slot, specs = self.ring.slot(version), {spec.name: spec for spec in self.ring.specs}
         for name, (parameter,), _ in published_parameters(model, adapters_only=False):
             mine, first = parallel.piece(parameter)
             if mine.numel():
                 yield mine, _part(slot, specs[name], first, mine.numel())
-        for name, buffer in saved_buffers(model) if parallel.ranks.leads else ():
+        for name, buffer in saved_buffers(model) if parallel.ranks.is_main else ():
             yield buffer.reshape(-1), _part(slot, specs[name], 0, buffer.numel())
 
     def written(self, version: int) -> bool:
@@ -373,7 +373,7 @@ class RingShares:
         ranks = self._parallel.ranks
         self._words[ranks.rank] = version
         looked = time.monotonic()
-        while ranks.leads and bool((self._words < version).any()):
+        while ranks.is_main and bool((self._words < version).any()):
             if self._stopped.wait(_LOOK_SECONDS):
                 return False
             if time.monotonic() - looked > _ALIVE_SECONDS:
@@ -409,12 +409,12 @@ def agree(model: nn.Module, parallel: Parallel, snapshots: Snapshots) -> RingSha
         snapshots: on rank 0, where they go: only a ring that other processes can map takes shares.
     """
     ranks, ring, words = parallel.ranks, None, -1
-    if ranks.leads and ranks.local_count == ranks.count and _has_pieces(model, parallel):
+    if ranks.is_main and ranks.local_count == ranks.count and _has_pieces(model, parallel):
         ring = snapshots if isinstance(snapshots, SnapshotRing) and Path(snapshots.path).exists() else None
     if ring is not None:
         words = nameless_file(_WORD * ranks.count)
         own = (ring.path, _path(words), ring.specs, ring.slot_bytes, ring.slots)
-    asked = ranks.from_lead("where weights are written", lambda: None if ring is None else own)
+    asked = ranks.broadcast("where weights are written", lambda: None if ring is None else own)
     if asked is None:
         return None
     path, words_path, specs, size, slots = asked
@@ -426,15 +426,15 @@ def agree(model: nn.Module, parallel: Parallel, snapshots: Snapshots) -> RingSha
         os.close(words)
     if ring is None or -1 in pids:
         return None
-    if ranks.leads:
+    if ranks.is_main:
         said.fill_(-1)
-    ranks.meet("before the first weights are written")
+    ranks.barrier("before the first weights are written")
     return RingShares(ring, said, pids, parallel)
 
 
 def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:
     """Whether every weight that is published is a parameter of which each rank has a piece."""
-    if not parallel.spreads_weights:
+    if not parallel.is_sharded:
         return False
     every = [parameters for _, parameters, _ in published_parameters(model, adapters_only=False)]
     return all(len(parameters) == 1 and parallel.has_piece(parameters[0]) for parameters in every)

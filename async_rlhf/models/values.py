@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from async_rlhf.config import ConfigError
 from async_rlhf.models.loading import brings_code, check_reward_model, disable_dropout, load_reward_model, placed
 from async_rlhf.models.quantised import unquantised
-from async_rlhf.models.sharded_loading import is_unread, value_model_like
+from async_rlhf.models.sharded_loading import is_on_meta, value_model_like
 from async_rlhf.models.weights import named_weights
 
 VALUE_HEAD = "value_head.safetensors"
@@ -26,12 +26,12 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     config = unquantised(policy)
     config.num_labels = 1
     try:
-        with torch.device("meta") if is_unread(policy) else nullcontext():
+        with torch.device("meta") if is_on_meta(policy) else nullcontext():
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
     except ValueError as error:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
     check_reward_model(model, "value_model")
-    if is_unread(policy):
+    if is_on_meta(policy):
         return disable_dropout(_unread_body(model, policy))
     prefix = f"{policy.base_model_prefix}."
     body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
@@ -77,11 +77,11 @@ def value_model_for(
     policy: PreTrainedModel,
     device: torch.device,
     trust: bool = False,
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
     if isinstance(given, str):
-        return load_reward_model(given, device, "value_model", trust=trust, unread=unread)
+        return load_reward_model(given, device, "value_model", trust=trust, on_meta=on_meta)
     if given is not None and given is reward_model:
         raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
     if given is not None:

@@ -41,11 +41,11 @@ def iterate_weights(
             the end.
         dtype: that they are needed in: sharded weights of a wider type are rounded before they are gathered.
     """
-    parallel.meet("reading weights", model)
+    parallel.barrier("reading weights", model)
     for name, parameters, compute in published_parameters(model, adapters_only):
         like = like_numbers(parameters[0])
         rounded = dtype if dtype is not None and dtype.itemsize < like.itemsize and like.is_floating_point() else None
-        with parallel.unsharded(parameters, compute, rounded if parallel.spreads_weights else None) as tensor:
+        with parallel.unsharded(parameters, compute, rounded if parallel.is_sharded else None) as tensor:
             yield name, tensor
     if not adapters_only:
         yield from saved_buffers(model)
@@ -56,7 +56,7 @@ def collected_weights(
     adapters_only: bool = False,
     parallel: Parallel = ALONE,
     copied: bool = False,
-    at_hand: Mapping[str, Tensor] | None = None,
+    on_device: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The same, unsharded, in the memory of rank 0's host. Every rank must call it; the others get nothing.
 
@@ -65,13 +65,13 @@ def collected_weights(
         adapters_only: see :func:`iterate_weights`.
         parallel: see there.
         copied: none of it may be the model's own memory, so that training can go on.
-        at_hand: tensors to take instead, by name.
+        on_device: tensors to take instead, by name.
     """
     found = {}
     if parallel.takes_part:
         for name, tensor in iterate_weights(model, adapters_only, parallel):
-            if parallel.ranks.leads:
-                known = (at_hand or {}).get(name)
+            if parallel.ranks.is_main:
+                known = (on_device or {}).get(name)
                 found[name] = tensor.to("cpu", copy=copied) if known is None else known
     return found
 

@@ -20,7 +20,7 @@ from async_rlhf.ranks.messages import packed, unpacked
 
 T = TypeVar("T")
 FOR_EVER = timedelta(days=365)
-"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/watch.py)."""
+"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/failure_detector.py)."""
 _LETTERS = 64
 """How many letters of a place's name the ranks compare."""
 
@@ -55,11 +55,11 @@ class Ranks:
         self._group = group
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is rank 0, which alone has generators, reward functions, callbacks and logs."""
         return self.rank == 0
 
-    def meet(self, place: str) -> None:
+    def barrier(self, place: str) -> None:
         """Wait for every rank to reach this place, before something in which all take part.
 
         Raises:
@@ -77,12 +77,12 @@ class Ranks:
                     f"ranks are out of step: rank {self.rank} has come to {place!r}, rank {rank} to {other!r}"
                 )
 
-    def from_lead(self, place: str, compute: Callable[[], T]) -> T:
+    def broadcast(self, place: str, compute: Callable[[], T]) -> T:
         """Broadcast what rank 0 computes, which is small: it is pickled. The others compute nothing."""
         if self.count == 1:
             return compute()
-        box: list[Any] = [compute() if self.leads else None]
-        self.meet(place)
+        box: list[Any] = [compute() if self.is_main else None]
+        self.barrier(place)
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
@@ -90,17 +90,17 @@ class Ranks:
         """Every rank's value, which is small, in the order of ranks, on every rank."""
         if self.count == 1:
             return [value]
-        self.meet(place)
+        self.barrier(place)
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def scatter(self, place: str, compute: Callable[[], Sequence[T]]) -> T:
         """The value for this rank of those that rank 0 computes, one for each rank. Arrays are not pickled."""
-        values = compute() if self.leads else ()
+        values = compute() if self.is_main else ()
         if self.count > 1:
-            self.meet(place)
-        if not self.leads:
+            self.barrier(place)
+        if not self.is_main:
             return self._receive(0)
         for rank in range(1, self.count):
             self._send(values[rank], rank)
@@ -113,8 +113,8 @@ class Ranks:
         """
         if self.count == 1:
             return iter((value,))
-        self.meet(place)
-        if self.leads:
+        self.barrier(place)
+        if self.is_main:
             return chain((value,), map(self._receive, range(1, self.count)))
         self._send(value, 0)
         return iter(())
@@ -143,11 +143,11 @@ class Ranks:
         dist.recv(message, rank, group=self._group)
         return unpacked(message)
 
-    def apart(self) -> dist.ProcessGroup | None:
+    def new_group(self) -> dist.ProcessGroup | None:
         """A group of its own, between CPUs, for collectives of another thread, which would mix with these; None for one
         rank. Every rank must call it.
         """
         if self.count == 1:
             return None
-        self.meet("a group for another thread")
+        self.barrier("a group for another thread")
         return dist.new_group(timeout=FOR_EVER, backend="gloo")

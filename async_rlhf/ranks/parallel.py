@@ -25,7 +25,7 @@ class Parallel:
         ranks: the ranks that share the work.
     """
 
-    spreads_weights = False
+    is_sharded = False
     """Whether the weights are sharded, so that no rank can compute alone."""
     reads_shares = False
     """Whether :meth:`prepare` and :meth:`frozen` read a model's weights from their files, only this rank's share."""
@@ -128,7 +128,7 @@ class Parallel:
         found, places = {}, set()
         for name, tensor in self.own_moments().items():
             whole = self.whole(tensor)
-            if self.ranks.leads:
+            if self.ranks.is_main:
                 whole = whole.cpu()
                 # A table that several parameters share would be refused by the file format.
                 found[name] = whole.clone() if whole.data_ptr() in places else whole
@@ -167,7 +167,7 @@ class Parallel:
     @property
     def takes_part(self) -> bool:
         """Whether this rank must join in when rank 0 reads the weights or computes with them."""
-        return self.ranks.leads or self.spreads_weights
+        return self.ranks.is_main or self.is_sharded
 
     def device_of(self, model: Any) -> torch.device:
         """Where a transformers model computes; sharded weights may be kept elsewhere."""
@@ -193,13 +193,13 @@ class Parallel:
         """Memory for this rank's share of a tensor of that whole size that belongs to that trained parameter."""
         return torch.empty(size, dtype=dtype)
 
-    def meet(self, place: str, model: nn.Module) -> None:
+    def barrier(self, place: str, model: nn.Module) -> None:
         """Wait for all ranks before something that needs every rank's share of a model's weights."""
-        if self.spreads_weights:
-            self.ranks.meet(place)
-            self.settle(model)
+        if self.is_sharded:
+            self.ranks.barrier(place)
+            self.reshard(model)
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Free weights that forward passes have left unsharded."""
 
     @contextmanager
@@ -231,7 +231,7 @@ class Parallel:
         """
         raise NotImplementedError(f"{type(self).__name__} spreads no weights")
 
-    def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
+    def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         """Replace a sharded parameter by another tensor, whole on rank 0. Every rank must call it, and undo it too.
 
         Returns:

@@ -235,20 +235,20 @@ class Callbacks:
             eval_steps=config.eval_steps or 500,
         )
         self.control = TrainerControl()
-        self._leads = leads = learner.ranks.leads
+        self._leads = is_main = learner.ranks.is_main
         unit = "step" if learner.algorithm.supervised else "batch"
-        self._progress = ProgressCallback(unit) if config.progress and leads else None
+        self._progress = ProgressCallback(unit) if config.progress and is_main else None
         called: list[Any] = [DefaultFlowCallback]
-        integrations = tracker_callbacks(config.report_to if leads else (), found or {})
+        integrations = tracker_callbacks(config.report_to if is_main else (), found or {})
         self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}
-        self._found, self._leads, self._whole = dict(found or {}), leads, False
-        self.uploads = HubUploads(config) if config.push_to_hub and leads else None
-        self.unjudged: str | None = None
+        self._found, self._leads, self._whole = dict(found or {}), is_main, False
+        self.uploads = HubUploads(config) if config.push_to_hub and is_main else None
+        self.pending_eval: str | None = None
         """The first checkpoint since an evaluation was asked for whose answers are not here yet."""
-        if leads:
+        if is_main:
             called += [*([self._progress] if self._progress else []), *integrations.values(), *callbacks]
         called += [self.uploads] if self.uploads else []
-        called += [StopAtPeak(config)] if config.stop_at is not None and leads else []
+        called += [StopAtPeak(config)] if config.stop_at is not None and is_main else []
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
@@ -315,9 +315,9 @@ class Callbacks:
     def evaluated(self, metrics: dict[str, float], batch: int) -> None:
         """The evaluation of the policy after a batch is done, and :meth:`log` has its metrics."""
         self.control = self._handler.on_evaluate(self.arguments, self._at(batch), self.control, metrics)
-        unjudged, self.unjudged = self.unjudged, None
-        if unjudged is not None:
-            self._judge(Path(unjudged))
+        pending_eval, self.pending_eval = self.pending_eval, None
+        if pending_eval is not None:
+            self._judge(Path(pending_eval))
 
     def note_best(self, checkpoint: Path, evaluating: bool = False) -> None:
         """Remember a checkpoint if it is better than all earlier ones, by ``metric_for_best_model``. A result of an
@@ -326,13 +326,13 @@ class Callbacks:
         name = self.arguments.online_config.best_metric
         if not evaluating or name is None or not name.startswith("eval_"):
             self._judge(checkpoint)
-        elif self.unjudged is None:
-            self.unjudged = str(checkpoint)
+        elif self.pending_eval is None:
+            self.pending_eval = str(checkpoint)
 
     @property
     def kept(self) -> list[str]:
         """The checkpoints that stay, however old they are."""
-        return [one for one in (self.state.best_model_checkpoint, self.unjudged) if one is not None]
+        return [one for one in (self.state.best_model_checkpoint, self.pending_eval) if one is not None]
 
     def _judge(self, checkpoint: Path) -> None:
         config = self.arguments.online_config

@@ -39,7 +39,7 @@ from async_rlhf.models.adapters import has_adapters, is_adapter
 from async_rlhf.models.forward import PolicyAndValueWrapper
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model, write_value_head
-from async_rlhf.models.sharded_loading import is_unread, take_weights
+from async_rlhf.models.sharded_loading import is_on_meta, take_weights
 from async_rlhf.models.values import load_value_head
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.run.manifest import CheckpointError
@@ -153,9 +153,9 @@ class ResumeState:
             for group in groups
             for sample in group.samples
         )
-        if ranks.from_lead("evaluation under way", lambda: same):
+        if ranks.broadcast("evaluation under way", lambda: same):
             (self.evaluation,) = found
-        elif ranks.leads:
+        elif ranks.is_main:
             logger.warning("WARNING: the evaluation that was under way is left out: eval_dataset is another, or none")
 
     def forget_weights(self) -> None:
@@ -264,7 +264,7 @@ def save_learner(learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: P
 
     Every rank must call it; rank 0 writes.
     """
-    learner.ranks.meet("saving")
+    learner.ranks.barrier("saving")
     write_model(learner.policy, tokenizer, folder, learner.parallel)
     if isinstance(learner.value, PreTrainedModel):
         write_model(learner.value, tokenizer, folder / "value_model", learner.parallel)
@@ -291,7 +291,7 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
             load_value_head(place, part)
         elif part is not None and not (part.can_generate() and adapted):
             load = load_policy if part.can_generate() else load_reward_model
-            saved = load(str(place), key=key, trust=trust, unread=is_unread(part))
+            saved = load(str(place), key=key, trust=trust, on_meta=is_on_meta(part))
             take_weights(part, saved, "score" if adapted else "")
 
 
@@ -300,7 +300,7 @@ def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str
 
     It does not depend on the number of ranks. Every rank must call it, and rank 0 gets the state.
     """
-    learner.ranks.meet("state of the learner")
+    learner.ranks.barrier("state of the learner")
     parallel, tensors = learner.parallel, {}
     if with_tensors:
         tensors = {f"optimizer.{name}": tensor for name, tensor in parallel.moments().items()}

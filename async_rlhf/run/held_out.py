@@ -15,8 +15,8 @@ from typing import Any
 
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.protocol import drawing
+from async_rlhf.run.build import Run
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.wiring import Run
 from async_rlhf.types import Batch, Group, ScoredBatch
 
 

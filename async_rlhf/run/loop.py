@@ -19,16 +19,16 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.async_save import Write
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run.background import ShardedSaves
+from async_rlhf.run.async_checkpoint import ShardedSaves
+from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
-from async_rlhf.run.cut_off import cut_off_warning
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.wiring import Run, Training
+from async_rlhf.run.truncation_warning import cut_off_warning
 from async_rlhf.system import random_state
 from async_rlhf.types import Batch, ScoredBatch
 
@@ -89,7 +89,7 @@ class Loop:
         self._finish_save(wait=True)
         run.require_folder()
         policy = partial(save_learner, run.learner, run.tokenizer)
-        if run.ranks.leads:
+        if run.ranks.is_main:
             more = [] if resume is None else [resume.write]
             write_whole(folder, [policy, run.callbacks.save_state, *self._beside, *more])
         else:
@@ -102,7 +102,7 @@ class Loop:
         path = checkpoints.path(state.global_step)
         with self.trace.span("save", batch=state.global_step):
             self._finish_save(wait=True)
-            if run.ranks.leads:
+            if run.ranks.is_main:
                 run.callbacks.note_best(path, self._evaluating)
             resume = self._resume_state(state.global_step)
             delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
@@ -110,7 +110,7 @@ class Loop:
                 self._start_save(self.saves, path, resume, delete_old)
                 return
             self._write(path, resume)
-            if run.ranks.leads:
+            if run.ranks.is_main:
                 delete_old()
         run.callbacks.saved(state.global_step)
 
@@ -134,9 +134,9 @@ class Loop:
         run = self.run
         tensors, values = learner_state(run.learner, with_tensors=self.saves is None)
         own = self._own_state(batch)
-        if not run.ranks.leads:
+        if not run.ranks.is_main:
             return None
-        own["values"] = {"learner": values, "unjudged": run.callbacks.unjudged, **own["values"]}
+        own["values"] = {"learner": values, "unjudged": run.callbacks.pending_eval, **own["values"]}
         own["tensors"] = tensors | own.get("tensors", {})
         return ResumeState(
             batch=batch,
@@ -152,17 +152,17 @@ class Loop:
         self._finish_save()
         control = run.callbacks.step_end(prompts, prompts * run.config.samples_per_prompt)
         run.require_folder()
-        if run.ranks.leads:
+        if run.ranks.is_main:
             self._log(batch, metrics, control.should_log)
         self._evaluate(control, state.global_step)
         # Asked once: it may become true at any moment, and on one rank alone.
         stop = any(run.ranks.gather("end?", self.stop_asked()))
-        if run.ranks.from_lead("save?", lambda: control.should_save or stop):
+        if run.ranks.broadcast("save?", lambda: control.should_save or stop):
             self.save()
         if stop:
             self._finish_save(wait=True)
             raise SystemExit(0)
-        return run.ranks.from_lead("stop?", lambda: control.should_training_stop)
+        return run.ranks.broadcast("stop?", lambda: control.should_training_stop)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class TrainingLoop(Loop):
         run, rollouts, trace = self.run, self.rollouts, self.trace
         run.callbacks.begin()
         # Only now: a callback may have drawn random numbers in begin().
-        if run.resumed is not None and run.ranks.leads:
+        if run.resumed is not None and run.ranks.is_main:
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
         rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
         self.evaluations.begin()  # behind the batches that this version samples, as before the run was stopped
@@ -203,7 +203,7 @@ class TrainingLoop(Loop):
                 break
         self._write(run.folder.path / FINAL)
         run.callbacks.end()
-        return run.ranks.from_lead("final state", lambda: run.callbacks.state)
+        return run.ranks.broadcast("final state", lambda: run.callbacks.state)
 
     @property
     def _beside(self) -> list[Write]:
@@ -224,7 +224,7 @@ class TrainingLoop(Loop):
     def _own_state(self, batch: int) -> dict[str, Any]:
         ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
         evaluation = self.evaluations.under_way(batch)
-        if not self.run.ranks.leads:
+        if not self.run.ranks.is_main:
             return {}
         random_tensors, random_values = self.run.scorer.random_state()
         values = {
@@ -263,10 +263,10 @@ class TrainingLoop(Loop):
         def last() -> bool:
             return state.global_step == state.max_steps or control.should_training_stop
 
-        wanted = ranks.from_lead("evaluate?", lambda: control.should_evaluate or last())
+        wanted = ranks.broadcast("evaluate?", lambda: control.should_evaluate or last())
         if evaluations.is_due(batch) or (evaluations.asked is not None and wanted):
             self._take_evaluation()
-        ends = ranks.from_lead("last?", last)  # a callback may just have seen enough
+        ends = ranks.broadcast("last?", last)  # a callback may just have seen enough
         if wanted or ends:
             evaluations.ask(batch)
             if ends or evaluations.is_due(batch):
@@ -277,7 +277,7 @@ class TrainingLoop(Loop):
         """Score the answers that were asked for, and log them as of the batch after which they were."""
         with self.trace.span("evaluate"):
             metrics, scored = self.evaluations.take()
-        if not self.run.ranks.leads:
+        if not self.run.ranks.is_main:
             return
         callbacks, batch = self.run.callbacks, scored.batch.version
         rows = list(answer_rows(self.run, scored))
@@ -289,7 +289,7 @@ class TrainingLoop(Loop):
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()
-        if not self.run.ranks.leads:
+        if not self.run.ranks.is_main:
             return {}
         drawn = [(int(s.versions.sum(where=s.sampled)), np.count_nonzero(s.sampled)) for s in batch.samples]
         versions, tokens = map(sum, zip(*drawn, strict=True))

@@ -70,7 +70,7 @@ class RolloutSchedule:
         recorded: Mapping[int, tuple[int, ...]] | None = None,
         start: int = 0,
         ahead: Sequence[Batch] = (),
-        leads: bool = True,
+        is_main: bool = True,
     ) -> None:
         self.generator = generator
         self.prompts = prompts
@@ -81,7 +81,7 @@ class RolloutSchedule:
         self.bounded = bounded
         self.recorded = recorded
         self.start = start
-        self.leads = leads
+        self.is_main = is_main
         self._newest = -1
         self._ahead = {batch.index: batch for batch in ahead}
         self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
@@ -109,7 +109,7 @@ class RolloutSchedule:
         if index not in self._ahead:
             with self.trace.span("wait", batch=index):
                 batch = self.generator.collect(index)
-            if self.leads:
+            if self.is_main:
                 self._check(batch)
             self._ahead[index] = batch
 

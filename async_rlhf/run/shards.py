@@ -45,12 +45,12 @@ def own_state(learner: Learner) -> dict[str, Tensor]:
     also writes as models, the others more of the optimiser's state.
     """
     parallel, ranks = learner.parallel, learner.ranks
-    parallel.settle(learner.model)
+    parallel.reshard(learner.model)
     weights = {f"{WEIGHT}{name}": p.detach() for name, p in learner.model.named_parameters() if p.requires_grad}
     moments = _unshared({f"{MOMENT}{name}": tensor for name, tensor in parallel.own_moments().items()})
-    if ranks.count == 1 or parallel.spreads_weights:
+    if ranks.count == 1 or parallel.is_sharded:
         return weights | moments
-    mine = weights if ranks.leads else {}
+    mine = weights if ranks.is_main else {}
     held = [sum(tensor.nbytes for tensor in weights.values()), *[0] * (ranks.count - 1)]
     for name, tensor in sorted(moments.items(), key=lambda item: -item[1].nbytes):
         least = held.index(min(held))

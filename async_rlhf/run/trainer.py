@@ -27,10 +27,11 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.reports.log import JsonLines
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run.background import ShardedSaves
+from async_rlhf.run.async_checkpoint import ShardedSaves
+from async_rlhf.run.build import Inputs, Model, Run, Start, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.checkpoint import save_learner
-from async_rlhf.run.choices import make_generator
+from async_rlhf.run.factory import make_generator
 from async_rlhf.run.folder import FINAL, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
@@ -38,7 +39,6 @@ from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.wiring import Inputs, Model, Run, Start, build
 from async_rlhf.scoring.functions import RewardFunction
 from async_rlhf.system.signals import ending_on_signals
 
@@ -189,7 +189,7 @@ class OnlineTrainer:
         run = self.run
         folder = run.folder.path / FINAL if output_dir is None else Path(output_dir).expanduser()
         policy = partial(save_learner, run.learner, run.tokenizer)
-        if run.ranks.leads:
+        if run.ranks.is_main:
             folder.parent.mkdir(parents=True, exist_ok=True)
             write_whole(folder, [policy])
         else:
@@ -231,7 +231,7 @@ class OnlineTrainer:
         Raises:
             RuntimeError: there is no final policy yet.
         """
-        if not self.run.ranks.leads:
+        if not self.run.ranks.is_main:
             return None
         folder = self.run.folder.path / FINAL
         if not folder.is_dir():
@@ -294,7 +294,7 @@ def train(run: Run) -> OnlineTrainerState:
         generator.on_arrival = run.scorer.begin
         run.require_folder()
         logs = {}
-        if run.ranks.leads:
+        if run.ranks.is_main:
             goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.kept, run.eval_prompts is not None)
             run.record.write(run.folder.path)
@@ -304,7 +304,7 @@ def train(run: Run) -> OnlineTrainerState:
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
-        if run.ranks.leads:
+        if run.ranks.is_main:
             names = log_names(run.config, run.eval_prompts is not None)
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         sharded = run.config.checkpoint_format == "sharded"
@@ -336,7 +336,7 @@ def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:
         recorded=run.recorded,
         start=resumed.batch if resumed else 0,
         ahead=resumed.ahead if resumed else (),
-        leads=run.ranks.leads,
+        is_main=run.ranks.is_main,
     )
 
 

@@ -125,7 +125,7 @@ def call_reward_functions(
     """The rewards of every function; all functions run at the same time, each in a separate thread.
 
     At the time limit an async function is cancelled. A plain one cannot be stopped (unless it is a
-    :class:`~async_rlhf.scoring.stoppable.StoppableFunction`): it is abandoned and continues in its thread, perhaps
+    :class:`~async_rlhf.scoring.sandbox.StoppableFunction`): it is abandoned and continues in its thread, perhaps
     during its own next call, but does not keep the process from ending.
 
     Args:

@@ -18,7 +18,6 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.budget import PassMemory, fitting_tokens
-from async_rlhf.models.dealing import Deal
 from async_rlhf.models.forward import (
     Row,
     autocast_dtype,
@@ -26,12 +25,12 @@ from async_rlhf.models.forward import (
     score_in_batches,
     score_padded,
 )
-from async_rlhf.models.frozen import at_hand
+from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes
+from async_rlhf.models.scatter import ScatteredBatches
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
-from async_rlhf.scoring.early import EarlyRewards
 from async_rlhf.scoring.functions import (
     RewardError,
     RewardFunction,
@@ -40,7 +39,8 @@ from async_rlhf.scoring.functions import (
     has_failed,
     raise_or_warn,
 )
-from async_rlhf.scoring.stoppable import Source, StoppableFunction, source_of, warn_unstoppable
+from async_rlhf.scoring.prefetch import EarlyRewards
+from async_rlhf.scoring.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
@@ -98,7 +98,7 @@ class Scorer:
         self.config = config
         self.reward_model = reward_model
         self._device = None if reward_model is None else parallel.device_of(reward_model)
-        self._model_at_hand = at_hand(reward_model, config, parallel)
+        self._model_at_hand = on_device(reward_model, config, parallel)
         self.reward_funcs = _by_name(reward_funcs, _taken(reward_model is not None))
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
@@ -140,8 +140,8 @@ class Scorer:
         """
         here = self.reward_model is not None and not self.model_elsewhere
         by_model_R = self._model_scores(batch.samples) if here else None
-        scored = self._score(batch, by_model_R) if self.ranks.leads else ScoredBatch(batch, torch.zeros(0, 0), {})
-        self.ranks.meet(f"scores of batch {batch.index}")
+        scored = self._score(batch, by_model_R) if self.ranks.is_main else ScoredBatch(batch, torch.zeros(0, 0), {})
+        self.ranks.barrier(f"scores of batch {batch.index}")
         return scored
 
     def _score(self, batch: Batch, by_model_R: Tensor | None) -> ScoredBatch:
@@ -225,7 +225,7 @@ class Scorer:
             trace: gets spans of rewards that are computed before their batch's turn.
             first: the batch that has the first turn.
         """
-        if not self.ranks.leads:
+        if not self.ranks.is_main:
             yield
             return
         if self.config.reward_timeout is not None:
@@ -302,7 +302,9 @@ class Scorer:
         def sizes(number: int) -> dict[str, int]:
             return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
 
-        deal = Deal(self.ranks, "computing rewards", len(batches), sizes, lambda number: padded(batches[number]))
+        deal = ScatteredBatches(
+            self.ranks, "computing rewards", len(batches), sizes, lambda number: padded(batches[number])
+        )
         with self._model_at_hand:
             for number, rows, counts in deal:
                 scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device)

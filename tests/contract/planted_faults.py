@@ -88,13 +88,13 @@ class HereGenerator(RemoteGenerator):
             config = replace(self.config, engine="vllm")
             self.agreement = Agreement(config, PARAMS, torch.float32, None, staleness=0)
 
-    def _prepare(self, config, policy):
+    def prepare(self, config, policy):
         ring = SnapshotRing.for_model(policy, torch.float32, 1)
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
         self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
         return ring, 1
 
-    def _make(self, number):
+    def make(self, number):
         worker = HereWorker(number, "generator 0", self.arrived)
         worker.handler, worker.has_begun = self.handler, True
         return worker

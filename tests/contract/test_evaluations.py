@@ -204,7 +204,7 @@ def test_a_run_resumes_bit_for_bit_around_an_evaluation(
     best = train(make_policy, tokenizer, prompts, whole).callbacks.state.best_model_checkpoint
     stopped = make_args("stopped", {"placement": "process"}, **options)
     first = train(make_policy, tokenizer, prompts, stopped, callbacks=[StopAfter(stop)], stops=True)
-    assert first.callbacks.unjudged is not None
+    assert first.callbacks.pending_eval is not None
     held = json.loads((Path(stopped.output_dir) / f"checkpoint-{stop}/resume/evaluation.jsonl").read_text())
     asked = 3 if stop == 4 else 2
     assert (held["version"], len(held["groups"])) == (asked, 0 if stop == asked else 5)

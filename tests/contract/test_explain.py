@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.cli import main
-from async_rlhf.commands.repeating import ReplayDiffersError
 from async_rlhf.commands.replay import run_replay
+from async_rlhf.commands.rerun import ReplayDiffersError
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.models.saving import write_model

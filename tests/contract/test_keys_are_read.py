@@ -71,8 +71,8 @@ from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.reports.trace import Trace
 from async_rlhf.run.checkpoint import as_saved
-from async_rlhf.run.choices import make_generator
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.factory import make_generator
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.scoring import RewardError
 from async_rlhf.studies.certify.command import run_certify
@@ -133,7 +133,7 @@ def following() -> Iterator[Read]:
         yield read
 
 
-def unread(kind: type[Checked], read: Read) -> list[str]:
+def on_meta(kind: type[Checked], read: Read) -> list[str]:
     """The keys that a class adds, and that nobody has read of it or of what is made of it."""
     own = inspect.get_annotations(kind)
     seen = {name for found, name in read if issubclass(found, kind)}
@@ -390,7 +390,7 @@ def test_every_key_is_read(kind, read):
     if kind is RayConfig and not HAS_RAY:
         pytest.skip("needs the extra ray")
     of_ray = ["gpus"] if kind is ManyRunsConfig and not HAS_RAY else []
-    assert unread(kind, read) == of_ray
+    assert on_meta(kind, read) == of_ray
 
 
 @dataclass(frozen=True)
@@ -409,6 +409,6 @@ def test_what_treats_all_keys_alike_reads_none():
         assert as_saved(config, "online_dpo")["nothing"] == asdict(config)["nothing"] == 0
         assert Stage(Path(), "x", config, {}).identity["config"]["nothing"] == 0
         assert config.num_optimizer_steps > 0  # by a test, not by the package
-    assert unread(Planted, found) == ["nothing"]
-    assert "learning_rate" in unread(OnlineConfig, found)
-    assert "num_epochs" in unread(OnlineConfig, found)
+    assert on_meta(Planted, found) == ["nothing"]
+    assert "learning_rate" in on_meta(OnlineConfig, found)
+    assert "num_epochs" in on_meta(OnlineConfig, found)

@@ -25,8 +25,8 @@ from async_rlhf.reports import progress
 from async_rlhf.reports.progress import Lines, progress_bar
 from async_rlhf.reports.summary import training_summary
 from async_rlhf.run.callbacks import ProgressCallback
-from async_rlhf.run.cut_off import cut_off_warning
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.run.truncation_warning import cut_off_warning
 
 
 def test_a_log_gets_a_line_at_once_then_every_few_seconds_and_at_the_end(monkeypatch, capsys):

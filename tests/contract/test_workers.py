@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from async_rlhf.config import ConfigError
 from async_rlhf.generation import process
 from async_rlhf.generation.process import ProcessGenerator
-from async_rlhf.run import choices
+from async_rlhf.run import factory
 from async_rlhf.run.trainer import OnlineTrainer
 
 SEEDS = int(os.environ.get("TEST_SEEDS", "1"))
@@ -40,7 +40,7 @@ def generators(monkeypatch) -> list[ProcessGenerator]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(choices, "ProcessGenerator", Known)
+    monkeypatch.setattr(factory, "ProcessGenerator", Known)
     monkeypatch.setattr(process, "run_worker", run_slow_worker)
     return made
 
@@ -148,6 +148,7 @@ def test_when_restarts_are_used_up_the_others_go_on(train, generators, caplog):
     assert_same(survived, undisturbed)
 
 
+@pytest.mark.rare
 def test_a_worker_that_hangs_as_it_stops_is_not_started_again(train, generators, caplog):
     """It was asked to stop while it had a unit, and never gave it back."""
 

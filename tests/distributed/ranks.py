@@ -27,10 +27,10 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head, snapshots
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.ranks import loss_scale
-from async_rlhf.run import wiring
+from async_rlhf.run import build
 from async_rlhf.run.trainer import OnlineTrainer
 
-READS_SHARES, AGREE, ITERATE_WEIGHTS = wiring._reads_shares, remote.agree, snapshots.iterate_weights
+READS_SHARES, AGREE, ITERATE_WEIGHTS = build._reads_shares, remote.agree, snapshots.iterate_weights
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
 
@@ -146,7 +146,7 @@ def train(
     number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    wiring._reads_shares = (lambda *_: False) if whole else READS_SHARES
+    build._reads_shares = (lambda *_: False) if whole else READS_SHARES
     named = None if models is None else Path(models.format(rank=rank))
     loss_scale.FIRST = first_scale
     publish_by(publishing)

@@ -58,14 +58,14 @@ def step(folder: str, planted: bool = False) -> None:
     ranks = start_ranks(args)
     policy = new_policy(max_position_embeddings=LONGEST)
     learner = Learner(policy, None, find("grpo"), args, parallel=make_parallel(args, ranks))
-    scored = scored_batch() if ranks.leads else ScoredBatch(Batch(1, 0, (), 0.0), torch.zeros(0, 0), {})
+    scored = scored_batch() if ranks.is_main else ScoredBatch(Batch(1, 0, (), 0.0), torch.zeros(0, 0), {})
     with Counted() as counted:
         if planted:
-            ranks.from_lead("a fault", lambda: scored)
+            ranks.broadcast("a fault", lambda: scored)
         experience, _ = learner.annotate(scored)
         metrics = learner.update(experience, 1)
     found = {"bytes": counted.bytes, "rows": len(experience), "metrics": len(metrics)}
-    if ranks.leads:
+    if ranks.is_main:
         tensors = experience.tensors()
         # 4 bytes a number, tokens too: two numbers twice to annotate, by reference and policy, and all to train.
         numbers = 2 * 2 + sum(name.endswith("_BT") for name in tensors)

@@ -62,7 +62,7 @@ def save_twice(loop: StageLoop) -> None:
     """Leave what there is after the fourth step as if the stage had been killed then, under another name."""
     SAVE(loop)
     folder = loop.run.folder.path
-    if loop.run.ranks.leads and loop.run.callbacks.state.global_step == 4:
+    if loop.run.ranks.is_main and loop.run.callbacks.state.global_step == 4:
         shutil.copytree(folder, folder.with_name(f".again {folder.name[1:]}"))
 
 

@@ -72,7 +72,7 @@ REFUSED = {
         r"is on the wrong device",  # it would score, on the CPU
     ),
     "the value head is not moved": (
-        Fault("run.wiring:_value", "new_value_head(policy, given).to(device)", "new_value_head(policy, given)"),
+        Fault("run.build:_value", "new_value_head(policy, given).to(device)", "new_value_head(policy, given)"),
         {"algorithm": "ppo", "shared_trunk": True},
         DEVICES,
     ),
@@ -114,7 +114,7 @@ REFUSED = {
         r"Expected a 'cuda' device type for generator",
     ),
     "mask of the monitor on the host": (
-        Fault("learner.monitor:RatioMonitor.add", "* rows.sampled_BT", "* sampled_BT"),
+        Fault("learner.monitor:ImportanceRatioStats.add", "* rows.sampled_BT", "* sampled_BT"),
         GRPO,
         DEVICES,
     ),
@@ -155,7 +155,7 @@ TOO_DEAR = {
         require_update,
     ),
     "ratios read after every micro-batch": (
-        Fault("learner.monitor:RatioMonitor.add", "log_ratios_BT.sum(dim=1)", "log_ratios_BT.sum(dim=1).cpu()"),
+        Fault("learner.monitor:ImportanceRatioStats.add", "log_ratios_BT.sum(dim=1)", "log_ratios_BT.sum(dim=1).cpu()"),
         update_twice,
         require_update,
     ),

@@ -13,10 +13,10 @@ from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config.online import LoRAConfig
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.studies.explain.account import explained
+from async_rlhf.studies.explain.ablation import Removal, distance, reward_parts, without_part
 from async_rlhf.studies.explain.contributions import contributions
+from async_rlhf.studies.explain.explanation import explained
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, inner, norm
-from async_rlhf.studies.explain.without import Removal, distance, reward_parts, without_part
 from async_rlhf.types import Batch, Group
 
 
@@ -73,7 +73,7 @@ def test_contributions_are_those_of_slow_gradients_in_float64(make_policy, token
     policy = make_policy().double()
     parameters = list(policy.parameters())
     losses, logprobs = dpo_losses(policy, experience, args)
-    weight = float(experience.weights_U.sum())
+    weight = float(experience.loss_weights_U.sum())
     assert weight > 4
 
     def along(value):
@@ -83,7 +83,7 @@ def test_contributions_are_those_of_slow_gradients_in_float64(make_policy, token
         return sum((g * d.double()).sum().item() for g, d in pairs if g is not None)
 
     gradients = torch.autograd.grad(
-        sum(x * w for x, w in zip(losses, experience.weights_U.tolist(), strict=True)) / weight,
+        sum(x * w for x, w in zip(losses, experience.loss_weights_U.tolist(), strict=True)) / weight,
         parameters,
         retain_graph=True,
     )
@@ -91,7 +91,7 @@ def test_contributions_are_those_of_slow_gradients_in_float64(make_policy, token
     kept = min(1.0, args.max_grad_norm / length)
     assert kept < 1  # so that clipping is seen
     assert found.kept == pytest.approx([kept], rel=1e-5)
-    expected = [-kept * along(x) * w / weight for x, w in zip(losses, experience.weights_U.tolist(), strict=True)]
+    expected = [-kept * along(x) * w / weight for x, w in zip(losses, experience.loss_weights_U.tolist(), strict=True)]
     size = max(map(abs, expected))
     assert found.units_U.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5 * size)
     assert found.total == pytest.approx(sum(expected), rel=1e-4)
@@ -103,11 +103,11 @@ def test_contributions_are_those_of_slow_gradients_in_float64(make_policy, token
             moves = list(map(along, logprobs[b]))
             place = experience.sampled_BT[b] > 0
             far = max(map(abs, moves))
-            assert found.seen_U[u] == (experience.weights_U[u] > 0)
+            assert found.seen_U[u] == (experience.loss_weights_U[u] > 0)
             if found.seen_U[u]:
                 assert found.moves_BT[b][place].tolist() == pytest.approx(moves, rel=2e-3, abs=2e-4 * far)
             tokens = [-kept * slope[t].item() * moves[t] / weight for t in range(len(slope))]
-            tokens = [token * float(experience.weights_U[u]) for token in tokens]
+            tokens = [token * float(experience.loss_weights_U[u]) for token in tokens]
             ours = found.tokens_BT[b][place].tolist()
             assert ours == pytest.approx(tokens, rel=2e-3, abs=2e-4 * size), b
 
@@ -190,7 +190,7 @@ def test_left_out_is_what_a_learner_does_that_never_saw_it(make_policy, tokenize
             optimizer.zero_grad(set_to_none=False)
         return before, list(policy.parameters())
 
-    whole = experience.weights_U.tolist()
+    whole = experience.loss_weights_U.tolist()
     part = [0.0 if u == 2 else w for u, w in enumerate(whole)]
     assert part != whole
     start, full = again([whole, whole])

@@ -20,7 +20,7 @@ print(asked)
 
 IN_A_CHILD = """
 import torch
-from async_rlhf.system.children import context_of, start_process
+from async_rlhf.system.subprocesses import context_of, start_process
 
 def answer(pipe):
     pipe.send(torch.cuda._nvml_based_avail())

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.models.dealing import Deal
+from async_rlhf.models.scatter import ScatteredBatches
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.messages import packed, unpacked
 from async_rlhf.types import Experience, Sample
@@ -44,8 +44,8 @@ class ThreadRanks(Ranks):
         super().__init__(rank, count)
         self.wires = wires
 
-    def from_lead(self, place: str, compute: Callable[[], Any]) -> Any:
-        if not self.leads:
+    def broadcast(self, place: str, compute: Callable[[], Any]) -> Any:
+        if not self.is_main:
             return self.wires.told[self.rank].get(timeout=20)
         value = compute()
         for rank in range(1, self.count):
@@ -96,17 +96,19 @@ def experience(lengths: list[int]) -> Experience:
         behaviour_logprobs_BT=torch.rand(shape, generator=generator),
         rewards_BT=torch.zeros(shape),
         scores_B=torch.rand(len(lengths), generator=generator),
-        weights_U=torch.rand(len(lengths), generator=generator),
+        loss_weights_U=torch.rand(len(lengths), generator=generator),
         truncated_B=lengths_B % 2 == 0,
-        teaches_U=lengths_B % 3 > 0,
+        has_gradient_U=lengths_B % 3 > 0,
     )
 
 
-def deal(ranks: Ranks, whole: Experience, parts: list[torch.Tensor]) -> Deal:
+def deal(ranks: Ranks, whole: Experience, parts: list[torch.Tensor]) -> ScatteredBatches:
     """On other ranks from nothing at all."""
-    if not ranks.leads:
-        return Deal(ranks, "here", 0, lambda n: {}, lambda n: {}, told="nothing")
-    return Deal(ranks, "here", len(parts), lambda n: whole.sizes(parts[n]), lambda n: whole.part(parts[n]), "all")
+    if not ranks.is_main:
+        return ScatteredBatches(ranks, "here", 0, lambda n: {}, lambda n: {}, told="nothing")
+    return ScatteredBatches(
+        ranks, "here", len(parts), lambda n: whole.sizes(parts[n]), lambda n: whole.part(parts[n]), "all"
+    )
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=14), count=st.integers(1, 4), size=st.integers(1, 3))
@@ -145,7 +147,7 @@ def test_no_more_than_two_rounds_are_under_way():
 def test_a_rank_alone_copies_nothing_but_its_passes():
     asked: list[int] = []
     rows = {"tokens_BT": torch.ones(2, 3)}
-    alone = Deal(Ranks(), "here", 3, pytest.fail, lambda n: [asked.append(n), rows][1])
+    alone = ScatteredBatches(Ranks(), "here", 3, pytest.fail, lambda n: [asked.append(n), rows][1])
     for turn, each in enumerate(alone):
         assert asked == list(range(turn + 1))
         assert each.rows is rows

@@ -19,8 +19,8 @@ from async_rlhf import KLConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.scoring import Scorer
-from async_rlhf.scoring.early import EarlyRewards
 from async_rlhf.scoring.functions import RewardError
+from async_rlhf.scoring.prefetch import EarlyRewards
 from async_rlhf.system.random_state import capture, equal
 from async_rlhf.types import Batch, Group, Prompt, Sample
 

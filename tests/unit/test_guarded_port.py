@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from async_rlhf.ranks import watch
-from async_rlhf.ranks.watch import Watch, open_port
+from async_rlhf.ranks import failure_detector
+from async_rlhf.ranks.failure_detector import FailureDetector, open_port
 from async_rlhf.system import guarded_port
 from async_rlhf.system.guarded_port import GuardedPort, connect
 
@@ -201,11 +201,11 @@ class TwoRanks:
 
     def __init__(self, rank: int, said: dict[str, object], ready: threading.Event) -> None:
         self.rank, self.count, self.local_count = rank, 2, 2
-        self.leads = rank == 0
+        self.is_main = rank == 0
         self._said, self._ready = said, ready
 
-    def from_lead(self, place, compute):
-        if self.leads:
+    def broadcast(self, place, compute):
+        if self.is_main:
             self._said["value"] = compute()
             self._ready.set()
         assert self._ready.wait(timeout=20)
@@ -215,7 +215,7 @@ class TwoRanks:
 def test_ranks_of_one_host_watch_each_other_on_its_loopback_address_past_strangers():
     said: dict[str, object] = {}
     ready, watches = threading.Event(), {}
-    threads = [threading.Thread(target=lambda: watches.update({0: Watch(TwoRanks(0, said, ready))}))]
+    threads = [threading.Thread(target=lambda: watches.update({0: FailureDetector(TwoRanks(0, said, ready))}))]
     threads[0].start()
     assert ready.wait(timeout=20)
     port, _ = said["value"]
@@ -223,7 +223,7 @@ def test_ranks_of_one_host_watch_each_other_on_its_loopback_address_past_strange
     strangers[0].sendall(b'{"key": "", "rank": 1}\n' + b"x" * 200)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((other_address(), port), timeout=20).close()
-    watches[1] = Watch(TwoRanks(1, said, ready))
+    watches[1] = FailureDetector(TwoRanks(1, said, ready))
     threads[0].join(timeout=60)
     strangers[1].close()
     for number in (1, 0):
@@ -254,8 +254,8 @@ def test_a_named_interface_is_the_only_one(host, caplog):
 
 
 def test_a_message_without_an_end_is_none(monkeypatch):
-    monkeypatch.setattr(watch, "_LONGEST", 1000)
+    monkeypatch.setattr(failure_detector, "_LONGEST", 1000)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"x" * 2000)
-        assert watch._read_line(ours) is None
+        assert failure_detector._read_line(ours) is None

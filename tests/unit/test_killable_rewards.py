@@ -17,7 +17,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import RayConfig
 from async_rlhf.rewards import numeric_answer, regex
 from async_rlhf.scoring import RewardError, Scorer, call_reward_function, load_reward_functions
-from async_rlhf.scoring.stoppable import Source, source_of
+from async_rlhf.scoring.sandbox import Source, source_of
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EOS = 256
@@ -237,7 +237,7 @@ PROGRAM = """
 import signal, sys
 from async_rlhf.scoring import load_reward_functions
 from async_rlhf.scoring.functions import call_reward_functions
-from async_rlhf.scoring.stoppable import StoppableFunction, source_of
+from async_rlhf.scoring.sandbox import StoppableFunction, source_of
 
 def terminate(*_):
     sys.exit(143)

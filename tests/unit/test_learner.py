@@ -17,7 +17,7 @@ from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.config import ConfigError
 from async_rlhf.learner.learner import Learner
-from async_rlhf.learner.monitor import RatioMonitor
+from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     head_in_float32,
@@ -403,7 +403,7 @@ def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, ma
         trainer.learner.annotate(batch) for batch in (replace(scored, scores_PK=holed_PK), without)
     )
     assert our_metrics == expected_metrics
-    for name in ("tokens_BT", "scores_B", "weights_U", "advantages_BT"):
+    for name in ("tokens_BT", "scores_B", "loss_weights_U", "advantages_BT"):
         if getattr(expected, name) is not None:
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
@@ -678,7 +678,7 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
     Short rows have ratios above 1 and long ones below, so that a mean of the rows' means is far from the mean.
     """
     lengths, logs, entropies = [1, 2, 9, 0, 5, 1, 9], [], []
-    watches = [RatioMonitor(), RatioMonitor()]
+    watches = [ImportanceRatioStats(), ImportanceRatioStats()]
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.zeros(7, 10, dtype=torch.long)
     mask_BT = torch.tensor([[float(0 < t <= length) for t in range(10)] for length in lengths])
@@ -701,7 +701,7 @@ def test_metrics_of_tokens_are_means_over_tokens(size):
         "policy/logprob_difference": math.fsum(map(abs, logs)) / len(logs),
         "policy/entropy_avg": math.fsum(entropies) / len(logs),
     }
-    found = RatioMonitor.of(watches).metrics()
+    found = ImportanceRatioStats.of(watches).metrics()
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
@@ -709,6 +709,6 @@ def test_nothing_is_said_of_rows_without_tokens():
     nothing_BT = torch.zeros(2, 3)
     ones_B = torch.ones(2)
     rows = Experience(nothing_BT.long(), ones_B, nothing_BT, nothing_BT, nothing_BT, ones_B, ones_B)
-    watch = RatioMonitor()
+    watch = ImportanceRatioStats()
     watch.add(PolicyOutput(nothing_BT, nothing_BT), rows, nothing_BT)
-    assert watch.metrics() == RatioMonitor().metrics() == {}
+    assert watch.metrics() == ImportanceRatioStats().metrics() == {}

@@ -227,6 +227,7 @@ def test_without_hard_links(path, monkeypatch):
     assert os.listdir(path.parent) == []
 
 
+@pytest.mark.rare
 def test_of_many_at_once_one_takes_over_a_dead_ones(path, tmp_path):
     """Eight processes, again and again, on the lock of a dead one."""
     context = multiprocessing.get_context("fork")

@@ -260,7 +260,7 @@ def ragged_experience(seed: int, P: int, K: int, garbage: float = 0.0) -> tuple[
         rewards_BT=torch.tensor(given, dtype=torch.float64),
         reference_logprobs_BT=noise_BT[1],
         scores_B=torch.tensor([score for group in scores for score in group]),
-        weights_U=torch.ones(B),
+        loss_weights_U=torch.ones(B),
     )
     return experience, noise_BT[2]
 
@@ -323,7 +323,7 @@ def test_credit_pairs_the_first_best_with_the_first_worst(K):
         pairs = DPO.credit(experience, dpo_config(K))
         expected = slow_pairs(experience, K)
         assert (len(pairs), pairs.units, pairs.rows_per_unit) == (18, 9, 2)
-        assert pairs.weights_U.tolist() == [0.0 if pair is None else 1.0 for pair in expected]
+        assert pairs.loss_weights_U.tolist() == [0.0 if pair is None else 1.0 for pair in expected]
         assert expected.count(None) == 2
         for u, pair in enumerate(expected):
             for side in range(2):
@@ -346,7 +346,7 @@ def test_a_difference_in_the_last_bit_of_a_score_is_no_tie():
     above = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0)).item()
     experience = replace(experience, scores_B=torch.tensor([0.1, above, 0.1, 0.1, 0.1, 0.1]))
     pairs = DPO.credit(experience, dpo_config(3))
-    assert pairs.weights_U.tolist() == [1.0, 0.0]
+    assert pairs.loss_weights_U.tolist() == [1.0, 0.0]
     assert pairs.tokens_BT[:2, 0].tolist() == [1, 0]
 
 
@@ -378,8 +378,8 @@ def test_pairs_of_stale_samples_weigh_what_the_formula_says(kind, loss_type):
         expected, weights, capped = 0.0, [], 0.0
         plain = replace(config, pair_weights="none", pair_weight_cap=2.0)
         rows = [int(pairs.tokens_BT[i, 0]) for i in range(len(pairs.tokens_BT))]
-        for u in range(len(pairs.weights_U)):
-            weight = float(pairs.weights_U[u])
+        for u in range(len(pairs.loss_weights_U)):
+            weight = float(pairs.loss_weights_U[u])
             for row in rows[2 * u : 2 * u + 2]:
                 length, log_ratio = 0, 0.0
                 for t in range(experience.sampled_BT.shape[1]):
@@ -388,16 +388,16 @@ def test_pairs_of_stale_samples_weigh_what_the_formula_says(kind, loss_type):
                         length += 1
                 ratio = math.exp(log_ratio / max(1, length) if kind == "wpo" else log_ratio)
                 weight *= min(ratio, 1.05)
-                capped += float(pairs.weights_U[u]) * (ratio > 1.05) / 2
+                capped += float(pairs.loss_weights_U[u]) * (ratio > 1.05) / 2
             weights.append(weight)
-            one = replace(pairs, weights_U=torch.eye(len(rows) // 2)[u] * pairs.weights_U)
+            one = replace(pairs, loss_weights_U=torch.eye(len(rows) // 2)[u] * pairs.loss_weights_U)
             alone = DPO.loss(of_pairs(logprobs_BT, pairs), one, plain)
-            expected += alone.loss_sum.item() * (weight if pairs.weights_U[u] else 0.0)
+            expected += alone.loss_sum.item() * (weight if pairs.loss_weights_U[u] else 0.0)
         assert ours.loss_sum.item() == pytest.approx(expected, rel=1e-6)
         assert ours.metrics["policy/importance_weight"].item() == pytest.approx(math.fsum(weights), rel=1e-6)
         assert ours.metrics["policy/importance_capped"].item() == pytest.approx(capped, abs=1e-9)
         (gradient_BT,) = torch.autograd.grad(ours.loss_sum, logprobs_BT)
-        fixed = replace(pairs, weights_U=torch.tensor(weights, dtype=pairs.weights_U.dtype))
+        fixed = replace(pairs, loss_weights_U=torch.tensor(weights, dtype=pairs.loss_weights_U.dtype))
         theirs = DPO.loss(of_pairs(logprobs_BT, pairs), fixed, plain).loss_sum
         (expected_BT,) = torch.autograd.grad(theirs, logprobs_BT)
         assert torch.allclose(gradient_BT, expected_BT, rtol=1e-5, atol=1e-9)  # none through the weights

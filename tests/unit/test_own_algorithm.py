@@ -137,7 +137,7 @@ def test_its_pairs_are_two_rows_of_a_pass(folder, make_policy, tokenizer, prompt
     simpo = find("simpo.py:SIMPO")
     assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).train_rows == 2 * recipe.train.most_units
     asked = []
-    monkeypatch.setattr("async_rlhf.run.wiring.with_checkpointing", lambda config, *rest: asked.append(rest) or config)
+    monkeypatch.setattr("async_rlhf.run.build.with_checkpointing", lambda config, *rest: asked.append(rest) or config)
     rows, said = [{"query": f"q{i}"} for i in range(8)], "Algorithm.rows_per_unit of simpo: got 1; must be 2"
     for algorithm in (simpo, replace(simpo, rows_per_unit=1)):
         config = replace(recipe.train, output_dir=f"rows{algorithm.rows_per_unit}", total_episodes=8)
@@ -160,7 +160,7 @@ def test_its_loss_is_its_formula(folder):
         behaviour_logprobs_BT=zeros_BT,
         rewards_BT=zeros_BT,
         scores_B=torch.zeros(4),
-        weights_U=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        loss_weights_U=torch.tensor([1.0, 0.0], dtype=torch.float64),
         rows_per_unit=2,
     )
     config = simpo["SimPOConfig"](beta=2.5, margin=0.5)

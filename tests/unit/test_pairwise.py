@@ -152,11 +152,11 @@ def test_requests_run_together_and_carry_the_key(judge, monkeypatch):
     monkeypatch.setenv("THE_KEY", "secret")
     gate = threading.Barrier(4, timeout=20)
 
-    def meet(first: str, second: str) -> str:
+    def barrier(first: str, second: str) -> str:
         gate.wait()
         return more_o(first, second)
 
-    server = Server(meet)
+    server = Server(barrier)
     with serving(server) as url:
         pairs = [Pair(f"p{i}", "o" * (i + 1), "x") for i in range(4)]
         assert judge(url, concurrency=4, api_key_variable="THE_KEY").outcomes(pairs, "judging")[0] == [1.0] * 4

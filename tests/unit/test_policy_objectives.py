@@ -163,7 +163,7 @@ def make_case(
         behaviour_logprobs_BT=mu_BT,
         rewards_BT=padded(rewards),
         scores_B=torch.tensor(scores, dtype=torch.float64),
-        weights_U=torch.ones(B, dtype=torch.float64),
+        loss_weights_U=torch.ones(B, dtype=torch.float64),
         reference_logprobs_BT=ref_BT,
         old_logprobs_BT=old_BT if old else None,
         values_BT=old_values_BT,
@@ -541,7 +541,7 @@ def test_credit_is_its_formula(key):
         ours = find(OBJECTIVES[key][0]).credit(case.experience, config)
         expected = slow_credit(key, case.experience, config)
         assert (len(ours), ours.units, ours.rows_per_unit) == (5 * K, 5 * K, 1)
-        assert ours.weights_U.tolist() == expected.weights
+        assert ours.loss_weights_U.tolist() == expected.weights
         pairs = [(ours.advantages_BT, of_each_token(expected, case.experience))]
         if expected.returns is not None:
             pairs.append((ours.returns_BT, expected.returns))
@@ -562,7 +562,7 @@ def test_credit_adds_to_the_experience_and_changes_nothing_else(key, seed):
     case = make_case(seed, 4, 3)
     before = case.experience.map(lambda name, tensor: tensor.clone())
     ours = find(OBJECTIVES[key][0]).credit(case.experience, configure(key, 3, KLS["reward-k3"]))
-    added = {"advantages_BT", "returns_BT", "weights_U", "teaches_U"}
+    added = {"advantages_BT", "returns_BT", "loss_weights_U", "has_gradient_U"}
     clean = {"sampled_BT", "rewards_BT"}
     for item in fields(Experience):
         old, new = getattr(before, item.name), getattr(ours, item.name)
@@ -588,7 +588,7 @@ def test_a_completion_teaches_where_its_loss_has_a_gradient(key, kl):
         expected = [
             n > 0 and (kl.startswith("loss") or abs(a) > 1e-9) for n, a in zip(lengths, advantages, strict=True)
         ]
-        assert rows.teaches_U.tolist() == expected
+        assert rows.has_gradient_U.tolist() == expected
         assert seed % 2 == 1 or kl != "no-kl" or any(n > 0 and not e for n, e in zip(lengths, expected, strict=True))
 
 
@@ -601,7 +601,7 @@ def test_best_of_k_keeps_the_first_best_row_of_each_prompt(K, kl):
         best = find("best_of_k").credit(experience, config)
         expected = slow_best(experience, config)
         assert (len(best), best.units, best.rows_per_unit) == (9, 9, 1)
-        assert best.weights_U.tolist() == [weight for _, weight in expected]
+        assert best.loss_weights_U.tolist() == [weight for _, weight in expected]
         for p, (row, weight) in enumerate(expected):
             ours = int(best.tokens_BT[p, 0])
             assert ours // K == p
@@ -620,7 +620,7 @@ def test_best_of_k_breaks_ties_by_position_and_ignores_prompts_that_are_all_ties
     scores = [1.0, 3.0, 3.0, 3.0, 2.0, 2.0, 1.0, 2.0, 7.0, 7.0, 7.0, 7.0, 0.1, 0.1, math.nextafter(0.1, 1), 0.1]
     experience = replace(experience, scores_B=torch.tensor(scores, dtype=torch.float64))
     best = find("best_of_k").credit(experience, configure("best_of_k", 4))
-    assert best.weights_U.tolist() == [1, 1, 0, 1]
+    assert best.loss_weights_U.tolist() == [1, 1, 0, 1]
     numbers = best.tokens_BT[:, 0].tolist()
     assert numbers[:2] == [1, 4]
     assert numbers[3] == 14
@@ -647,7 +647,7 @@ def test_best_of_k_judges_by_the_reward_less_its_kl():
         )
         best = find("best_of_k").credit(experience, configure("best_of_k", 2, KLS["reward-k1"]))
         assert best.tokens_BT[:, 0].tolist() == [best_row]  # the first row's penalty is 0.3 x (1 + 1)
-        assert best.weights_U.tolist() == [1]
+        assert best.loss_weights_U.tolist() == [1]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -705,7 +705,7 @@ def test_reinforce_pp_at_known_numbers():
             lengths_B=torch.full((len(sampled),), zeros_BT.shape[1]),
             sampled_BT=torch.tensor(sampled, dtype=torch.float64),
             scores_B=torch.tensor(scores, dtype=torch.float64),
-            weights_U=torch.ones(len(sampled), dtype=torch.float64),
+            loss_weights_U=torch.ones(len(sampled), dtype=torch.float64),
             **dict.fromkeys(("behaviour_logprobs_BT", "reference_logprobs_BT", "rewards_BT"), zeros_BT),
             old_logprobs_BT=None,
             values_BT=None,
@@ -714,7 +714,7 @@ def test_reinforce_pp_at_known_numbers():
         )
         config = ReinforcePPConfig(samples_per_prompt=len(sampled) // 2 or 1, kl=KLS["no-kl"], **changes)
         rows = find("reinforce_pp").credit(experience, config)
-        assert rows.weights_U.tolist() == [sum(row) for row in sampled]
+        assert rows.loss_weights_U.tolist() == [sum(row) for row in sampled]
         return responses(rows.advantages_BT, rows)
 
     mean, deviation = 7 / 3, math.sqrt(14) / 3  # of 1, 2 and 4
@@ -829,7 +829,7 @@ def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old
                 behaviour_logprobs_BT=at_responses(mu_R2)[part],
                 rewards_BT=torch.zeros_like(mask_BT),
                 scores_B=torch.zeros(2, dtype=torch.float64),
-                weights_U=torch.ones(2, dtype=torch.float64),
+                loss_weights_U=torch.ones(2, dtype=torch.float64),
                 reference_logprobs_BT=at_responses(logprobs(ref_logits))[part],
             )
             algorithm = find(OBJECTIVES[key][0])
@@ -1051,7 +1051,7 @@ def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key, s
         outputs = [algorithm.loss(output_for(case, part), part, config) for part in parts]
         metrics = {name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
         assert_same(whole, sum(o.loss_sum.item() for o in outputs), metrics)
-        assert float(sum(part.weights_U.sum() for part in parts)) == float(rows.weights_U.sum())
+        assert float(sum(part.loss_weights_U.sum() for part in parts)) == float(rows.loss_weights_U.sum())
 
 
 def offset_objectives() -> list[str]:
@@ -1257,7 +1257,7 @@ def test_what_an_environment_gave_leaves_no_remainder_of_rounding():
         behaviour_logprobs_BT=zeros_BT,
         rewards_BT=rewards_BT,
         scores_B=scores_B,
-        weights_U=ones_B,
+        loss_weights_U=ones_B,
         values_BT=zeros_BT,
     )
     config = configure("ppo-other", 1, KLS["no-kl"])

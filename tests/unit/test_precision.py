@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.learner.optimizers import Together, make_optimizer
-from async_rlhf.models import frozen
+from async_rlhf.models import frozen_models
 from async_rlhf.models.forward import response_logprobs, reward_scores
-from async_rlhf.models.frozen import HostCopy, hold_all, hold_linear
+from async_rlhf.models.frozen_models import HostCopy, hold_all, hold_linear
 from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.run.checkpoint import learner_state, restore_learner
@@ -107,7 +107,7 @@ def test_a_run_with_frozen_models_in_fewer_bytes_is_the_same_bit_for_bit(
     found = {}
     for kind in ("fewer", "float32"):
         if kind == "float32":
-            monkeypatch.setattr(frozen, "hold_linear", lambda *_: None)
+            monkeypatch.setattr(frozen_models, "hold_linear", lambda *_: None)
         args = make_args(kind, bf16=True, total_episodes=16)
         trainer, found[kind] = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
         linear = trainer.run.learner.reference.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
@@ -233,7 +233,7 @@ def test_an_optimiser_that_cannot_be_is_refused_before_any_model_is_loaded(token
         )
         trainer.train()
 
-    monkeypatch.setattr("async_rlhf.run.wiring.with_prompt_cap", lambda config, _: config)
+    monkeypatch.setattr("async_rlhf.run.build.with_prompt_cap", lambda config, _: config)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"optimizer: got 'adamw_8bit'; needs bitsandbytes: .*async-rlhf\[quantized\]"
@@ -299,7 +299,7 @@ def test_every_model_of_the_learner_is_compiled(
 def test_what_is_decided_of_recomputing_reaches_the_model(make_policy, tokenizer, prompts, make_args, monkeypatch):
     for decided in (True, False):
         monkeypatch.setattr(
-            "async_rlhf.run.wiring.with_checkpointing",
+            "async_rlhf.run.build.with_checkpointing",
             lambda config, *_, to=decided: replace(config, gradient_checkpointing=to),
         )
         args = make_args(f"run-{decided}", total_episodes=8)

@@ -22,7 +22,7 @@ from browser import browser
 from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.cli import _spelt_out
-from async_rlhf.commands import repeating
+from async_rlhf.commands import rerun
 from async_rlhf.config import ConfigError
 from async_rlhf.run.folder import REPORT
 from async_rlhf.run.trainer import OnlineTrainer
@@ -311,7 +311,7 @@ def test_a_configuration_of_any_bytes_is_read_or_refused_at_once(copied):
         start = time.perf_counter()
         read_run(run, "a")
         with suppress(ConfigError):
-            repeating.read_run(str(run), "replayed")
+            rerun.read_run(str(run), "replayed")
         assert time.perf_counter() - start < 2
 
 

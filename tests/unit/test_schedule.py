@@ -138,7 +138,7 @@ def test_tokens_of_other_weights_stop_the_run(options, drawn, right):
     assert str(caught.value) == (
         f"batch 2 must be sampled by {expected} (staleness 1); its tokens come from version {found}"
     )
-    others = schedule(Notes({1: [0], 2: drawn}), batches=2, leads=False, **options)
+    others = schedule(Notes({1: [0], 2: drawn}), batches=2, is_main=False, **options)
     assert run(others) == [1, 2], "ranks other than 0 have no tokens to look at"
 
 

@@ -18,7 +18,7 @@ from async_rlhf.commands.replicas import Replica
 from async_rlhf.config import ConfigError, GenerationConfig, ServeConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.generation.vllm_middleware import OnlyWithKey
-from async_rlhf.system.children import require_own_package
+from async_rlhf.system.subprocesses import require_own_package
 
 
 def test_a_server_is_started_so_that_a_run_can_use_it():

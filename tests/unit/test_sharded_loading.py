@@ -30,11 +30,11 @@ from transformers import (
 
 from async_rlhf.config import ConfigError, LoRAConfig, ParallelConfig
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.models import origins, sharded_loading
+from async_rlhf.models import sharded_loading, weight_sources
 from async_rlhf.models.adapters import add_adapters, is_adapter
-from async_rlhf.models.frozen import frozen
+from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.loading import frozen_checksum, load_policy, load_reward_model
-from async_rlhf.models.sharded_loading import fill_in_turn, is_unread, take_weights
+from async_rlhf.models.sharded_loading import fill_in_turn, is_on_meta, take_weights
 from async_rlhf.models.values import new_value_model
 from async_rlhf.ranks.collectives import Ranks
 
@@ -105,8 +105,8 @@ def assert_shares(model: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_has_its_share_of_the_model_that_is_read_whole(one_of_three, kind, tmp_path):
     folder = str(written(KINDS[kind], tmp_path))
-    whole, model = load_policy(folder), load_policy(folder, unread=True)
-    assert is_unread(model)
+    whole, model = load_policy(folder), load_policy(folder, on_meta=True)
+    assert is_on_meta(model)
     assert model.config.to_dict() == whole.config.to_dict()
     assert model.name_or_path == whole.name_or_path
     assert model.generation_config.to_dict() == whole.generation_config.to_dict()
@@ -114,7 +114,7 @@ def test_a_rank_has_its_share_of_the_model_that_is_read_whole(one_of_three, kind
     assert [str(each) for each in model._weight_conversions] == [str(each) for each in whole._weight_conversions]
     assert frozen_checksum(model) == frozen_checksum(whole)
     one_of_three().prepare(model, [model], lambda: torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not is_unread(model)
+    assert not is_on_meta(model)
     assert_shares(model, whole)
 
 
@@ -122,7 +122,7 @@ def test_a_rank_has_its_share_of_the_model_that_is_read_whole(one_of_three, kind
 @pytest.mark.parametrize("kind", ["gpt2", "llama with tied embeddings", "mixtral"])
 def test_for_others_to_spread_weights_are_made_whole_one_after_the_other(kind, reads, tmp_path):
     folder = str(written(KINDS[kind], tmp_path))
-    model, right = load_policy(folder, unread=True), dict(load_policy(folder).named_parameters())
+    model, right = load_policy(folder, on_meta=True), dict(load_policy(folder).named_parameters())
     kept: list[torch.Tensor] = []
 
     def keep(parameter: nn.Parameter) -> None:
@@ -131,7 +131,7 @@ def test_for_others_to_spread_weights_are_made_whole_one_after_the_other(kind, r
         parameter.data = torch.empty(0)
 
     made = fill_in_turn(model, keep, reads)
-    assert not is_unread(model)
+    assert not is_on_meta(model)
     assert set(made.values()) == set(model.parameters())
     assert len(kept) == len(right)
     place = {id(parameter): number for number, parameter in enumerate(made.values())}
@@ -147,7 +147,7 @@ def test_weights_have_the_type_that_they_are_held_in_whatever_their_files_have(
 ):
     folder, args = str(written(KINDS["llama with tied embeddings"], tmp_path, dtype, "20kB")), make_args(bf16=True)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1  # an index says what is in which
-    whole, model = load_policy(folder), load_policy(folder, unread=True)
+    whole, model = load_policy(folder), load_policy(folder, on_meta=True)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert frozen_checksum(model) == frozen_checksum(whole)
     for each in (whole, model):
@@ -162,7 +162,7 @@ def test_weights_have_the_type_that_they_are_held_in_whatever_their_files_have(
 
 def test_new_adapters_are_the_same_on_weights_that_are_not_read_yet(one_of_three, tmp_path):
     folder = str(written(KINDS["llama"], tmp_path))
-    whole, model = load_policy(folder), load_policy(folder, unread=True)
+    whole, model = load_policy(folder), load_policy(folder, on_meta=True)
     for each in (whole, model):
         torch.manual_seed(5)
         add_adapters(each, LoRAConfig(rank=2), seed=3)
@@ -173,8 +173,8 @@ def test_new_adapters_are_the_same_on_weights_that_are_not_read_yet(one_of_three
 
 def test_a_value_model_on_the_policys_body_is_unread_as_well(one_of_three, tmp_path):
     folder = str(written(KINDS["gpt_neox"], tmp_path))
-    right, value = (new_value_model(load_policy(folder, unread=unread)) for unread in (False, True))
-    assert is_unread(value)
+    right, value = (new_value_model(load_policy(folder, on_meta=on_meta)) for on_meta in (False, True))
+    assert is_on_meta(value)
     assert frozen_checksum(value) == frozen_checksum(right)
     one_of_three().prepare(value, [value], lambda: torch.optim.SGD(value.parameters(), lr=0.1))
     assert_shares(value, right)
@@ -186,8 +186,8 @@ def test_a_checkpoints_weights_replace_those_of_the_start(one_of_three, tmp_path
     new_reward_model(2).save_pretrained(later)
     parallel = one_of_three()
     for within in ("", "score"):
-        model, whole = (load_reward_model(str(start), unread=unread) for unread in (True, False))
-        take_weights(model, load_reward_model(str(later), unread=True), within)
+        model, whole = (load_reward_model(str(start), on_meta=on_meta) for on_meta in (True, False))
+        take_weights(model, load_reward_model(str(later), on_meta=True), within)
         take_weights(whole, load_reward_model(str(later)), within)
         assert frozen_checksum(model) == frozen_checksum(whole)
         parallel.frozen(model)
@@ -195,10 +195,10 @@ def test_a_checkpoints_weights_replace_those_of_the_start(one_of_three, tmp_path
 
 
 def test_checksums_are_computed_a_few_rows_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(origins, "CHUNK", 1000)
+    monkeypatch.setattr(weight_sources, "CHUNK", 1000)
     folder = str(written(KINDS["llama"], tmp_path, torch.bfloat16))
-    model = load_policy(folder, unread=True)
-    parts = list(origins.rows(model._weights_to_read.origins["model.embed_tokens.weight"]))
+    model = load_policy(folder, on_meta=True)
+    parts = list(weight_sources.rows(model._weights_to_read.origins["model.embed_tokens.weight"]))
     assert len(parts) > 10
     assert {part.dtype for part in parts} == {torch.float32}
     assert frozen_checksum(model) == frozen_checksum(load_policy(folder))
@@ -239,8 +239,8 @@ def test_what_cannot_be_read_in_parts_is_read_whole_and_the_log_says_why(why, tm
     folder = written(config, tmp_path)
     change(folder)
     with caplog.at_level(logging.INFO):
-        model = load_policy(str(folder), unread=True)
-    assert not is_unread(model)
+        model = load_policy(str(folder), on_meta=True)
+    assert not is_on_meta(model)
     lines = [record.getMessage() for record in caplog.records if "every rank reads all of" in record.getMessage()]
     assert len(lines) == 1
     assert any(part in lines[0] for part in why.split("|"))
@@ -256,9 +256,9 @@ def changed(folder: Path, change) -> str:
 
 def both_errors(folder: str) -> list[str]:
     found = []
-    for unread in (False, True):
+    for on_meta in (False, True):
         with pytest.raises(ConfigError) as error:
-            load_policy(folder, unread=unread)
+            load_policy(folder, on_meta=on_meta)
         found.append(str(error.value))
     return found
 
@@ -287,9 +287,9 @@ def test_surplus_tensors_are_named_and_left_out(tmp_path, caplog):
 
     folder = changed(written(KINDS["llama"], tmp_path), more)
     said = []
-    for unread in (False, True):
+    for on_meta in (False, True):
         caplog.clear()
-        load_policy(folder, unread=unread)
+        load_policy(folder, on_meta=on_meta)
         said.append([record.getMessage() for record in caplog.records if "left out" in record.getMessage()])
     assert said[0] == said[1]
     assert "1 weights belong to no causal language model and are left out: model.extra.weight" in said[1][0]
@@ -300,7 +300,7 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     (folder / next(iter(index["weight_map"].values()))).unlink()
     with pytest.raises(ConfigError, match="model: no causal language model could be loaded"):
-        load_policy(str(folder), unread=True)
+        load_policy(str(folder), on_meta=True)
 
 
 class Told(Ranks):
@@ -316,7 +316,7 @@ class Told(Ranks):
 
 def test_ranks_of_a_host_share_the_checksums_and_other_files_have_their_own(tmp_path, monkeypatch):
     folders = [str(written(KINDS["llama"], tmp_path / name)) for name in ("ours", "same", "theirs")]
-    models = [load_policy(folder, unread=True) for folder in (folders[0], folders[0], folders[2])]
+    models = [load_policy(folder, on_meta=True) for folder in (folders[0], folders[0], folders[2])]
     sources = [model._weights_to_read for model in models]
     names = list(sources[0].origins)
     whole = {name: models[2]._weights_to_read.digest(name) for name in names}
@@ -337,7 +337,7 @@ def test_ranks_of_a_host_share_the_checksums_and_other_files_have_their_own(tmp_
 
 def test_buffers_that_no_file_holds_are_computed(tmp_path):
     """The danger is real: without their own frequencies all positions would look alike."""
-    model: PreTrainedModel = load_policy(str(written(KINDS["llama"], tmp_path)), unread=True)
+    model: PreTrainedModel = load_policy(str(written(KINDS["llama"], tmp_path)), on_meta=True)
     frequencies = dict(model.named_buffers())["model.rotary_emb.inv_freq"]
     assert "model.rotary_emb.inv_freq" not in load_file(tmp_path / "model.safetensors")
     assert frequencies.unique().numel() == frequencies.numel() > 1
@@ -346,4 +346,4 @@ def test_buffers_that_no_file_holds_are_computed(tmp_path):
 def test_models_by_name_are_unread_only_where_they_are_told_to_be(tmp_path):
     new_policy().save_pretrained(tmp_path)
     assert isinstance(KINDS["gpt_neox"], GPTNeoXConfig)
-    assert not is_unread(load_policy(str(tmp_path)))
+    assert not is_on_meta(load_policy(str(tmp_path)))

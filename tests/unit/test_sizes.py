@@ -16,8 +16,8 @@ from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.config import ConfigError, GenerateConfig, PairsConfig
+from async_rlhf.models.context_length import check_positions, longest_row, with_prompt_cap
 from async_rlhf.models.forward import response_logprobs
-from async_rlhf.models.positions import check_positions, longest_row, with_prompt_cap
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.trainer import OnlineTrainer
 

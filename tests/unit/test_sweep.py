@@ -153,6 +153,7 @@ def test_shares_are_all_runs_once(make_sweep):
     assert sorted(one.name for part in parts for one in part) == sorted(one.name for one in trials)
 
 
+@pytest.mark.rare
 def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys, monkeypatch):
     config = make_sweep()
     first = run_sweep(config)

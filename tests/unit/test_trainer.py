@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from async_rlhf import OnlineDPOTrainer, OnlineTrainerState
 from async_rlhf.run import trainer as trainers
-from async_rlhf.run.wiring import Inputs, build
+from async_rlhf.run.build import Inputs, build
 
 
 def train(make_policy, tokenizer, prompts, args, reward=count_letters, **options):

@@ -18,7 +18,7 @@ from async_rlhf.generation.placement import check_gpus, worker_devices
 from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
 from async_rlhf.models.snapshots import Region, SnapshotRing
 from async_rlhf.models.weights import differing, digests, named_weights
-from async_rlhf.system.children import context_of, start_process
+from async_rlhf.system.subprocesses import context_of, start_process
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerWorker
 from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.reports.trace import Trace
-from async_rlhf.run.choices import make_generator
+from async_rlhf.run.factory import make_generator
 from async_rlhf.types import Batch
 
 pytestmark = pytest.mark.vllm

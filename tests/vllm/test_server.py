@@ -130,14 +130,14 @@ def test_tensors_that_the_server_did_not_take_stop_the_run(train, tmp_path, monk
     """Here the server is handed a file with two tensors exchanged."""
     finish = SnapshotFolder.make_available
 
-    def exchange(folder, version):
+    def swap_parameter(folder, version):
         finish(folder, version)
         if version == 1:
             tensors = folder.views(version)
             tensors[SQUARE], tensors[TWIN] = tensors[TWIN], tensors[SQUARE]
             save_file(tensors, folder.file(version))
 
-    monkeypatch.setattr(SnapshotFolder, "make_available", exchange)
+    monkeypatch.setattr(SnapshotFolder, "make_available", swap_parameter)
     with pytest.raises(GeneratorError, match=rf"not those of version 1: 2 of 28 tensors: {TWIN}, {SQUARE}"):
         train()
     assert [row["batch"] for row in metrics_of(tmp_path / "run")] == [1, 2]

@@ -68,7 +68,7 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
         return Parallel(ranks)
     parallel, device = from_accelerate(config.parallel, config.bf16, fp16=config.fp16), rank_device(config, ranks)
     _check(config, parallel)
-    if ranks.leads:
+    if ranks.is_main:
         logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
     if parallel.strategy == "ddp":
         return DataParallel(ranks)

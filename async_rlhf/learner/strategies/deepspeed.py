@@ -38,14 +38,14 @@ class ZeRO(Parallel):
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         self.stage = int(config.strategy.removeprefix("zero"))
-        self.spreads_weights = self.reads_shares = self.stage == 3
+        self.is_sharded = self.reads_shares = self.stage == 3
         self._deepspeed = _import_deepspeed(device, config.strategy)
 
     def prepare(
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         super().prepare(model, parts, make)  # while weights have their shapes, which say what decays
-        read = {unread: weight for part in parts for unread, weight in self._read(part).items()}
+        read = {on_meta: weight for part in parts for on_meta, weight in self._read(part).items()}
         for group in self.optimizer.param_groups:
             group["params"] = [read.get(parameter, parameter) for parameter in group["params"]]
         options = {"model": model, "optimizer": self.optimizer, "config": self._options(self.stage)}
@@ -55,7 +55,7 @@ class ZeRO(Parallel):
 
     def frozen(self, model: Model) -> Model:
         """With stage 3 an inference engine that shards the weights; a smaller stage shards nothing here."""
-        if self.spreads_weights:
+        if self.is_sharded:
             options = {key: value for key, value in self._options(3).items() if key != "gradient_clipping"}
             self._read(model)
             self._deepspeed.initialize(model=model, config=options)
@@ -76,7 +76,7 @@ class ZeRO(Parallel):
                 self._deepspeed.zero.Init(module=_Only(parameter), config_dict_or_path=self._options(3))
                 spread.append(parameter)
 
-        return fill_in_turn(model, keep, self.ranks.leads)
+        return fill_in_turn(model, keep, self.ranks.is_main)
 
     def forward(self, *args: Any) -> Any:
         return self._engine(*args)
@@ -110,7 +110,7 @@ class ZeRO(Parallel):
         for i, parameter in enumerate(self.trained):
             for name in ("exp_avg", "exp_avg_sq"):
                 tensor = safe_get_full_optimizer_state(parameter, name)
-                if tensor is not None and self.ranks.leads:  # before the first step there is none
+                if tensor is not None and self.ranks.is_main:  # before the first step there is none
                     found[f"{i}.{name}"] = tensor.cpu()
                     found[f"{i}.step"] = self._steps().clone()
         return found
@@ -148,7 +148,7 @@ class ZeRO(Parallel):
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        with self._deepspeed.zero.GatheredParameters(list(parameters), enabled=self.spreads_weights):
+        with self._deepspeed.zero.GatheredParameters(list(parameters), enabled=self.is_sharded):
             yield
 
     @contextmanager
@@ -159,7 +159,7 @@ class ZeRO(Parallel):
         first: Any = parameters[0]
         part = getattr(first, "ds_tensor", None)
         elsewhere = getattr(part, "final_location", None) == "nvme"
-        if not self.spreads_weights or dtype is None or len(parameters) > 1 or part is None or elsewhere:
+        if not self.is_sharded or dtype is None or len(parameters) > 1 or part is None or elsewhere:
             with super().unsharded(parameters, compute, dtype) as tensor:
                 yield tensor
             return
@@ -170,7 +170,7 @@ class ZeRO(Parallel):
 
     def has_piece(self, parameter: nn.Parameter) -> bool:
         of: Any = parameter
-        if not self.spreads_weights or not hasattr(of, "ds_tensor"):
+        if not self.is_sharded or not hasattr(of, "ds_tensor"):
             return False
         everyone = dist.get_world_size(of.ds_process_group) == self.ranks.count
         return everyone and getattr(of.ds_tensor, "final_location", None) != "nvme"
@@ -182,13 +182,13 @@ class ZeRO(Parallel):
         first = self.ranks.rank * size
         return of.ds_tensor.data[: max(0, min(size, of.ds_numel - first))], first
 
-    def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
+    def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         before: Tensor | None = None
         with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if tensor is not None:
                 before = parameter.data.cpu().clone()
                 parameter.data.copy_(tensor)
-        return partial(self.exchange, parameter, before)
+        return partial(self.swap_parameter, parameter, before)
 
     def _options(self, stage: int) -> dict[str, Any]:
         """DeepSpeed's configuration: the user's options, plus those that follow from the run."""

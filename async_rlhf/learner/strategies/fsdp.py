@@ -36,7 +36,7 @@ class FullyShardedDataParallel(Parallel):
         run: precision.
     """
 
-    spreads_weights, reads_shares, casts_gathered, takes_optimizers = True, True, True, False
+    is_sharded, reads_shares, casts_gathered, takes_optimizers = True, True, True, False
     device: torch.device
 
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
@@ -115,7 +115,7 @@ class FullyShardedDataParallel(Parallel):
             return super().room_for(number, size, dtype)
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -128,7 +128,7 @@ class FullyShardedDataParallel(Parallel):
 
     def piece(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
         if not isinstance(parameter, DTensor):
-            mine, first, writes = parameter.data, 0, self.ranks.leads
+            mine, first, writes = parameter.data, 0, self.ranks.is_main
         else:
             place = parameter.device_mesh.get_coordinate()
             assert place is not None
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(Parallel):
             first = starts[0] * parameter.shape[1:].numel() if starts else 0
         return mine.reshape(-1) if writes else mine.new_empty(0), first
 
-    def exchange(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
+    def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         assert isinstance(parameter, DTensor)
         mine, mesh = parameter.to_local(), parameter.device_mesh
         before = mine.clone()

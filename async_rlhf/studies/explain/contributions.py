@@ -189,7 +189,7 @@ class _Meter:
                 self._log_ratios_BT[rows, :longest] = seen.log_ratios[i]
                 self._moves_BT[rows, :longest] = seen.moves[i]
             self._first_U[u] = False
-            self._counts_U[u] += float(self.experience.weights_U[u])
+            self._counts_U[u] += float(self.experience.loss_weights_U[u])
             for name, value in seen.metrics[i].items():
                 empty_U = torch.zeros(self.experience.units, dtype=torch.float64)
                 self._metrics.setdefault(name, empty_U)[u] += value

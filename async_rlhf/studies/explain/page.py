@@ -14,7 +14,7 @@ _SHARE = 0.1
 
 
 def page(account: Mapping[str, Any]) -> str:
-    """The page, for :func:`~async_rlhf.studies.explain.account.explained` and what the command knows of the run."""
+    """The page, for :func:`~async_rlhf.studies.explain.explanation.explained` and what the command knows of the run."""
     parts = [_head(account), _meaning(account), _completions(account), _tokens(account), _rewards(account)]
     return "\n".join(line for part in [*parts, _lags(account)] for line in [*part, ""])
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
-from async_rlhf.system.children import context_of, start_process
 from async_rlhf.system.files import whole_file
+from async_rlhf.system.subprocesses import context_of, start_process
 
 logger = logging.getLogger(__name__)
 

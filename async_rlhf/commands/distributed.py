@@ -11,7 +11,7 @@ from async_rlhf.commands.stage import Stage
 from async_rlhf.config.parallel import OnRanks
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.watch import Watch
+from async_rlhf.ranks.failure_detector import FailureDetector
 from async_rlhf.system.random_state import seed_all
 
 T = TypeVar("T")
@@ -28,10 +28,10 @@ def on_ranks(config: OnRanks, command: str) -> Iterator[Ranks]:
     """
     seed_all(getattr(config, "seed", 0))
     ranks = start_ranks(config, command)
-    watch, package = Watch(ranks), logging.getLogger("async_rlhf")
+    watch, package = FailureDetector(ranks), logging.getLogger("async_rlhf")
     before = package.level
     try:
-        if not ranks.leads:
+        if not ranks.is_main:
             package.setLevel(logging.ERROR)
         with watch.watching():
             yield ranks
@@ -42,12 +42,12 @@ def on_ranks(config: OnRanks, command: str) -> Iterator[Ranks]:
 
 def done_by(stage: Stage, ranks: Ranks) -> dict[str, Any] | None:
     """:meth:`Stage.done` by rank 0, which alone has the lock and writes, for all ranks."""
-    return ranks.from_lead("finished stage", stage.done)
+    return ranks.broadcast("finished stage", stage.done)
 
 
 def lead_first(ranks: Ranks, place: str, compute: Callable[[], T]) -> T:
     """What ``compute`` returns, by rank 0 first: the others find in caches what it has made there."""
-    if ranks.leads:
+    if ranks.is_main:
         found = compute()
-    ranks.meet(place)
-    return found if ranks.leads else compute()
+    ranks.barrier(place)
+    return found if ranks.is_main else compute()

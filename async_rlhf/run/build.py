@@ -30,6 +30,7 @@ from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models.budget import with_checkpointing
+from async_rlhf.models.context_length import check_positions, with_prompt_cap
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
@@ -43,16 +44,15 @@ from async_rlhf.models.loading import (
     stop_token_ids,
     tokenizer_for,
 )
-from async_rlhf.models.positions import check_positions, with_prompt_cap
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.ranks.failure_detector import FailureDetector
 from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.ranks.watch import Watch
 from async_rlhf.reports.integrations import check_integrations
 from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
-from async_rlhf.run.choices import check_launch, make_scorer, reward_device
+from async_rlhf.run.factory import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
 from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
@@ -131,7 +131,7 @@ class Run(Training):
     """All parts of a run on one rank, before it begins. A resumed run's state is already restored."""
 
     algorithm: Algorithm
-    watch: Watch
+    watch: FailureDetector
     resumed: ResumeState | None
     prompts: SharedPrompts
     recorded: Mapping[int, tuple[int, ...]] | None
@@ -154,7 +154,7 @@ class Start:
     config: OnlineConfig
     """With ``max_prompt_length`` resolved."""
     ranks: Ranks
-    watch: Watch
+    watch: FailureDetector
 
 
 def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
@@ -175,9 +175,9 @@ def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
     require_bitsandbytes(config.reward_model_bits, f"{prefix}reward_model_bits")
     require_bitsandbytes(config.lora.base_bits, f"{prefix}lora.base_bits")
     ranks = start_ranks(config)
-    watch = Watch(ranks)
+    watch = FailureDetector(ranks)
     with watch.watching():
-        if ranks.leads:
+        if ranks.is_main:
             refuse_second(Path(config.output_dir))  # early: fingerprints of large models take a while
         return Start(with_prompt_cap(config, model), ranks, watch)
 
@@ -201,8 +201,8 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
         prepare_deterministic()
     with watch.watching(), ExitStack() as stack:
         check_launch(config, ranks, rank_device(config, ranks))
-        config = start.config.with_rows(ranks.from_lead("rows", lambda: _count(inputs.train_dataset)))
-        hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.leads else None
+        config = start.config.with_rows(ranks.broadcast("rows", lambda: _count(inputs.train_dataset)))
+        hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.is_main else None
         run = _build(config, algorithm, inputs, ranks, watch, hold)
         if run.resumed is not None:
             _restore(run, run.resumed)
@@ -231,12 +231,12 @@ def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
 
 
 def _build(
-    config: OnlineConfig, algorithm: Algorithm, inputs: Inputs, ranks: Ranks, watch: Watch, hold: Hold | None
+    config: OnlineConfig, algorithm: Algorithm, inputs: Inputs, ranks: Ranks, watch: FailureDetector, hold: Hold | None
 ) -> Run:
     folder, resumed = _find_checkpoint(config, algorithm, ranks)
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
     # Data before models: mistakes in it show within seconds.
-    recorded = ranks.from_lead("recorded schedule", lambda: _read_record(config))
+    recorded = ranks.broadcast("recorded schedule", lambda: _read_record(config))
     prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     require_optimizer(config, parallel, inputs.optimizers[0])
@@ -299,19 +299,19 @@ def _callbacks(
 ) -> Callbacks:
     """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
     known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
-    found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.leads else {}
+    found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.is_main else {}
     known |= derived(config, None if prompts.stream is None else prompts.stream.epoch_size)
     return Callbacks(config, learner, tokenizer, inputs.callbacks, known, found)
 
 
 def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
     """The run's folder and the state to resume from, if any. Requires that nothing else is in the way."""
-    checkpoint = ranks.from_lead("checkpoint", lambda: checkpoint_to_resume(config))
+    checkpoint = ranks.broadcast("checkpoint", lambda: checkpoint_to_resume(config))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     if resumed is not None:
         resumed.check(config, algorithm.name)
     folder = RunFolder(config, checkpoint, resumed.batch if resumed else 0)
-    if ranks.leads:
+    if ranks.is_main:
         folder.check()
     return folder, resumed
 
@@ -337,14 +337,14 @@ def _read_prompts(
 
     train: Prompts | None = None
     evaluated: PromptStream | None = None
-    if ranks.leads:
+    if ranks.is_main:
         rows = inputs.eval_dataset
         evaluable = config.eval_steps == 0 or rows is not None
         require(evaluable, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
         train = training()
         if rows is not None:
             evaluated = PromptStream(rows, tokenizer, shuffle=False, key="eval_dataset", **what)
-    evaluates = ranks.from_lead("held-out prompts", lambda: evaluated is not None)
+    evaluates = ranks.broadcast("held-out prompts", lambda: evaluated is not None)
     return SharedPrompts(train, ranks), SharedPrompts(evaluated, ranks) if evaluates else None
 
 
@@ -369,27 +369,27 @@ def _load_models(
     device: torch.device,
 ) -> _Models:
     trust, ref_model = config.trust_remote_code, inputs.ref_model
-    if parallel.spreads_weights:
+    if parallel.is_sharded:
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
-    unread = _reads_shares(inputs, parallel)
-    policy = _policy(config, inputs.model, device, unread)
+    on_meta = _reads_shares(inputs, parallel)
+    policy = _policy(config, inputs.model, device, on_meta)
     check_positions(policy, config.prompt_cap, config.generation.response_length)
     params = _sampling(config, policy, tokenizer)
     # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward = None
     if inputs.reward_model is not None:
-        place, here = reward_device(config, device, parallel.ranks.leads), not config.scores_elsewhere
+        place, here = reward_device(config, device, parallel.ranks.is_main), not config.scores_elsewhere
         bits = config.reward_model_bits
         # Who scores elsewhere gets whole weights.
-        reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, bits, unread=unread and here)
+        reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, bits, on_meta=on_meta and here)
     if isinstance(ref_model, str):
-        reference: PreTrainedModel | None = load_policy(ref_model, device, "ref_model", trust=trust, unread=unread)
+        reference: PreTrainedModel | None = load_policy(ref_model, device, "ref_model", trust=trust, on_meta=on_meta)
     else:
         reference = None if ref_model is None else ref_model.to(device)
     if reference is not None:
         check_embeddings(reference, tokenizer, "ref_model")
-    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, unread)
+    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, on_meta)
     for key, each in (("model", policy), ("ref_model", reference), ("reward_model", reward), ("value_model", value)):
         if isinstance(each, PreTrainedModel):
             use_attention(each, config, key)
@@ -405,17 +405,17 @@ def _reads_shares(inputs: Inputs, parallel: Parallel) -> bool:
     """Whether models that are named stay without weights until they are sharded; the log names those that are not."""
     keys = ("model", "ref_model", "reward_model", "value_model")
     given = [key for key in keys if isinstance(getattr(inputs, key), PreTrainedModel)]
-    if parallel.reads_shares and given and parallel.ranks.leads:
+    if parallel.reads_shares and given and parallel.ranks.is_main:
         told = "given as models, not by name, so every rank holds all of their weights before it keeps its share"
         logger.info("%s: %s", ", ".join(given), told)
     return parallel.reads_shares
 
 
-def _policy(config: OnlineConfig, model: Model, device: torch.device, unread: bool) -> PreTrainedModel:
+def _policy(config: OnlineConfig, model: Model, device: torch.device, on_meta: bool) -> PreTrainedModel:
     if not isinstance(model, str):
         return in_float32(unwrap(model).to(device))
     if config.lora.base_bits is None:
-        return load_policy(model, device, trust=config.trust_remote_code, unread=unread)
+        return load_policy(model, device, trust=config.trust_remote_code, on_meta=on_meta)
     computed = autocast_dtype(config) or torch.float32
     return load_in_four_bits(model, device, computed, trust=config.trust_remote_code)
 
@@ -438,7 +438,7 @@ def _value(
     reward_model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    unread: bool,
+    on_meta: bool,
 ) -> PreTrainedModel | nn.Linear | None:
     """The value model: as given, else a copy of the reward model, else built on the policy's body; or a value head."""
     needs = algorithm.needs(config)
@@ -449,7 +449,7 @@ def _value(
         if not (given is None or isinstance(given, str)):
             raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
         return new_value_head(policy, given).to(device)
-    value = value_model_for(given, reward_model, policy, device, config.trust_remote_code, unread)
+    value = value_model_for(given, reward_model, policy, device, config.trust_remote_code, on_meta)
     check_embeddings(value, tokenizer, "value_model")
     value = in_float32(value).requires_grad_(True)
     if config.lora.rank > 0:
@@ -480,7 +480,7 @@ def restore_trained(run: Training, resumed: ResumeState) -> None:
     """
     checkpoint = run.folder.checkpoint
     assert checkpoint is not None
-    if run.ranks.leads:
+    if run.ranks.is_main:
         resumed.check_inputs(run.fingerprints, run.config.resume_anyway)
     run.callbacks.restore_state(checkpoint)
     tensors = load_shards(run.learner, checkpoint / "resume" / SHARDS) if resumed.sharded else resumed.tensors
@@ -492,7 +492,7 @@ def _restore(run: Run, resumed: ResumeState) -> None:
     """Restore everything from the checkpoint except random generators and the engine's agreement statistics."""
     checkpoint = run.folder.checkpoint
     assert checkpoint is not None
-    if run.ranks.leads:
+    if run.ranks.is_main:
         run.scorer.restore(resumed.values["rewards"])
         exact = run.device.type == "cpu" or run.config.deterministic
         how = "" if exact else "; what follows is equal up to rounding, as deterministic is false"
@@ -500,4 +500,6 @@ def _restore(run: Run, resumed: ResumeState) -> None:
     restore_trained(run, resumed)
     resumed.read_ahead(checkpoint, run.prompts)
     resumed.read_evaluation(checkpoint, run.eval_prompts, run.ranks)
-    run.callbacks.unjudged = None if resumed.evaluation is None else resumed.values.get("unjudged")
+    run.callbacks.pending_eval = (
+        None if resumed.evaluation is None else resumed.values.get("unjudged")
+    )  # its name in older checkpoints, too

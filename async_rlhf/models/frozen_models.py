@@ -44,9 +44,9 @@ class HostCopy(AbstractContextManager[None]):
         self._put(self._host)
 
 
-def at_hand(model: nn.Module | None, config: OnlineConfig, parallel: Parallel) -> AbstractContextManager[None]:
+def on_device(model: nn.Module | None, config: OnlineConfig, parallel: Parallel) -> AbstractContextManager[None]:
     """What to enter, as often as one likes, while a frozen model computes; sharded weights come by themselves."""
-    if model is None or parallel.spreads_weights or not config.offload_frozen:
+    if model is None or parallel.is_sharded or not config.offload_frozen:
         return nullcontext()
     return HostCopy(model)
 

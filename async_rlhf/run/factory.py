@@ -19,15 +19,15 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
-from async_rlhf.models.frozen import frozen
+from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.packing import choose
-from async_rlhf.models.sharded_loading import is_unread
+from async_rlhf.models.sharded_loading import is_on_meta
 from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.reports.trace import Trace
 from async_rlhf.scoring import Scorer
-from async_rlhf.scoring.apart import ApartScorer
 from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.scoring.remote_reward_model import ApartScorer
 
 
 def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> None:
@@ -41,7 +41,7 @@ def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> N
     if config.launch == "local":
         check_engine(config.generation)
         check_gpus(config, learner)
-    elif ranks.leads:
+    elif ranks.is_main:
         from async_rlhf.cluster.ray import connect
 
         connect(config)
@@ -66,7 +66,7 @@ def make_generator(
     config = replace(config, generation=replace(config.generation, num_threads=threads, mismatch_steps=steps))
     if config.placement == "inline":
         return make_inline(config, engine, trace)
-    if not parallel.ranks.leads:
+    if not parallel.ranks.is_main:
         return RemoteGenerator(config, policy, params, trace, parallel)
     if config.launch == "ray":
         from async_rlhf.cluster.ray_generation import RayGenerator
@@ -85,11 +85,11 @@ def make_scorer(
     parallel: Parallel,
 ) -> Scorer:
     """Make the scorer; with several ranks, only rank 0 has actors, or a device for the reward model alone."""
-    if config.ray.reward_workers and parallel.ranks.leads:
+    if config.ray.reward_workers and parallel.ranks.is_main:
         from async_rlhf.cluster.ray_rewards import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
-    if config.reward_model_device is not None and parallel.ranks.leads:
+    if config.reward_model_device is not None and parallel.ranks.is_main:
         assert reward_model is not None
         model = _at_work(reward_model, config, ALONE)
         return ApartScorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
@@ -102,7 +102,7 @@ def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Para
     pack = partial(
         choose, config.packing, config.by_tokens, {"reward model": reward_model}, in_sixteen_bits(config, reward_model)
     )
-    if not is_unread(reward_model):
+    if not is_on_meta(reward_model):
         pack()
         return frozen(reward_model, config, parallel)
     # Whether rows can be packed shows when it computes, and for that it needs weights.
@@ -110,11 +110,11 @@ def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Para
     frozen(reward_model, config, parallel)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         pack(device=device)
-    parallel.settle(reward_model)
+    parallel.reshard(reward_model)
     return reward_model
 
 
-def reward_device(config: OnlineConfig, learner: torch.device, leads: bool) -> torch.device:
+def reward_device(config: OnlineConfig, learner: torch.device, is_main: bool) -> torch.device:
     """The device for this process's copy of the reward model: not its GPU if other processes do the scoring.
 
     Raises:
@@ -126,4 +126,4 @@ def reward_device(config: OnlineConfig, learner: torch.device, leads: bool) -> t
     device, gpus = torch.device(name), torch.cuda.device_count()
     right = f"must be a device of this host, which has {gpus} GPUs"
     require(device.type != "cuda" or (device.index or 0) < gpus, "reward_model_device", name, right)
-    return device if leads else torch.device("cpu")
+    return device if is_main else torch.device("cpu")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
+from async_rlhf.run.build import Run
 from async_rlhf.run.manifest import appearing, require_written, seal
 from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards
-from async_rlhf.run.wiring import Run
 from async_rlhf.system.signals import RankError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ShardedSaves:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._group = run.ranks.apart()
+        self._group = run.ranks.new_group()
         self._stager = make_stager(run.device)
         learner, tokenizer = run.learner, run.tokenizer
         self._models = {
@@ -61,14 +61,14 @@ class ShardedSaves:
         assert self._thread is None, "a save is under way"
         ranks = self._run.ranks
         with ExitStack() as stack:
-            made = [stack.enter_context(appearing(path))] if ranks.leads else []
+            made = [stack.enter_context(appearing(path))] if ranks.is_main else []
             for part in now if made else ():
                 part(made[0])
-            folder = ranks.from_lead("folder of a checkpoint", lambda: made[0])
+            folder = ranks.broadcast("folder of a checkpoint", lambda: made[0])
             state: Any = self._stager.stage(own_state(self._run.learner))
             models = {place: self._copy(place, state) for place in self._models}
             self._path, self._batch = path, batch
-            work = partial(self._write, state, models, folder, stack.pop_all(), later if ranks.leads else (), then)
+            work = partial(self._write, state, models, folder, stack.pop_all(), later if ranks.is_main else (), then)
         self._thread = threading.Thread(target=work, name=f"saving {path.name}", daemon=True)
         self._thread.start()
 
@@ -87,12 +87,12 @@ class ShardedSaves:
         then: Callable[[], None],
     ) -> None:
         """The thread."""
-        shards, leads = folder / "resume" / SHARDS, self._run.ranks.leads
+        shards, is_main = folder / "resume" / SHARDS, self._run.ranks.is_main
 
         def write_models(in_shards: bool) -> None:
             for place, write in models.items():
                 prefix, copies = self._models[place]
-                if leads and copies.in_shards == in_shards:
+                if is_main and copies.in_shards == in_shards:
                     write(folder / place, whole_weights(shards, prefix) if in_shards else {})
 
         def write_rest() -> None:
@@ -110,7 +110,7 @@ class ShardedSaves:
         try:
             with stack:  # if anything fails, nothing is left of the folder
                 write_shards(state, shards, self._group, write_rest, commit)
-            if leads:
+            if is_main:
                 then()
         except BaseException as error:  # of any kind: it is raised where the run next asks
             self._failure = error

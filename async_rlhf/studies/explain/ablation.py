@@ -56,9 +56,9 @@ class Removal:
 
     def without_units(self, units: Sequence[int]) -> Effect:
         """These units have weight 0. The others keep their credit; the mean is over what is left."""
-        weights_U = self._experience.weights_U.clone()
-        weights_U[list(units)] = 0.0
-        return self.effect(self._update.take(replace(self._experience, weights_U=weights_U)))
+        loss_weights_U = self._experience.loss_weights_U.clone()
+        loss_weights_U[list(units)] = 0.0
+        return self.effect(self._update.take(replace(self._experience, loss_weights_U=loss_weights_U)))
 
     def with_scores(self, scored: ScoredBatch) -> Effect:
         """Other scores, from which credit is assigned anew."""

@@ -31,8 +31,8 @@ import torch
 from async_rlhf.rewards.base import Reward
 from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
 from async_rlhf.scoring.functions import RewardFunction, load_object, name_loaded_by
-from async_rlhf.system.children import context_of, hang_up, start_process
 from async_rlhf.system.random_state import capture_on_cpu, equal_on_cpu, restore_on_cpu
+from async_rlhf.system.subprocesses import context_of, hang_up, start_process
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ _LONGEST = 1 << 20
 _LOOPBACK = "127.0.0.1"
 
 
-class Watch:
+class FailureDetector:
     """Connections between ranks that report failures.
 
     Args:
@@ -61,12 +61,12 @@ class Watch:
         """Rank 0 listens; the others connect and prove who they are."""
         master = os.environ.get("MASTER_ADDR", "localhost")
         host = _LOOPBACK if ranks.local_count == ranks.count else master
-        if ranks.leads:
+        if ranks.is_main:
             guarded = open_port(host)
-            ranks.from_lead("watch", lambda: (guarded.port, guarded.secret))
+            ranks.broadcast("watch", lambda: (guarded.port, guarded.secret))
             self._connections = guarded.accept(range(1, ranks.count), _ARRIVAL)
         else:
-            port, secret = ranks.from_lead("watch", lambda: (0, b""))
+            port, secret = ranks.broadcast("watch", lambda: (0, b""))
             self._connections = {0: connect(host, port, secret, ranks.rank, _ARRIVAL)}
         for rank, connection in self._connections.items():
             _notice_lost_hosts(connection)

@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     """False if another rank computes it as well, and counts: this one has no other work in the last round."""
 
 
-class Deal:
+class ScatteredBatches:
     """The passes of one rank, in order; as many for each rank. It can be iterated over again, to the end each time.
 
     Every rank must make it and use it at the same places; what others than rank 0 give it is ignored. With one rank
@@ -64,7 +64,7 @@ class Deal:
             return [sizes(number) for number in range(passes)], types, told
 
         if ranks.count > 1:
-            self._sizes, types, self.told = ranks.from_lead(place, plan)
+            self._sizes, types, self.told = ranks.broadcast(place, plan)
             # The largest first, so that each begins where its type may.
             self._types = dict(sorted(types.items(), key=lambda item: -_sent(item[1]).itemsize))
             passes = len(self._sizes)
@@ -89,7 +89,7 @@ class Deal:
 
     def _begin(self, turn: int) -> tuple[list[Callable[[], object]], Tensor | None]:
         """Start to send or to receive the rows of a round: what waits for them, and where they arrive."""
-        if not self._ranks.leads:
+        if not self._ranks.is_main:
             number, _ = self._hands[self._ranks.rank][turn]
             message = torch.empty(sum(self._bytes(number)), dtype=torch.uint8)
             return [self._ranks.start_receiving(message, 0)], message

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.scoring import Scorer
+from async_rlhf.studies.explain.ablation import Effect, Removal, distance, reward_parts, without_part
 from async_rlhf.studies.explain.contributions import Contributions, contributions
 from async_rlhf.studies.explain.update import RepeatableUpdate, inner, norm
-from async_rlhf.studies.explain.without import Effect, Removal, distance, reward_parts, without_part
 from async_rlhf.types import Experience, Group, Sample, ScoredBatch
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class _Account:
             "rank": rank,
             "contribution": contribution,
             "percent": self.percent(contribution),
-            "weight": self.experience.weights_U[unit].item(),
+            "weight": self.experience.loss_weights_U[unit].item(),
             "draw": prompt.draw,
             "row": prompt.row,
             "prompt": self.tokenizer.decode(prompt.tokens),
@@ -299,14 +299,14 @@ class _Account:
 
     def _corrections(self, units: list[int]) -> dict[str, float]:
         """What importance weights and clipping did to some units: means by their weight in the objective."""
-        weights_U, found = self.experience.weights_U[units].double(), {}
+        loss_weights_U, found = self.experience.loss_weights_U[units].double(), {}
         for name, values_U in self.measured.metrics.items():
             if name.startswith("policy/") and ("clip" in name or "importance" in name):
                 values = values_U[units]
                 there = ~values.isnan()
-                total = weights_U[there].sum().item()
+                total = loss_weights_U[there].sum().item()
                 if total > 0:
-                    found[name] = (values[there] * weights_U[there]).sum().item() / total
+                    found[name] = (values[there] * loss_weights_U[there]).sum().item() / total
         return found
 
 
