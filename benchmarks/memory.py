@@ -155,7 +155,7 @@ CASES = {
     "70B, FSDP on 32": Case(llama(80, 8192, 28_672), 32),
     "70B, FSDP on 64": Case(llama(80, 8192, 28_672), 64),
 }
-"""The table of docs/scaling.md."""
+"""The table of benchmarks/RESULTS.md."""
 
 
 def measure(case: Case) -> dict[str, Peak]:

@@ -102,7 +102,7 @@ def measure(
             progress=False,
             num_threads=2 if both_cores else 1,
             bf16=size.bf16,
-            # 8 of these few completions would be a third of a batch; see docs/generation.md for what they cost.
+            # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what they cost.
             generation=GenerationConfig(response_length=RESPONSE_TOKENS, mismatch_samples=0, **placement),
         )
         model = policy(size.hidden, size.layers)

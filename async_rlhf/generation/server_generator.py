@@ -288,7 +288,7 @@ class ServerWorker(Worker):
         return request
 
     async def _hold(self, client: ServerClient, version: int) -> None:
-        """Have the server hold a version. What is not to be found in the snapshots any more is in no answer."""
+        """Have the server hold a version. Evicted versions can no longer appear in replies."""
         held = await self._load(client, version)
         self._held = {old: each for old, each in self._held.items() if old in self.snapshots.published}
         self._version, self._held[version] = version, held

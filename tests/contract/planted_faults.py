@@ -1,6 +1,6 @@
 """Faults of an engine, one planted at a time, and in how many batches the learner's checks find each.
 
-    python tests/contract/planted_faults.py        # prints the table of docs/reliability.md
+    python tests/contract/planted_faults.py        # prints the table of benchmarks/RESULTS.md
 
 The engine, the requests, the snapshots and the checks are the real ones; only the process boundary is left out. Weights
 move a little after every batch, as a small learning rate moves them.

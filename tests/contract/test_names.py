@@ -20,7 +20,7 @@ from async_rlhf.models.saving import write_model
 
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 ROWS = [line.split("|")[2] for line in PAGE.splitlines() if re.match(r"\| (?!original|TRL \||---)", line)]
-OURS = sorted({name for row in ROWS[:-2] for name in re.findall(r"`([^`]+)`", row)})
+OURS = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row)})
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 OPTIONS = {option for command in ("train", "sft") for option in names_of(command)}
 RESULTS = (ROOT / "docs" / "commands" / "evaluate.md").read_text(encoding="utf-8")
