@@ -89,6 +89,11 @@ NETWORK = ["--train.generation.weights_transport", "network"]
     [
         (["--train.stalenes", "1"], "train.stalenes"),
         (["--train.staleness", "often"], "train.staleness: got 'often'; must be an integer"),
+        (
+            ["--train.generation", "{temprature: 1}"],
+            "train.generation.temprature: .*did you mean train.generation.temp",
+        ),
+        (["--train.generation", "{nothing: {x: 1}}"], "train.generation.nothing: async-rlhf train has no such key"),
         (["--train.staleness", "-1"], "staleness: got -1; must be at least 0"),
         (["--train.total_episodes", "30"], "total_episodes: got 30; must be a multiple of the batch of 4 .*such as 32"),
         (["--train.loss_type", "hinge"], "train.loss_type.*hinge"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -49,6 +52,30 @@ def test_what_is_parsed_is_what_is_made_in_python_and_can_be_pickled(case, tmp_p
     assert (again, type(again)) == (parsed, type(parsed))
     Path("config.yml").write_text(text)
     assert parse(kind, command, ["--config", "config.yml"])[0] == parsed
+
+
+@pytest.mark.parametrize("text", ["null", "Null", "NULL", "~"])
+def test_null_is_null_in_an_option_and_a_variable(text, monkeypatch):
+    monkeypatch.setenv("ASYNC_RLHF_PROMPT_WORDS", text)
+    kind = import_attribute(COMMANDS["sft"].config)
+    found = parse(kind, "sft", ["--train=a", "--output_dir=b", f"--eval={text}"])[0]
+    assert (found.eval, found.prompt_words) == (None, None)
+
+
+def test_of_variables_for_a_group_and_for_one_in_it_the_inner_one_wins(tmp_path):
+    """However sets are ordered, which differs from process to process."""
+    program = (
+        "from async_rlhf.commands.table import *\nfrom async_rlhf.config.parsing import parse\n"
+        "words = ['--model=m', '--data.train=d', '--reward_funcs=a:b']\n"
+        "config = parse(import_attribute(COMMANDS['train'].config), 'train', words)[0]\n"
+        "print(config.train.generation.vllm.block_size)"
+    )
+    outer, inner = "{generation: {vllm: {block_size: 8}}}", "{block_size: 16}"
+    variables = {"ASYNC_RLHF_TRAIN": outer, "ASYNC_RLHF_TRAIN__GENERATION__VLLM": inner}
+    for seed in "1234":
+        known = {**os.environ, **variables, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", program], env=known, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "16"
 
 
 def test_a_configuration_does_not_follow_the_environment_once_it_is_made(monkeypatch):
