@@ -17,7 +17,6 @@ from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import common, parse_either, translate
 from async_rlhf.compat.original.command import MigrateConfig, migrate
 from async_rlhf.compat.original.keys import KEYS
-from async_rlhf.compat.original.translation import our_default
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
 from async_rlhf.models.saving import write_model
@@ -191,7 +190,7 @@ def check(command: str, before: dict[str, object], given: dict[str, object], exp
     assert {key: values.get(key) for key in wanted} == wanted
     rows = translated(command, SMALLEST[command] | given, *words)
     for key in values.keys() - wanted.keys():
-        assert values[key] == our_default(rows.kind, key), key
+        assert values[key] == rows.defaults[key], key
 
 
 def test_defaults_of_the_original_hold_where_they_differ():

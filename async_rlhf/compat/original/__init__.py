@@ -5,36 +5,39 @@ Its flat keys are recognised and translated to ours before parsing. Imports neit
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import itertools
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from async_rlhf.compat.original.algorithm import find_algorithm
-from async_rlhf.compat.original.evaluation import translate_evaluate, translate_generate
-from async_rlhf.compat.original.keys import KEYS
-from async_rlhf.compat.original.reading import check_known, field_names, read_file, take_overrides, typed
-from async_rlhf.compat.original.show import as_yaml, print_table
-from async_rlhf.compat.original.stages import translate_relabel, translate_reward, translate_sft
-from async_rlhf.compat.original.train import translate_train
-from async_rlhf.compat.original.translation import Translation
-from async_rlhf.config.base import Checked
+from async_rlhf.compat.original import common, stages
+from async_rlhf.compat.original.common import Translation, as_yaml, print_table
+from async_rlhf.compat.original.keys import ENVIRONMENT, KEYS, typed
+from async_rlhf.compat.original.train import find_algorithm, translate_train
+from async_rlhf.config.base import Checked, ConfigError, require, shown
 from async_rlhf.config.parallel import launched_rank
-from async_rlhf.config.parsing import ENVIRONMENT_PREFIX, parse, take_config_file
+from async_rlhf.config.parsing import FLAGS, parse, take_config_file, variable_of
+from async_rlhf.config.secrets import HIDDEN, is_secret, masked
+from async_rlhf.config.yaml_text import Repeated, parse_yaml, read_yaml
 from async_rlhf.run.config import RunConfig
 
 __all__ = ["as_yaml", "parse_either", "print_table", "translate"]
 
 Config = TypeVar("Config", bound=Checked)
-_TRANSLATORS: dict[str, Callable[[Translation], None]] = {
-    "sft": translate_sft,
-    "reward": translate_reward,
-    "relabel": translate_relabel,
-    "generate": translate_generate,
-    "evaluate": translate_evaluate,
+_TRANSLATORS = {
+    "sft": stages.translate_sft,
+    "reward": stages.translate_reward,
+    "relabel": stages.translate_relabel,
+    "generate": stages.translate_generate,
+    "evaluate": stages.translate_evaluate,
 }
+_NULLABLE = {"eval_split", ENVIRONMENT}  # for these, null is not the same as leaving the key out
 
 
 def parse_either(kind: type[Config], command: str, words: Sequence[str], export: bool = True) -> tuple[Config, str]:
@@ -44,10 +47,9 @@ def parse_either(kind: type[Config], command: str, words: Sequence[str], export:
     the file's variables in the environment, after the whole file has been checked.
     """
     file, rest = take_config_file(words)
-    if file is None or command not in KEYS or {"-h", "--help", "--help-all"} & set(words):
-        return parse(kind, command, words, export=export)
-    t, rest = translate(kind, command, file, rest)
-    if t is None:
+    known = file is not None and command in KEYS and not {"-h", *FLAGS} & set(words)
+    t, rest = translate(kind, command, file, rest) if file is not None and known else (None, rest)
+    if file is None or t is None:
         return parse(kind, command, words, export=export)
     if launched_rank() == 0:
         print_table(t, Path(file).name)
@@ -74,30 +76,112 @@ def translate(
     Raises:
         ConfigError: an unknown key, a value of a wrong type, or one that is not supported here.
     """
-    values = read_file(file, command, kind)
+    ours = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = _read(file, command, ours)
     if values is None:
         return None, list(words)
-    given, rest = take_overrides(words, command, kind)
-    check_known(given, command, field_names(kind))
-    merged = typed(values | given, command)
-    overrides = _options(rest)
-    if command != "train":
-        t = Translation(command, kind, merged, overrides)
-        _TRANSLATORS[command](t)
-    else:
-        chosen = overrides.get("algorithm", os.environ.get(f"{ENVIRONMENT_PREFIX}_ALGORITHM"))
+    given, rest = _take_overrides(words, command, ours | {"algorithm"})
+    merged = _typed(values | given, command)
+    overrides = {  # the last of equal ones wins
+        word[2:].partition("=")[0]: word.partition("=")[2] if "=" in word else after
+        for word, after in itertools.pairwise([*rest, ""])
+        if word.startswith("--")
+    }
+    if command == "train":
+        chosen = overrides.get("algorithm", os.environ.get(variable_of("algorithm")))
         algorithm, why = find_algorithm(merged, chosen, Path(file).name)
         t = Translation(command, RunConfig.of(algorithm), merged, overrides)
+        common.environment(t)
         translate_train(t, algorithm, why)
+    else:
+        t = Translation(command, kind, merged, overrides)
+        common.environment(t)
+        _TRANSLATORS[command](t)
     t.finish()
     return t, rest
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """Our own options on the command line; the last of equal ones wins."""
-    found = {}
-    for word, after in itertools.pairwise([*words, ""]):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            found[name[2:]] = value if equals else after
-    return found
+def _read(path: str, command: str, ours: set[str]) -> dict[str, Any] | None:
+    """The keys of a file of the original; None if it is not one.
+
+    A key may be there again, as its YAML reader allows: the last value counts, with a warning.
+
+    Raises:
+        ConfigError: it has keys of both formats, or keys of the original and keys that neither format knows.
+    """
+    repeated: list[Repeated] = []
+    values = read_yaml(path, "--config", repeated)
+    if not isinstance(values, dict):
+        return None  # the parser's own message is more helpful
+    theirs = [key for key in values if key in KEYS[command] and key not in ours]
+    if not theirs:
+        return None
+    for key in (key for key in values if key not in KEYS[command] and key != ENVIRONMENT):
+        if key in ours:
+            raise ConfigError(
+                f"{key}: is a key of async-rlhf {command}, but {theirs[0]!r} one of the original's files; must be all "
+                f"of one format (async-rlhf config migrate turns the original's into ours)"
+            )
+        other = [name for name, keys in KEYS.items() if key in keys]
+        nearest = difflib.get_close_matches(key, KEYS[command], 1)
+        hint = f"files for async-rlhf {' or '.join(other)} have it" if other else "the original has no such key"
+        hint += f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{key}: got {shown(values[key])}; {hint}")
+    for each in repeated if launched_rank() == 0 else ():
+        print(f"warning: {path!r}, line {each.lines[1]}: {_told(each, command)}", file=sys.stderr)
+    return values
+
+
+def _told(each: Repeated, command: str) -> str:
+    hidden = is_secret(each.key) or each.key not in KEYS[command]  # such as a variable to export
+    before, last = (HIDDEN if hidden else masked(shown(value)) for value in each.values)
+    same = each.values[0] == each.values[1]
+    values = f"with the same value {last}" if same else f"with {before} before and {last} now; the last one counts"
+    return f"the key {shown(each.key)} is there again (line {each.lines[0]}), {values}"
+
+
+def _take_overrides(words: Sequence[str], command: str, ours: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options in the original's style, such as ``--learning_rate 1e-5`` or ``--vllm``, and the other words.
+
+    Raises:
+        ConfigError: an option that is neither the original's nor ours.
+    """
+    keys, queue = KEYS[command], deque(words)
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    while queue:
+        word = queue.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        negated = name.removeprefix("no_")
+        if not word.startswith("--") or name == "help":
+            rest.append(word)
+        elif name in keys:
+            following = [value] if equals else []
+            most = 0 if equals else len(queue) if keys[name].kind == "list" else 1
+            while queue and not queue[0].startswith("--") and len(following) < most:
+                following.append(queue.popleft())
+            found[name] = _option(name, keys[name].kind, following)
+        elif negated != name and negated in keys and keys[negated].kind == "bool":
+            found[negated] = False
+        elif name.partition(".")[0] in ours:
+            rest.append(word)
+        else:
+            nearest = difflib.get_close_matches(name, keys, 1)
+            hint = f"; did you mean --{nearest[0]}?" if nearest else ""
+            raise ConfigError(f"--{name}: is neither an option of the original nor of async-rlhf {command}{hint}")
+    return found, rest
+
+
+def _option(name: str, kind: str, words: list[str]) -> Any:
+    if kind == "list":
+        return parse_yaml(words[0], name) if len(words) == 1 and words[0].startswith("[") else words
+    require(bool(words) or kind in ("bool", "any"), name, None, "must be followed by its value")
+    return words[0] if words else True
+
+
+def _typed(values: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Values converted to their keys' types. Null is left out, as it means the same."""
+    kinds = {key: each.kind for key, each in KEYS[command].items()} | {ENVIRONMENT: "mapping"}
+    return {
+        key: typed(key, kinds[key], value) for key, value in values.items() if value is not None or key in _NULLABLE
+    }

@@ -7,20 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import as_yaml, translate
-from async_rlhf.config import evaluation, stages
 from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
 from async_rlhf.config.yaml_text import read_yaml
-from async_rlhf.run.config import RunConfig
 
-KINDS: dict[str, type[Checked]] = {
-    "train": RunConfig,
-    "sft": stages.SFTConfig,
-    "reward": stages.RewardConfig,
-    "relabel": stages.RelabelConfig,
-    "generate": evaluation.GenerateConfig,
-    "evaluate": evaluation.EvaluateConfig,
-}
 _SIGNS = {
     "train": ("sft_model_path", "reward_model_path", "total_episodes"),
     "evaluate": ("gold_model_name",),
@@ -73,11 +64,11 @@ def migrate(config: MigrateConfig) -> str:
         ConfigError: it is not a file of the original, or cannot be translated.
     """
     command = config.command or _command(config.file)
-    words = [] if config.algorithm is None else ["--algorithm", config.algorithm]
-    words += [] if config.ranks is None else ["--train.parallel.ranks", str(config.ranks)]
+    asked = {"--algorithm": config.algorithm, "--train.parallel.ranks": config.ranks}
+    words = [word for name, value in asked.items() if value is not None for word in (name, str(value))]
     right = "must be left out: only files for train have it"
     require(command == "train" or not words, "algorithm" if config.algorithm else "ranks", words[-1:], right)
-    t, _ = translate(KINDS[command], command, config.file, words)
+    t, _ = translate(import_attribute(COMMANDS[command].config), command, config.file, words)
     if t is None:
         raise ConfigError(
             f"file: got {config.file!r}; must be a YAML file with keys of the original for async-rlhf {command}"
