@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from async_rlhf.compat.original import common, stages
+from async_rlhf.commands.table import import_attribute
+from async_rlhf.compat.original import common
 from async_rlhf.compat.original.common import Translation, as_yaml, print_table
 from async_rlhf.compat.original.keys import ENVIRONMENT, KEYS, typed
 from async_rlhf.compat.original.train import find_algorithm, translate_train
@@ -30,13 +31,6 @@ from async_rlhf.run.config import RunConfig
 __all__ = ["as_yaml", "parse_either", "print_table", "translate"]
 
 Config = TypeVar("Config", bound=Checked)
-_TRANSLATORS = {
-    "sft": stages.translate_sft,
-    "reward": stages.translate_reward,
-    "relabel": stages.translate_relabel,
-    "generate": stages.translate_generate,
-    "evaluate": stages.translate_evaluate,
-}
 _NULLABLE = {"eval_split", ENVIRONMENT}  # for these, null is not the same as leaving the key out
 
 
@@ -96,7 +90,7 @@ def translate(
     else:
         t = Translation(command, kind, merged, overrides)
         common.environment(t)
-        _TRANSLATORS[command](t)
+        import_attribute(f"compat.original.stages:translate_{command}")(t)
     t.finish()
     return t, rest
 

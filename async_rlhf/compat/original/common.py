@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -51,7 +50,7 @@ class Row(NamedTuple):
         """Key, value and note on one line, for otherwise a text could begin a line that is read as a key."""
         if self.note == MAPPED and self.targets:
             return self.key
-        said = f"{self.note}" if self.key.startswith("(") else f"{self.shown} ({self.note})"
+        said = self.note if self.key.startswith("(") else f"{self.shown} ({self.note})"
         return _on_one_line(f"{self.key}: {said}")
 
 
@@ -170,15 +169,11 @@ def as_yaml(t: Translation, source: str) -> str:
     lines = [
         f"# From {source}, a file of the original's format, by async-rlhf config migrate.",
         f"#   async-rlhf {t.command} --config THIS_FILE",
-        *_lines({name: f"{spelt(t.values[name])}{_behind(comments[name])}" for name in names}),
+        *_lines({name: spelt(t.values[name]) + (comments[name] and f"  # {comments[name]}") for name in names}),
     ]
     lines += [f"# environment: export {name}={_on_one_line(value)}" for name, value in t.environment.items()]
     lines += [f"# {row.comment}" for row in t.rows if not row.targets]
     return "\n".join(lines) + "\n"
-
-
-def _behind(comment: str) -> str:
-    return f"  # {comment}" if comment else ""
 
 
 def _on_one_line(text: str) -> str:
@@ -288,9 +283,7 @@ def adapters(t: Translation, prefix: str, note: str = MAPPED) -> None:
     t.idle(f"{HERE}: it follows from the model", "lora_task_type")
 
 
-def weights_dtype(
-    t: Translation, target: str, note: str = MAPPED, narrow: Mapping[str, Any] = MappingProxyType({})
-) -> None:
+def weights_dtype(t: Translation, target: str, note: str = MAPPED, narrow: Mapping[str, Any] | None = None) -> None:
     """The dtype of a model that is loaded but not trained.
 
     Args:
@@ -309,7 +302,7 @@ def weights_dtype(
     elif dtype == "float32":
         t.maps("torch_dtype", {target: dtype})
     else:
-        t.maps("torch_dtype", {target: dtype, **narrow}, note)
+        t.maps("torch_dtype", {target: dtype, **(narrow or {})}, note)
 
 
 def one_split(source: str) -> str:

@@ -177,7 +177,6 @@ _REWARD = _keys(
         "": "max_length:int",
         f"{HERE}: the model's own tokenizer is taken": "tokenizer_name:str",
         f"{HERE}: the main revision is what is loaded": "model_revision",
-        MAPPED: "trust_remote_code",
     },
     _STAGE,
 )

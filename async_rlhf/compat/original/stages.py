@@ -43,8 +43,7 @@ def translate_reward(t: Translation) -> None:
     if t["model_revision"] != "main":
         name = f"{t['model_name_or_path']}@{t['model_revision']}"
         t.maps("model_revision", {"model": name}, "part of the model's name")
-    if t["trust_remote_code"]:
-        t.maps("trust_remote_code", "trust_remote_code")
+    t.maps("trust_remote_code", {"trust_remote_code": True} if t["trust_remote_code"] else {})
 
 
 def _stage(t: Translation) -> None:
@@ -120,7 +119,7 @@ def translate_generate(t: Translation) -> None:
     common.weights_dtype(t, "dtype")
     place = t["dataset_path"] or os.path.join(model, _GENERATIONS)
     t.maps("dataset_path", {"output_dir": place}, "mapped; <name>.jsonl for every model")
-    _sanity(t)
+    t.maps("sanity_check", {"max_prompts": _SANITY_PROMPTS} if t["sanity_check"] else {})
     t.idle(f"{MAPPED if t['save_generations'] else HERE}: completions are always written", "save_generations")
     t.idle(f"{HERE}: one GPU for each model" if t["num_gpus"] > 1 else MAPPED, "num_gpus")
 
@@ -141,10 +140,4 @@ def translate_evaluate(t: Translation) -> None:
     t.maps("gold_model_name", "reward_model", note)
     note = "mapped; perplexity is of the response's tokens, there its loss was divided by the prompt's as well"
     t.maps("ref_model_name", "ref_model", note)
-    _sanity(t)
-
-
-def _sanity(t: Translation) -> None:
-    if t["sanity_check"]:
-        t.maps("sanity_check", {"max_prompts": _SANITY_PROMPTS})
-    t.idle(MAPPED, "sanity_check")
+    t.maps("sanity_check", {"max_prompts": _SANITY_PROMPTS} if t["sanity_check"] else {})

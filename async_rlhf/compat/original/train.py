@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from async_rlhf.compat.original import common
 from async_rlhf.compat.original.common import ALGORITHM, Row, Translation, one_of
@@ -68,13 +68,13 @@ def translate_train(t: Translation, algorithm: str, why: str) -> None:
     common.place(t, "train.output_dir", below_cwd=algorithm != "online_dpo", names_run=True)
     common.integrations(t, "train.report_to")
     _models_and_data(t)
-    size = batches(t, algorithm)
-    _evaluation(t, size.number)
-    _schedule(t, size.number)
+    number, completions = batches(t, algorithm)
+    _evaluation(t, number)
+    _schedule(t, number)
     _optimisation(t, algorithm)
     _generation(t, algorithm)
     _objective(t, algorithm)
-    _logs(t, algorithm, size)
+    _logs(t, algorithm, number, completions)
     if algorithm == "online_dpo":
         note = "mapped; crashed there; here the reference is the policy with its adapters off"
         common.adapters(t, "train.lora", note)
@@ -94,19 +94,8 @@ def _models_and_data(t: Translation) -> None:
     t.maps("dataset_name", "data.train")
 
 
-class Batches(NamedTuple):
-    """A run's batches."""
-
-    number: int
-    """B."""
-    prompts: int
-    """Of one batch, over all ranks."""
-    completions: int
-    """Of one batch."""
-
-
-def batches(t: Translation, algorithm: str) -> Batches:
-    """Translate the keys that make up a batch.
+def batches(t: Translation, algorithm: str) -> tuple[int, int]:
+    """Translate the keys that make up a batch, and return the number of batches and a batch's completions.
 
     In the original, batch_size = per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x ranks
     counts prompts, but in RLOO completions, so that its batch has 1 / rloo_k as many prompts; total_episodes counts the
@@ -141,7 +130,7 @@ def batches(t: Translation, algorithm: str) -> Batches:
         t.idle(f"{THERE}: PPO draws one completion of a prompt", "rloo_k")
     else:
         t.maps("rloo_k", "train.samples_per_prompt")
-    return Batches(episodes // size, size // share, size // share * (1 if algorithm == "ppo" else samples))
+    return episodes // size, size // share * (1 if algorithm == "ppo" else samples)
 
 
 def _passes(t: Translation, algorithm: str) -> None:
@@ -291,16 +280,16 @@ def _objective(t: Translation, algorithm: str) -> None:
     t.idle(MAPPED if algorithm == "best_of_k" else "mapped: no best-of-K", "bok")
 
 
-def _logs(t: Translation, algorithm: str, size: Batches) -> None:
+def _logs(t: Translation, algorithm: str, number: int, completions: int) -> None:
     t.maps("run_name", "train.run_name")
     if algorithm == "online_dpo" and t["save_generations"]:
         note = "kept in memory and written at the end there; here at once, to samples.jsonl, with every batch"
-        t.maps("save_generations", {"train.num_samples_logged": size.completions}, note)
+        t.maps("save_generations", {"train.num_samples_logged": completions}, note)
         note = "every batch, as there, where it was ignored: save_generations writes with each line of the log"
         t.idle(note, "logging_steps")
         return
     if algorithm == "online_dpo":
         t.idle("mapped: a few completions of each logged batch go to samples.jsonl", "save_generations")
     if "logging_steps" in t.given:  # if it is absent, every batch was logged, as here
-        steps = max(1, _share_of(t, "logging_steps", size.number))
+        steps = max(1, _share_of(t, "logging_steps", number))
         t.maps("logging_steps", {"train.logging_steps": steps}, "mapped; was ignored there: every batch was logged")
