@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def over(rows: list[dict[str, Any]], key: Key, x: Axis, y: Axis, title: str = ""
     return curves(shown, key, x, y, title)
 
 
-def evaluated(results: Mapping[str, Any], runs: Mapping[Series, Any]) -> list[Series]:
+def evaluated(results: Mapping[str, Any], runs: Iterable[Series]) -> list[Series]:
     """The series that an evaluation has beside those of the runs: the reference model is grey."""
     known = {series.name for series in runs}
     names = list(dict.fromkeys(_series_of(name) for name in results["models"]))
@@ -146,8 +146,7 @@ def against_kl(results: Mapping[str, Any], key: Key, title: str = "") -> Spec:
             }
         )
     x = Axis("kl", f"KL to {results['reference']} (nats per completion)", zero=True)
-    several = len(rows) > len({row["series"] for row in rows})
-    spec = points(rows, key, x, y, title, front=several)
+    spec = points(rows, key, x, y)
     human = (results.get("reference_response") or {}).get(y.field)
     return spec if human is None else with_band(spec, human["low"], human["high"], "human")
 

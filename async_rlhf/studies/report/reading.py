@@ -134,6 +134,11 @@ class ReadRun:
         return max(1, round(episodes * last["batch"] / last["episode"]))
 
     @property
+    def progress(self) -> str:
+        """Batches trained on, and planned if that is known, in words."""
+        return f"{self.batches} of {self.planned}" if self.planned else str(self.batches)
+
+    @property
     def starts_at_reference(self) -> bool:
         """Whether the KL before the first batch is known to be 0: the reference is the model that training began at."""
         started_elsewhere = self.config.get("ref_model") is not None or self.config.get("resume_from") is not None

@@ -95,7 +95,7 @@ def _against_axis(
         if (interval := getattr(one, what)) is not None
     ]
     x = Axis("x", axis.rpartition(".")[2], ticks=ticks)
-    return points(_apart(rows, key, ticks), key, x, Axis("y", title), front=True)
+    return points(_apart(rows, key, ticks), key, x, Axis("y", title))
 
 
 def _against_kl(found: Sequence[Summary], axis: str, key: Key, what: str) -> Spec:
@@ -116,7 +116,7 @@ def _against_kl(found: Sequence[Summary], axis: str, key: Key, what: str) -> Spe
     if what == "wins":
         rows.append({"series": START, "label": "", "x": 0.0, "y": 0.5})
     x = Axis("x", "KL to the starting model (nats per completion)", zero=True)
-    return points(rows, key, x, y, f"Numbers at the points: {axis.rpartition('.')[2]}", front=True, label="label")
+    return points(rows, key, x, y, f"Numbers at the points: {axis.rpartition('.')[2]}", label="label")
 
 
 def _ends(interval: Interval, name: str) -> dict[str, Any]:
