@@ -207,9 +207,7 @@ def test_a_signal_saves_and_ends_and_an_older_format_is_refused(sft, tmp_path, m
 
 def test_a_gradient_that_is_not_finite_ends_the_stage(sft, monkeypatch):
     monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=lambda *args: _times(response_loss(*args), math.nan)))
-    with pytest.raises(
-        FloatingPointError, match=r"step 1: .* is nan; the weights .*; lower learning_rate \(0\.001\)"
-    ):
+    with pytest.raises(FloatingPointError, match=r"step 1: .* is nan; the weights .*; lower learning_rate \(0\.001\)"):
         run_sft(sft)
 
 

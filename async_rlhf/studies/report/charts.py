@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +64,7 @@ def can_draw() -> bool:
     return find_spec("vl_convert") is not None
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A run, or a group of runs, as charts show it.
 
     Args:
@@ -150,8 +148,7 @@ _SMALL = "datum.value !== 0 && abs(datum.value) < 1e-4 ? format(datum.value, '.2
 """Labels of axes: 5e-7, not 0.0000005."""
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """An axis of numbers.
 
     Args:
@@ -240,6 +237,11 @@ def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", lab
     return _chart(title, _marked(rows), layers)
 
 
+def with_interval(field: str, axis: str, found: Mapping[str, float]) -> dict[str, float]:
+    """What a row for :func:`points` has of an "estimate" with its "low" and "high"; ``axis`` is "x" or "y"."""
+    return {field: found["estimate"], f"{axis}_low": found["low"], f"{axis}_high": found["high"]}
+
+
 def with_band(spec: Spec, low: float, high: float, text: str) -> Spec:
     """The chart with a grey band across it, such as the human responses, and its name in it."""
     data = {"data": {"values": [{"low": low, "high": high, "text": text}]}}
@@ -270,11 +272,9 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
     }
     y: Spec = {"field": "track", "type": "nominal", "title": None, "sort": list(tracks), "axis": {"grid": False}}
     y["scale"] = {"domain": list(tracks)}
-    titles = {"track": None, "what": "work", "text": "batch", "start": "from (s)", "end": "to (s)"}
-    tooltip = [
-        {"field": name} | ({"title": told} if told else {}) | ({"format": ".3f"} if name in ("start", "end") else {})
-        for name, told in titles.items()
-    ]
+    tooltip = [{"field": "track"}, {"field": "what", "title": "work"}, {"field": "text", "title": "batch"}]
+    times = {"start": "from (s)", "end": "to (s)"}
+    tooltip += [{"field": field, "title": told, "format": ".3f"} for field, told in times.items()]
     bar = {"x": x.encoding(), "x2": {"field": "end"}, "y": y, "color": colour, "tooltip": tooltip}
     number = {"x": {**x.encoding(), "field": "middle"}, "y": y, "text": {"field": "text"}}
     wide = {"filter": f"datum.end - datum.start > {seconds / 30:.6g}"}
@@ -309,8 +309,8 @@ def figure(panels: Sequence[Spec], key: Key | None = None, columns: int = 3) -> 
     rows: list[Spec] = [{"hconcat": list(panels[i : i + columns])} for i in range(0, len(panels), columns)]
     if key is not None and key.series:
         width = 56 + 7 * max(len(one.text) for one in key.series.values())
-        wide = min(columns, len(panels)) * 360
-        rows.append(legend(key, max(1, min(len(key.series), wide // width)), width))
+        fitting = min(columns, len(panels)) * 360 // width
+        rows.append(legend(key, max(1, min(len(key.series), fitting)), width))
     return {"$schema": SCHEMA, "vconcat": rows, "spacing": 24}
 
 

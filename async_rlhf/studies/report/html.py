@@ -62,31 +62,26 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     path = list(panels.score_against_kl(runs, key))
     stale = list(panels.over_training(panels.STALENESS, runs, key, points))
     work = [panel for number, run in enumerate(runs) for panel in panels.work(run, number, share)]
-    judged = [(one, *panels.gold(one, runs, number)) for number, one in enumerate(evaluations)]
+    gold = [panels.gold(one, runs, number) for number, one in enumerate(evaluations)]
     groups, notes = samples(runs, evaluations, int(share * _TEXT))
     parts: Any = _TEMPLATES.get_template("page.parts.html").module
-    judgements = [
-        parts.evaluation(
-            one.folder.name if len(judged) > 1 else "", tables.evaluation(one), one.results.get("notes", ()), *shown
-        )
-        for one, *shown in judged
+    judged = [
+        parts.evaluation(len(evaluations) > 1, one, tables.evaluation(one), *of_one)
+        for one, of_one in zip(evaluations, gold, strict=True)
     ]
+    about = parts.environment(list(tables.starts(runs)), *tables.configuration(runs), FREE_FORM)
     sections = [
         ("runs", "Runs", parts.table(*tables.overview(runs))),
         ("warnings", "What to look at", parts.warnings(warnings(runs, evaluations))),
         ("curves", "Curves", parts.curves(key, curves)),
         ("score-against-kl", "Score against KL", parts.curves(key, path)),
-        ("evaluation", "Evaluation", Markup("\n").join(judgements)),
+        ("evaluation", "Evaluation", Markup("\n").join(judged)),
         ("staleness", "Staleness", parts.curves(key, stale)),
         ("work", "Who worked when", parts.work(work, tables.faults(runs))),
         ("samples", "Samples", parts.samples(notes) if groups else ""),
-        (
-            "environment",
-            "Environment and configuration",
-            parts.environment(tables.starts(runs), *tables.configuration(runs), FREE_FORM),
-        ),
+        ("environment", "Environment and configuration", about),
     ]
-    shown = [*curves, *path, *(panel for _, _, gold in judged for panel in gold), *stale, *work]
+    shown = [*curves, *path, *(panel for _, of_one in gold for panel in of_one), *stale, *work]
     data = {
         "specs": {panel.name: panel.spec for panel in shown},
         "samples": groups,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline
@@ -18,19 +17,15 @@ BATCHES_SHOWN = 8
 MAX_SPANS = 4000
 """Of one timeline. The newest are shown."""
 _SHARE = "Share of tokens or completions."
-WORK_OF = {
-    "generate": "sampling",
-    "load": "sampling",
-    "mismatch": "sampling",
-    "evaluate": "evaluation",
-    "rewards": "rewards",
-    "score": "rewards",
-    "hand out": "publishing",
-    "publish": "publishing",
-    "annotate": "training",
-    "train": "training",
-    "save": "saving",
+_SPANS = {
+    "sampling": ("generate", "load", "mismatch"),
+    "evaluation": ("evaluate",),
+    "rewards": ("rewards", "score"),
+    "publishing": ("hand out", "publish"),
+    "training": ("annotate", "train"),
+    "saving": ("save",),
 }
+WORK_OF = {span: work for work, spans in _SPANS.items() for span in spans}
 """Span -> kind of work. Waiting is where there is no bar."""
 
 
@@ -143,22 +138,22 @@ def over_training(wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, po
 
 
 def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, Any]]:
-    fields = {"value": curve.field, **dict(zip(("low", "high"), curve.band or (), strict=False))}
-    rows = [
-        {"series": run.name, x.field: row[x.field], **{name: row[f] for name, f in fields.items() if f in row}}
-        for row in (run.evals if curve.field.startswith("eval_") else run.rows)
-        if isinstance(row.get(curve.field), (int, float)) and x.field in row
-    ]
-    began = []
+    rows: list[dict[str, Any]] = []
+    for row in run.evals if curve.field.startswith("eval_") else run.rows:
+        if isinstance(row.get(curve.field), (int, float)) and x.field in row:
+            rows.append({"series": run.name, x.field: row[x.field], "value": row[curve.field]})
+            if curve.band is not None and {*curve.band} <= row.keys():
+                rows[-1] |= {"low": row[curve.band[0]], "high": row[curve.band[1]]}
+    shown = [_short(row) for row in thinned(rows, points, ("value", "low", "high"))]
     if curve.at_start is not None and run.starts_at_reference and rows and rows[0][x.field] > 0:
-        began = [{"series": run.name, x.field: 0, "value": curve.at_start}]
-    return began + [_short(row) for row in thinned(rows, points, ("value", "low", "high"))]
+        return [{"series": run.name, x.field: 0, "value": curve.at_start}, *shown]
+    return shown
 
 
 def rewards(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
     """Each part of the reward, where there are several."""
-    names = sorted({key for run in runs for row in run.rows[-1:] for key in row if key.startswith("reward/")})
-    names = [name for name in names if name != "reward/skipped"]
+    found = {name for run in runs for row in run.rows[-1:] for name in row if name.startswith("reward/")}
+    names = sorted(found - {"reward/skipped"})
     if len(names) > 1:
         parts = [Curve(name, f"Reward: {name[7:]}", "Mean, before its weight.") for name in names]
         yield from over_training(parts, runs, key, points)
@@ -194,13 +189,12 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
     series = {run.name: run.series for run in runs}
     for one in sorted(evaluated(results, list(series.values())), key=lambda one: one.name == CHECKPOINTS):
         whose = next((run for run in runs if run.name in mine.values()), None) if one.name == CHECKPOINTS else None
-        series[one.name] = one if whose is None else replace(whose.series, name=CHECKPOINTS)
+        series[one.name] = one if whose is None else whose.series._replace(name=CHECKPOINTS)
     key = Key(series.values())
-    shown = {"gold": ("Gold reward against KL", against_kl(results, key))}
-    if (spec := over_checkpoints(results, key)) is not None:
-        shown["gold-batches"] = ("Over the checkpoints", spec)
-    says = "Bars are 95% intervals over prompts."
-    return key, [Panel(f"{name}-{number}", title, spec, says) for name, (title, spec) in shown.items()]
+    says, more = "Bars are 95% intervals over prompts.", over_checkpoints(results, key)
+    shown = [Panel(f"gold-{number}", "Gold reward against KL", against_kl(results, key), says)]
+    shown += [] if more is None else [Panel(f"gold-batches-{number}", "Over the checkpoints", more, says)]
+    return key, shown
 
 
 def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
@@ -221,8 +215,9 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     for layer in spec["layer"]:
         layer["encoding"]["x"]["scale"] = {"zero": False, "nice": False, **window}
     found = idleness(run.traces.values())
-    says = "" if found is None else found.text
-    says += " Shares are of each side's time from its first piece of work to its last."
+    says = (
+        "" if found is None else found.text
+    ) + " Shares are of each side's time from its first piece of work to its last."
     if len(run.traces) > 1:
         says += f" They are of all {len(run.traces)} starts; the picture is of the newest, {name}."
     if len(rows) > len(shown):
@@ -234,14 +229,8 @@ def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
     found = sorted((span for span in spans if span.name in WORK_OF), key=lambda span: span.start)
     first = found[0].start if found else 0.0
     return [
-        {
-            "track": span.track,
-            "work": WORK_OF[span.name],
-            "what": span.name,
-            "start": round(span.start - first, 4),
-            "end": round(span.end - first, 4),
-            "text": str(span.batch) if span.batch else "",
-        }
+        {"track": span.track, "work": WORK_OF[span.name], "what": span.name, "text": str(span.batch or "")}
+        | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
         for span in found
         if span.end - span.start > 1e-3 or span.name != "publish"
     ]

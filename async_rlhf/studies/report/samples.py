@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -61,14 +62,11 @@ def _within(kind: str, found: Answers, room: int) -> list[dict[str, Any]]:
 
 def _shared_batches(runs: Sequence[ReadRun], characters: int) -> set[Any]:
     """Batches at equal distances, the first and the last among them, as many as fit."""
-    batches = sorted({row["batch"] for run in runs for row in run.samples if "batch" in row})
-    whole = sum(_size(row) for run in runs for row in run.samples)
-    step = max(1, -(-whole // max(1, characters)))
+    rows = [row for run in runs for row in run.samples]
+    batches = sorted({row["batch"] for row in rows if "batch" in row})
+    whole = sum(60 + sum(min(LONGEST, len(str(row.get(key, "")))) for key in ("prompt", "completion")) for row in rows)
+    step = max(1, math.ceil(whole / max(1, characters)))
     return {*batches[::step], *batches[-1:]}
-
-
-def _size(row: Mapping[str, Any]) -> int:
-    return min(LONGEST, len(str(row.get("prompt", "")))) + min(LONGEST, len(str(row.get("completion", "")))) + 60
 
 
 def _add(found: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> None:

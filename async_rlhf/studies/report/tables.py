@@ -92,9 +92,8 @@ def evaluation(judged: Evaluation) -> Iterator[tuple[list[str], Rows, str]]:
             caption = ""
 
 
-def starts(runs: Sequence[ReadRun]) -> Rows:
+def starts(runs: Sequence[ReadRun]) -> Iterator[list[str]]:
     """Every start of every run: when, where, with which versions."""
-    rows = []
     for run in runs:
         for number, start in enumerate(run.starts, start=1):
             own, packages = start.get("async_rlhf") or {}, start.get("packages") or {}
@@ -102,17 +101,14 @@ def starts(runs: Sequence[ReadRun]) -> Rows:
                 f" {str(own['commit'])[:10]}{' (changed)' if own.get('dirty') else ''}" if own.get("commit") else ""
             )
             versions = ", ".join(f"{name} {version}" for name, version in packages.items())
-            rows.append(
-                [
-                    f"{run.name}, start {number}" if len(run.starts) > 1 else run.name,
-                    _when(start),
-                    f"{start.get('device', '')}, {start.get('ranks', '')} rank(s)",
-                    f"{own.get('version', '')}{commit}",
-                    f"Python {start.get('python', '')}, {versions}; {start.get('system', '')}",
-                    " ".join(_words(start.get("command") or [])),
-                ]
-            )
-    return rows
+            yield [
+                f"{run.name}, start {number}" if len(run.starts) > 1 else run.name,
+                _when(start),
+                f"{start.get('device', '')}, {start.get('ranks', '')} rank(s)",
+                f"{own.get('version', '')}{commit}",
+                f"Python {start.get('python', '')}, {versions}; {start.get('system', '')}",
+                " ".join(_words(start.get("command") or [])),
+            ]
 
 
 def faults(runs: Sequence[ReadRun]) -> Rows:

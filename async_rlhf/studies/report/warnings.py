@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
@@ -14,8 +13,7 @@ from async_rlhf.studies.report.plots import CHECKPOINT
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs
 
 
-@dataclass(frozen=True)
-class Thresholds:
+class Thresholds(NamedTuple):
     """A figure beyond one of these gets a warning."""
 
     part: float = 0.1
