@@ -35,7 +35,7 @@ from async_rlhf.studies.report.idleness import idleness, length, union
 from async_rlhf.studies.report.reading import ReadRun, Span, evaluations_of, read_run
 from async_rlhf.studies.report.warnings import THRESHOLDS, warnings
 
-EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028<!--\ud800"
+EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028<!--\ud800{{ 7 * 7 }}{% if %}"
 
 
 def train(folder: Path, name: str, callbacks=(), **changes) -> Path:
@@ -166,7 +166,7 @@ def test_idle_shares_of_a_trace_made_by_hand():
     expected = {"wait": 0.4, "mismatch": 0.1, "train": 0.4, "evaluate": 0.1, "other": 0.0}
     assert found.learner == pytest.approx(expected)
     # Generator 0 did nothing for 4 of 8 seconds, generator 1 never in its 6.
-    assert (found.generators, found.count) == (pytest.approx(4 / 14), 2)
+    assert (found.generators, found.number) == (pytest.approx(4 / 14), 2)
     assert found.text == "The learner waited 40% of the time, its 2 generators 29%."
     # A second start that only waits: of 20 seconds the learner waited 14.
     assert idleness([spans, [span("learner", "wait", 0, 10)]]).learner["wait"] == pytest.approx(0.7)

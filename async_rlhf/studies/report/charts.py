@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rlhf.system.files import whole_file
 
@@ -34,16 +33,16 @@ VEGA_LITE = "6.4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#808080"
 # In a box from -1 to 1. Filled or hollow, they can be told apart at the size of a letter.
-SHAPES = {
-    "circle": "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z",
-    "square": "M-.88,-.88L.88,-.88L.88,.88L-.88,.88Z",
-    "triangle": "M0,-1.1L1.05,.8L-1.05,.8Z",
-    "diamond": "M0,-1.25L1,0L0,1.25L-1,0Z",
-    "down": "M0,1.1L1.05,-.8L-1.05,-.8Z",
-    "cross": "M-.4,-1.1L.4,-1.1L.4,-.4L1.1,-.4L1.1,.4L.4,.4L.4,1.1L-.4,1.1L-.4,.4L-1.1,.4L-1.1,-.4L-.4,-.4Z",
-    "left": "M-1.1,0L.8,-1.05L.8,1.05Z",
-    "right": "M1.1,0L-.8,-1.05L-.8,1.05Z",
-}
+SHAPES = (
+    "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z",  # circle
+    "M-.88,-.88L.88,-.88L.88,.88L-.88,.88Z",  # square
+    "M0,-1.1L1.05,.8L-1.05,.8Z",  # triangle
+    "M0,-1.25L1,0L0,1.25L-1,0Z",  # diamond
+    "M0,1.1L1.05,-.8L-1.05,-.8Z",  # down
+    "M-.4,-1.1L.4,-1.1L.4,-.4L1.1,-.4L1.1,.4L.4,.4L.4,1.1L-.4,1.1L-.4,.4L-1.1,.4L-1.1,-.4L-.4,-.4Z",  # cross
+    "M-1.1,0L.8,-1.05L.8,1.05Z",  # left
+    "M1.1,0L-.8,-1.05L-.8,1.05Z",  # right
+)
 UNTRAINED = "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z"
 """The shape of what was not trained here: an x."""
 DASHES: tuple[tuple[float, ...], ...] = ((1, 0), (6, 2), (3, 2), (1.5, 2), (6, 2, 1.5, 2), (8, 4, 1.5, 4))
@@ -65,8 +64,7 @@ def can_draw() -> bool:
     return find_spec("vl_convert") is not None
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A run, or a group of runs, as charts show it.
 
     Args:
@@ -90,13 +88,11 @@ class Series:
         """Its words in a legend."""
         if self.says is not None:
             return self.says
-        more = [self.algorithm, "" if self.staleness is None else f"S = {self.staleness}"]
-        told = ", ".join(filter(None, more))
+        told = ", ".join(filter(None, [self.algorithm, "" if self.staleness is None else f"S = {self.staleness}"]))
         return f"{self.name} ({told})" if told else self.name
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """How one series is drawn."""
 
     colour: str
@@ -119,47 +115,40 @@ class Key:
         coloured = list(dict.fromkeys(one.group or one.name for one in trained))
         algorithms = list(dict.fromkeys(one.algorithm for one in trained))
         lags = sorted({one.staleness or 0 for one in trained})
-        shapes = list(SHAPES.values())
-        self.looks: dict[str, Look] = {}
-        for name, one in self.series.items():
-            if one.reference:
-                self.looks[name] = Look(GREY, UNTRAINED, DASHES[0], 1.0)
-                continue
+        self.looks = {name: Look(GREY, UNTRAINED, DASHES[0], 1.0) for name in self.series}
+        for one in trained:
             lag = lags.index(one.staleness or 0)
-            self.looks[name] = Look(
-                COLOURS[coloured.index(one.group or name) % len(COLOURS)],
-                shapes[algorithms.index(one.algorithm) % len(shapes)],
+            self.looks[one.name] = Look(
+                COLOURS[coloured.index(one.group or one.name) % len(COLOURS)],
+                SHAPES[algorithms.index(one.algorithm) % len(SHAPES)],
                 DASHES[lag % len(DASHES)],
                 lag / (len(lags) - 1) if len(lags) > 1 else 1.0,
             )
 
-    def scale(self, channel: str, title: str | None = None) -> Spec:
+    def scale(self, channel: str) -> Spec:
         """The encoding of a channel: "color", "fill", "stroke", "shape", "strokeDash" or "fillOpacity"."""
-        looks = self.looks.values()
-        values: dict[str, list[Any]] = {
-            "shape": [look.shape for look in looks],
-            "strokeDash": [list(look.dash) for look in looks],
-            "fillOpacity": [look.fill for look in looks],
-        }
+        part = {"shape": "shape", "strokeDash": "dash", "fillOpacity": "fill"}.get(channel, "colour")
         return {
             "field": "series",
             "type": "ordinal" if channel == "fillOpacity" else "nominal",
-            "scale": {"domain": list(self.looks), "range": values.get(channel, [look.colour for look in looks])},
+            "scale": {"domain": list(self.looks), "range": [getattr(look, part) for look in self.looks.values()]},
             "legend": None,
-            **({} if title is None else {"title": title}),
         }
 
     def points(self) -> Spec:
         """The encodings of points."""
         return {name: self.scale(name) for name in ("stroke", "fill", "shape", "fillOpacity")}
 
+    def lines(self) -> Spec:
+        """The encodings of lines."""
+        return {name: self.scale(name) for name in ("color", "strokeDash")}
+
 
 _SMALL = "datum.value !== 0 && abs(datum.value) < 1e-4 ? format(datum.value, '.2~e') : datum.label"
 """Labels of axes: 5e-7, not 0.0000005."""
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """An axis of numbers.
 
     Args:
@@ -181,10 +170,9 @@ class Axis:
 
     def encoding(self) -> Spec:
         """As Vega-Lite writes it."""
-        scale: Spec = {"zero": self.zero, "nice": self.domain is None}
-        if self.domain is not None:
-            scale["domain"] = list(self.domain)
         axis: Spec = {"labelExpr": _SMALL} if self.format is None else {"format": self.format}
+        scale: Spec = {"zero": self.zero, "nice": self.domain is None}
+        scale |= {} if self.domain is None else {"domain": list(self.domain)}
         if self.ticks:
             scale, axis["values"] = self._by_ticks(), list(self.ticks)
         return {"field": self.field, "type": "quantitative", "title": self.title, "scale": scale, "axis": axis}
@@ -198,7 +186,7 @@ class Axis:
         return {"type": "symlog", "constant": unit, "domain": ends, "nice": False}
 
 
-def curves(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", path: bool = False) -> Spec:
+def curves(rows: Sequence[Row], key: Key, x: Axis, y: Axis, path: bool = False) -> Spec:
     """A line for each series, with its shape at some of its points.
 
     Args:
@@ -206,33 +194,26 @@ def curves(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", pat
         key: looks.
         x: axis.
         y: axis.
-        title: above the chart.
         path: connect the points in the order of the rows, not of x; the last is marked.
     """
-    data = _marked(rows)
-    position = {"x": x.encoding(), "y": y.encoding()}
+    position, tooltip = _position(x, y), _tooltip("run", x, y)
     order: Spec = {"order": {"field": "_order", "type": "quantitative"}} if path else {}
-    tooltip = [{"field": "series", "title": "run"}, *({"field": a.field, "title": a.title} for a in (x, y))]
     layers: list[Spec] = []
     if any("low" in row for row in rows):
-        band = {"y": {**y.encoding(), "field": "low"}, "y2": {"field": "high"}}
-        layers.append(
-            {"mark": {"type": "area", "opacity": 0.18}, "encoding": {**position, **band, "color": key.scale("color")}}
-        )
-    line = {**position, **order, "color": key.scale("color"), "strokeDash": key.scale("strokeDash")}
-    layers.append({"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": line})
-    shapes = {**position, **key.points(), "tooltip": tooltip}
-    mark = {"type": "point", "size": 45, "strokeWidth": 1.6}
-    layers.append({"transform": [{"filter": "datum._mark"}], "mark": mark, "encoding": shapes})
-    hover = {"type": "point", "size": 120, "opacity": 0}  # what a pointer meets anywhere on the line
-    layers.append({"mark": hover, "encoding": {**position, "tooltip": tooltip}})
-    return _chart(title, data, layers)
+        band = {"y": {**y.encoding(), "field": "low"}, "y2": {"field": "high"}, "color": key.scale("color")}
+        layers.append(_layer("area", {**position, **band}, opacity=0.18))
+    points = {**position, **key.points(), "tooltip": tooltip}
+    layers += [
+        _layer("line", {**position, **order, **key.lines()}, strokeWidth=1.8),
+        _layer("point", points, {"filter": "datum._mark"}, size=45, strokeWidth=1.6),
+        # What a pointer meets anywhere on the line.
+        _layer("point", {**position, "tooltip": tooltip}, size=120, opacity=0),
+    ]
+    return _chart("", _marked(rows), layers)
 
 
-def points(
-    rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", front: bool = False, label: str | None = None
-) -> Spec:
-    """A point for each row, with intervals.
+def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", label: str | None = None) -> Spec:
+    """A point for each row, with intervals; those of a series are connected in the order of the rows.
 
     Args:
         rows: with "series", ``x.field`` and ``y.field``; "x_low", "x_high", "y_low", "y_high" draw error bars.
@@ -240,47 +221,35 @@ def points(
         x: axis.
         y: axis.
         title: above the chart.
-        front: connect the points of a series, in the order of the rows.
         label: a field whose text stands beside each point.
     """
-    data = _marked(rows)
-    px, py = x.encoding(), y.encoding()
-    colour = key.scale("color")
-    layers: list[Spec] = []
-    if front:
-        line = {"x": px, "y": py, "order": {"field": "_order"}, "color": colour, "strokeDash": key.scale("strokeDash")}
-        layers.append({"mark": {"type": "line", "strokeWidth": 1.4}, "encoding": line})
-    bars: dict[str, Spec] = {
-        "x_low": {"y": py, "x": {**px, "field": "x_low"}, "x2": {"field": "x_high"}},
-        "y_low": {"x": px, "y": {**py, "field": "y_low"}, "y2": {"field": "y_high"}},
-    }
-    for low, bar in bars.items():
-        if any(low in row for row in rows):
-            layers.append({"mark": {"type": "rule", "strokeWidth": 1.4}, "encoding": {**bar, "color": colour}})
-    tooltip = [{"field": "series", "title": "series"}, *({"field": a.field, "title": a.title} for a in (x, y))]
-    encoding: Spec = {"x": px, "y": py, **key.points(), "tooltip": tooltip}
-    layers.append({"mark": {"type": "point", "size": 80, "strokeWidth": 1.8}, "encoding": encoding})
+    position, layers = _position(x, y), []
+    if len(rows) > len({row["series"] for row in rows}):
+        layers.append(_layer("line", {**position, "order": {"field": "_order"}, **key.lines()}, strokeWidth=1.4))
+    for name in ("x", "y"):
+        if any(f"{name}_low" in row for row in rows):
+            ends = {name: {**position[name], "field": f"{name}_low"}, f"{name}2": {"field": f"{name}_high"}}
+            layers.append(_layer("rule", {**position, **ends, "color": key.scale("color")}, strokeWidth=1.4))
+    shapes = {**position, **key.points(), "tooltip": _tooltip("series", x, y)}
+    layers.append(_layer("point", shapes, size=80, strokeWidth=1.8))
     if label is not None:
-        text = {"x": px, "y": py, "text": {"field": label}}
-        layers.append({"mark": {"type": "text", "align": "left", "dx": 8, "dy": -7}, "encoding": text})
-    return _chart(title, data, layers)
+        layers.append(_layer("text", {**position, "text": {"field": label}}, align="left", dx=8, dy=-7))
+    return _chart(title, _marked(rows), layers)
+
+
+def with_interval(field: str, axis: str, found: Mapping[str, float]) -> dict[str, float]:
+    """What a row for :func:`points` has of an "estimate" with its "low" and "high"; ``axis`` is "x" or "y"."""
+    return {field: found["estimate"], f"{axis}_low": found["low"], f"{axis}_high": found["high"]}
 
 
 def with_band(spec: Spec, low: float, high: float, text: str) -> Spec:
     """The chart with a grey band across it, such as the human responses, and its name in it."""
-    band = {"values": [{"low": low, "high": high, "text": text}]}
+    data = {"data": {"values": [{"low": low, "high": high, "text": text}]}}
     y = spec["layer"][-1]["encoding"]["y"]
-    area: Spec = {
-        "data": band,
-        "mark": {"type": "rect", "color": GREY, "opacity": 0.25},
-        "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}},
-    }
-    word: Spec = {
-        "data": band,
-        "mark": {"type": "text", "align": "left", "baseline": "top", "x": 6, "dy": 3},
-        "encoding": {"y": {**y, "field": "high"}, "text": {"field": "text"}},
-    }
-    return {**spec, "layer": [area, word, *spec["layer"]]}
+    bottom, top = {**y, "field": "low"}, {**y, "field": "high"}
+    area = _layer("rect", {"y": bottom, "y2": {"field": "high"}}, color=GREY, opacity=0.25)
+    word = _layer("text", {"y": top, "text": {"field": "text"}}, align="left", baseline="top", x=6, dy=3)
+    return {**spec, "layer": [data | area, data | word, *spec["layer"]]}
 
 
 def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float, title: str = "") -> Spec:
@@ -293,7 +262,6 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
         seconds: how much of the time is seen at once.
         title: above the chart.
     """
-    middle, wide = "(datum.start + datum.end) / 2", f"datum.end - datum.start > {seconds / 30:.6g}"
     known = [name for name in WORK if any(row["work"] == name for row in rows)]
     colour = {
         "field": "work",
@@ -302,100 +270,68 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
         "scale": {"domain": known, "range": [WORK[name] for name in known]},
         "legend": {"orient": "bottom", "direction": "horizontal", "columns": 3, "symbolType": "square"},
     }
-    y = {"field": "track", "type": "nominal", "title": None, "sort": list(tracks), "axis": {"grid": False}}
-    position = {"x": x.encoding(), "x2": {"field": "end"}, "y": {**y, "scale": {"domain": list(tracks)}}}
-    tooltip = [
-        {"field": "track"},
-        {"field": "what", "title": "work"},
-        {"field": "text", "title": "batch"},
-        {"field": "start", "title": "from (s)", "format": ".3f"},
-        {"field": "end", "title": "to (s)", "format": ".3f"},
+    y: Spec = {"field": "track", "type": "nominal", "title": None, "sort": list(tracks), "axis": {"grid": False}}
+    y["scale"] = {"domain": list(tracks)}
+    tooltip = [{"field": "track"}, {"field": "what", "title": "work"}, {"field": "text", "title": "batch"}]
+    times = {"start": "from (s)", "end": "to (s)"}
+    tooltip += [{"field": field, "title": told, "format": ".3f"} for field, told in times.items()]
+    bar = {"x": x.encoding(), "x2": {"field": "end"}, "y": y, "color": colour, "tooltip": tooltip}
+    number = {"x": {**x.encoding(), "field": "middle"}, "y": y, "text": {"field": "text"}}
+    wide = {"filter": f"datum.end - datum.start > {seconds / 30:.6g}"}
+    middle = {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}
+    layers = [
+        _layer("bar", bar, height={"band": 0.72}, clip=True, stroke="white", strokeWidth=0.4),
+        _layer("text", number, wide, middle, size=9, color="black", clip=True),
     ]
-    bar = {"type": "bar", "height": {"band": 0.72}, "clip": True, "stroke": "white", "strokeWidth": 0.4}
-    layers: list[Spec] = [{"mark": bar, "encoding": {**position, "color": colour, "tooltip": tooltip}}]
-    text = {"x": {**x.encoding(), "field": "middle"}, "y": position["y"], "text": {"field": "text"}}
-    mark = {"type": "text", "size": 9, "color": "black", "clip": True}
-    only = [{"filter": wide}, {"calculate": middle, "as": "middle"}]
-    layers.append({"transform": only, "mark": mark, "encoding": text})
-    return {**_chart(title, list(map(dict, rows)), layers), "height": 34 * len(tracks)}
+    return {**_chart(title, rows, layers), "height": 34 * len(tracks)}
 
 
-def legend(key: Key, columns: int = 3, width: int = 300) -> Spec:
+def legend(key: Key, columns: int, width: int) -> Spec:
     """What each series looks like, and its words, in ``columns`` of that ``width``."""
     rows = [
-        {
-            "series": name,
-            "left": (i % columns) * width,
-            "middle": (i % columns) * width + 17,
-            "right": (i % columns) * width + 34,
-            "words": (i % columns) * width + 42,
-            "y": i // columns * 18 + 9,
-            "text": one.text,
-        }
+        {"series": name, "x": i % columns * width, "y": i // columns * 18 + 9, "text": one.text}
         for i, (name, one) in enumerate(key.series.items())
     ]
-    high = 18 * math.ceil(len(rows) / columns)
-
-    def at(field: str) -> Spec:
-        # Pixels: the scale maps each number to itself.
-        scale = {"domain": [0, columns * width], "range": [0, columns * width], "nice": False}
-        return {"field": field, "type": "quantitative", "axis": None, "scale": scale}
-
-    scale = {"domain": [0, high], "range": [0, high], "nice": False}
-    y: Spec = {"field": "y", "type": "quantitative", "axis": None, "scale": scale}
-    colour = key.scale("color")
-    line: Spec = {"x": at("left"), "x2": {"field": "right"}, "y": y}
-    line |= {"color": colour, "strokeDash": key.scale("strokeDash")}
+    # Without a scale, numbers are pixels.
+    at: Spec = {name: {"field": name, "type": "quantitative", "axis": None, "scale": None} for name in ("x", "y")}
     trained = {"filter": {"field": "series", "oneOf": [n for n, one in key.series.items() if not one.reference]}}
-    layers: list[Spec] = [
-        {"transform": [trained], "mark": {"type": "rule", "strokeWidth": 1.8}, "encoding": line},
-        {"mark": {"type": "point", "size": 70}, "encoding": {"x": at("middle"), "y": y, **key.points()}},
-        {
-            "mark": {"type": "text", "align": "left", "baseline": "middle", "fontSize": 12},
-            "encoding": {"x": at("words"), "y": y, "text": {"field": "text"}},
-        },
+    words = {**at, "text": {"field": "text"}}
+    layers = [
+        _layer("rule", {**at, "x2": {"field": "x"}, **key.lines()}, trained, x2Offset=34, strokeWidth=1.8),
+        _layer("point", {**at, **key.points()}, xOffset=17, size=70),
+        _layer("text", words, align="left", baseline="middle", fontSize=12, xOffset=42),
     ]
-    chart = _chart("", rows, layers)
-    return {**chart, "width": columns * width, "height": high}
+    return {**_chart("", rows, layers), "width": columns * width, "height": 18 * math.ceil(len(rows) / columns)}
 
 
-def figure(panels: Sequence[Spec], key: Key | None = None, columns: int = 3, title: str = "") -> Spec:
+def figure(panels: Sequence[Spec], key: Key | None = None, columns: int = 3) -> Spec:
     """Several charts as one, with the legend of ``key`` below them."""
     rows: list[Spec] = [{"hconcat": list(panels[i : i + columns])} for i in range(0, len(panels), columns)]
     if key is not None and key.series:
-        longest = max(len(one.text) for one in key.series.values())
-        width = 56 + 7 * longest
-        wide = min(columns, len(panels)) * 360
-        rows.append(legend(key, max(1, min(len(key.series), wide // width)), width))
-    return {"$schema": SCHEMA, **({"title": title} if title else {}), "vconcat": rows, "spacing": 24}
+        width = 56 + 7 * max(len(one.text) for one in key.series.values())
+        fitting = min(columns, len(panels)) * 360 // width
+        rows.append(legend(key, max(1, min(len(key.series), fitting)), width))
+    return {"$schema": SCHEMA, "vconcat": rows, "spacing": 24}
 
 
 def theme(dark: bool = False) -> Spec:
     """Vega-Lite's ``config``."""
     ink, faint, paper = ("#e6edf3", "#30363d", "#0d1117") if dark else ("#1f2328", "#e3e6ea", "#ffffff")
-    words = {"labelColor": ink, "titleColor": ink}
+    words = {"labelColor": ink, "titleColor": ink, "labelFontSize": 11}
+    lines = {"gridColor": faint, "domainColor": ink, "tickColor": ink, "tickCount": 5}
     return {
         "background": paper,
         "font": "Liberation Sans, Arial, Helvetica, sans-serif",
         "view": {"stroke": None},
-        "axis": {
-            **words,
-            "gridColor": faint,
-            "domainColor": ink,
-            "tickColor": ink,
-            "labelFontSize": 11,
-            "titleFontSize": 12,
-            "titleFontWeight": "normal",
-            "tickCount": 5,
-        },
-        "legend": {**words, "labelFontSize": 11},
+        "axis": {**words, **lines, "titleFontSize": 12, "titleFontWeight": "normal"},
+        "legend": words,
         "title": {"color": ink, "anchor": "start", "fontSize": 13, "fontWeight": "bold"},
         "text": {"color": ink},
         "point": {"filled": False, "opacity": 1},
     }
 
 
-def render_png(spec: Spec, path: Path, scale: float = 2.0, dark: bool = False) -> None:
+def render_png(spec: Spec, path: Path, scale: float = 2.0) -> None:
     """Draw a chart, without a browser. The image appears whole or not at all.
 
     Raises:
@@ -404,7 +340,7 @@ def render_png(spec: Spec, path: Path, scale: float = 2.0, dark: bool = False) -
     import vl_convert
 
     drawn = vl_convert.vegalite_to_png(
-        spec, vl_version=VEGA_LITE, scale=scale, config=theme(dark), allowed_base_urls=[], show_warnings=False
+        spec, vl_version=VEGA_LITE, scale=scale, config=theme(), allowed_base_urls=[], show_warnings=False
     )
     with whole_file(path) as file:
         file.buffer.write(drawn)
@@ -412,9 +348,7 @@ def render_png(spec: Spec, path: Path, scale: float = 2.0, dark: bool = False) -
 
 def thinned(rows: Sequence[Row], limit: int, keys: Sequence[str]) -> list[dict[str, Any]]:
     """At most ``limit`` rows: means of neighbours over the numbers ``keys``, everything else as in the last of them."""
-    size = math.ceil(len(rows) / limit) if limit else 1
-    if size <= 1:
-        return list(map(dict, rows))
+    size = max(1, math.ceil(len(rows) / limit))
     return [_mean(rows[i : i + size], keys) for i in range(0, len(rows), size)]
 
 
@@ -425,20 +359,29 @@ def _mean(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, Any]:
 
 def _marked(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows with their order, and whether the shape of their series stands there."""
-    count: dict[Any, int] = {}
-    for row in rows:
-        count[row["series"]] = count.get(row["series"], 0) + 1
-    seen = dict.fromkeys(count, 0)
-    marked = []
-    for order, row in enumerate(rows):
-        name = row["series"]
-        step = max(1, round(count[name] / MARKED))
+    marked: list[dict[str, Any]] = [{**row, "_order": order, "_mark": False} for order, row in enumerate(rows)]
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in marked:
+        series.setdefault(row["series"], []).append(row)
+    for number, own in enumerate(series.values()):
+        step = max(1, round(len(own) / MARKED))
         # Series are marked at different places, so that their shapes do not cover each other.
-        offset = list(count).index(name) * step // max(1, len(count))
-        last = seen[name] == count[name] - 1
-        marked.append({**row, "_order": order, "_mark": last or (seen[name] - offset) % step == 0})
-        seen[name] += 1
+        for row in (*own[number * step // len(series) :: step], own[-1]):
+            row["_mark"] = True
     return marked
+
+
+def _position(x: Axis, y: Axis) -> Spec:
+    return {"x": x.encoding(), "y": y.encoding()}
+
+
+def _tooltip(series: str, *axes: Axis) -> list[Spec]:
+    return [{"field": "series", "title": series}, *({"field": axis.field, "title": axis.title} for axis in axes)]
+
+
+def _layer(mark: str, encoding: Spec, *transform: Spec, **style: Any) -> Spec:
+    steps = {"transform": list(transform)} if transform else {}
+    return {**steps, "mark": {"type": mark, **style}, "encoding": encoding}
 
 
 def _chart(title: str, rows: Sequence[Row], layers: list[Spec]) -> Spec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,12 +30,12 @@ def run_report(config: ReportConfig) -> Path:
     if not can_draw():
         raise ConfigError(f"report: the charts need vl-convert-python; install it with: {INSTALL}")
     folders = [Path(name).expanduser() for name in config.runs]
-    names = _names([folder for folder in folders if not _is_evaluation(folder)])
+    given = [folder for folder in folders if (folder / EVALUATION).is_file() and not (folder / METRICS).is_file()]
+    names = _names([folder for folder in folders if folder not in given])
     right = "must have at least one output folder of a run; of evaluations alone there is evaluation.txt"
     require(len(names) > 0, "runs", config.runs, right)
-    given = [folder for folder in folders if _is_evaluation(folder)]
-    out = Path(config.out).expanduser() if config.out is not None else _place(list(names))
-    _require_ours(out)
+    place = next(iter(names)) / REPORT if len(names) == 1 else Path(REPORT)
+    out = place if config.out is None else Path(config.out).expanduser()
     runs = _write(names, given, out, config.every if config.live else None)
     logger.info("report: %s", out)
     if config.open:
@@ -54,8 +54,7 @@ def report_of_run(folder: Path) -> str:
     if not can_draw():
         return f"curves, timeline and samples: {command} (after {INSTALL})"
     try:
-        _require_ours(folder / REPORT)
-        _write({folder: folder.name}, [], folder / REPORT, None, ended=True)
+        _write({folder: folder.name}, [], folder / REPORT, ended=True)
     except Exception as error:
         logger.warning("WARNING: no page was made of the run: %s: %s; try: %s", type(error).__name__, error, command)
         return f"curves, timeline and samples: {command}"
@@ -69,16 +68,17 @@ def report_of_runs(folders: Sequence[Path], out: Path) -> Path:
         ConfigError: a folder is of no run, or the file is not a page of ours.
         ImportError: vl-convert is not installed.
     """
-    _require_ours(out)
-    _write(_names(folders), [], out, None)
+    _write(_names(folders), [], out)
     return out
 
 
 def _write(
-    names: dict[Path, str], given: Sequence[Path], out: Path, refresh: float | None, ended: bool = False
+    names: Mapping[Path, str], given: Sequence[Path], out: Path, refresh: float | None = None, ended: bool = False
 ) -> list[ReadRun]:
+    if out.exists() and not is_report(out):
+        raise ConfigError(f"out: got {str(out)!r}; is there and is no page of async-rlhf report; choose another name")
     runs = [read_run(folder, name, ended) for folder, name in names.items()]
-    follows = refresh is not None and any(run.state == "running" for run in runs)
+    follows = any(run.state == "running" for run in runs)
     text = page(runs, evaluations_of(runs, given), refresh if follows else None)
     # Two processes may write it: the run that has just ended, and a report that follows it.
     with whole_file(out) as file:
@@ -86,7 +86,7 @@ def _write(
     return runs
 
 
-def _follow(names: dict[Path, str], given: Sequence[Path], out: Path, every: float, runs: list[ReadRun]) -> None:
+def _follow(names: Mapping[Path, str], given: Sequence[Path], out: Path, every: float, runs: list[ReadRun]) -> None:
     """Write the page whenever a run has written something, until all have ended."""
     seen = _news(names)
     with suppress(KeyboardInterrupt):
@@ -96,41 +96,25 @@ def _follow(names: dict[Path, str], given: Sequence[Path], out: Path, every: flo
                 seen, runs = now, _write(names, given, out, every)
         logger.info("report: no run is training (any more); %s is the last state", out)
         return
-    _write(names, given, out, None)
+    _write(names, given, out)
     logger.info("report: %s does not follow any more", out)
 
 
-def _news(names: dict[Path, str]) -> list[tuple[str, int, int]]:
+def _news(names: Mapping[Path, str]) -> list[tuple[str, int, int]]:
     """What changes when a run writes, or ends."""
     found = []
-    for folder in names:
-        for path in sorted(folder.iterdir()):
-            with suppress(OSError):
-                if not path.name.startswith((".report", REPORT)):
-                    found.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
+    for path in sorted(path for folder in names for path in folder.iterdir()):
+        with suppress(OSError):
+            if not path.name.startswith((".report", REPORT)):
+                found.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
     return found
-
-
-def _is_evaluation(folder: Path) -> bool:
-    return (folder / EVALUATION).is_file() and not (folder / METRICS).is_file()
-
-
-def _place(folders: Sequence[Path]) -> Path:
-    return folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
 
 
 def _names(folders: Sequence[Path]) -> dict[Path, str]:
     """Each folder's name, with as many of its parents as tell it from the others."""
     places = [folder.absolute() for folder in folders]
-    deep = 1
-    while len({place.parts[-deep:] for place in places}) < len({*places}) and deep < 50:
-        deep += 1
     require(len({*places}) == len(places), "runs", [str(folder) for folder in folders], "must name each once")
+    deep = 1
+    while len({place.parts[-deep:] for place in places}) < len(places):
+        deep += 1
     return {folder: "/".join(place.parts[-deep:]) for folder, place in zip(folders, places, strict=True)}
-
-
-def _require_ours(out: Path) -> None:
-    """A file that is no page of ours is not replaced."""
-    if not out.exists() or is_report(out):
-        return
-    raise ConfigError(f"out: got {str(out)!r}; is there and is no page of async-rlhf report; choose another name")

@@ -1,8 +1,8 @@
 """The page as text: one HTML file that needs nothing else.
 
-Everything that a run, a model or a user wrote is escaped: texts in HTML by :func:`html.escape`, data for scripts as
-JSON in which no "<" is left. Besides, a content security policy names the hashes of our own scripts, so a browser runs
-no others and asks no network for anything.
+Everything that a run, a model or a user wrote is escaped: texts in HTML by the templates, data for scripts as JSON in
+which no "<" is left. Besides, a content security policy names the hashes of our own scripts, so a browser runs no
+others and asks no network for anything.
 """
 
 from __future__ import annotations
@@ -10,54 +10,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from html import escape
 from importlib.resources import files
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from async_rlhf.run.folder import REPORT_MARK
-from async_rlhf.studies.report import panels
-from async_rlhf.studies.report.charts import VEGA_LITE, Key, Look, theme
-from async_rlhf.studies.report.panels import Panel
-from async_rlhf.studies.report.reading import Evaluation, ReadRun
+from async_rlhf.studies.report import panels, tables
+from async_rlhf.studies.report.charts import VEGA_LITE, Key, theme
+from async_rlhf.studies.report.reading import FREE_FORM, Evaluation, ReadRun
 from async_rlhf.studies.report.samples import samples
-from async_rlhf.studies.report.tables import configuration, environment, evaluation_table, faults, overview
 from async_rlhf.studies.report.warnings import warnings
 
 LIMIT = 5_000_000
 """Most bytes of a page."""
 _TEXT, _POINTS = 1_200_000, 2_000
 """Characters of completions, and points of a chart, before anything has to be left out."""
-
-
-@dataclass
-class _Page:
-    """What is written so far."""
-
-    sections: list[tuple[str, str, str]] = field(default_factory=list)
-    """Name, title and HTML."""
-    specs: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, title: str, *html: str) -> None:
-        if content := "\n".join(filter(None, html)):
-            self.sections.append((name, title, content))
-
-    def figures(self, shown: Iterable[Panel]) -> str:
-        written = []
-        for panel in shown:
-            self.specs[panel.name] = panel.spec
-            name = escape(panel.name)
-            written.append(
-                f'<figure><h3 id="h-{name}">{escape(panel.title)}</h3>'
-                f'<div class="chart" id="{name}" role="img" aria-labelledby="h-{name}" '
-                f'aria-describedby="c-{name}"></div>'
-                f'<figcaption id="c-{name}">{escape(panel.says)}'
-                f"{f' <span class=ends>{escape(panel.ends)}</span>' if panel.ends else ''}</figcaption></figure>"
-            )
-        return f'<div class="figures">{"".join(written)}</div>' if written else ""
+_TEMPLATES = Environment(
+    loader=PackageLoader("async_rlhf.studies.report", "."), autoescape=True, undefined=StrictUndefined
+)
 
 
 def page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = (), refresh: float | None = None) -> str:
@@ -81,62 +56,52 @@ def page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = (), refres
 
 
 def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: float | None, share: float) -> str:
-    page, key = _Page(), Key(run.series for run in runs)
+    key, names = Key(run.series for run in runs), [run.name for run in runs]
     points = max(20, int(share * _POINTS / len(runs)))
-    legend = _legend(key)
-    page.add("runs", "Runs", overview(runs))
-    page.add("warnings", "What to look at", _warnings(runs, evaluations))
     curves = [*panels.over_training(panels.CURVES, runs, key, points), *panels.rewards(runs, key, points)]
-    page.add("curves", "Curves", legend, page.figures(curves))
-    path = panels.score_against_kl(runs, key)
-    page.add("score-against-kl", "Score against KL", legend, page.figures(filter(None, [path])))
-    page.add("evaluation", "Evaluation", *_evaluations(page, evaluations, runs))
+    path = list(panels.score_against_kl(runs, key))
     stale = list(panels.over_training(panels.STALENESS, runs, key, points))
-    page.add("staleness", "Staleness", legend, page.figures(stale))
-    work = [panel for number, run in enumerate(runs) if (panel := panels.work(run, number, share)) is not None]
-    page.add("work", "Who worked when", page.figures(work).replace("figures", "figures wide", 1), faults(runs))
-    chosen = samples(runs, evaluations, int(share * _TEXT))
-    page.add("samples", "Samples", _samples(bool(chosen.groups), chosen.notes))
-    page.add("environment", "Environment and configuration", environment(runs), configuration(runs))
+    work = [panel for number, run in enumerate(runs) for panel in panels.work(run, number, share)]
+    gold = [panels.gold(one, runs, number) for number, one in enumerate(evaluations)]
+    groups, notes = samples(runs, evaluations, int(share * _TEXT))
+    parts: Any = _TEMPLATES.get_template("page.parts.html").module
+    judged = [
+        parts.evaluation(len(evaluations) > 1, one, tables.evaluation(one), *of_one)
+        for one, of_one in zip(evaluations, gold, strict=True)
+    ]
+    about = parts.environment(list(tables.starts(runs)), *tables.configuration(runs), FREE_FORM)
+    sections = [
+        ("runs", "Runs", parts.table(*tables.overview(runs))),
+        ("warnings", "What to look at", parts.warnings(warnings(runs, evaluations))),
+        ("curves", "Curves", parts.curves(key, curves)),
+        ("score-against-kl", "Score against KL", parts.curves(key, path)),
+        ("evaluation", "Evaluation", Markup("\n").join(judged)),
+        ("staleness", "Staleness", parts.curves(key, stale)),
+        ("work", "Who worked when", parts.work(work, tables.faults(runs))),
+        ("samples", "Samples", parts.samples(notes) if groups else ""),
+        ("environment", "Environment and configuration", about),
+    ]
+    shown = [*curves, *path, *(panel for _, of_one in gold for panel in of_one), *stale, *work]
     data = {
-        "specs": page.specs,
-        "samples": chosen.groups,
+        "specs": {panel.name: panel.spec for panel in shown},
+        "samples": groups,
         "light": theme(False),
         "dark": theme(True),
-        "runs": [run.name for run in runs],
+        "runs": names,
         "refresh": refresh,
     }
-    return _filled(page.sections, ", ".join(run.name for run in runs), data, refresh)
-
-
-def _filled(sections: Sequence[tuple[str, str, str]], title: str, data: Any, refresh: float | None) -> str:
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    told = f"Brought up to date at {now}."
-    if refresh is not None:
-        told += f" It follows the run, and loads itself again every {refresh:g} seconds."
     scripts = [_library(), _file("page.js")]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in sections)
-    body = "\n".join(
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{escape(heading)}</h2>\n{html}\n'
-        "</section>"
-        for name, heading, html in sections
+    return _TEMPLATES.get_template("page.html").render(
+        generator=Markup(REPORT_MARK),
+        hashes=map(_digest, scripts),
+        title=", ".join(names),
+        style=_file("page.css"),
+        now=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+        refresh=refresh,
+        sections=[section for section in sections if section[2]],
+        data=Markup(embedded(data)),
+        scripts=scripts,
     )
-    values = {
-        "generator": REPORT_MARK,
-        "policy": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:",
-        "title": escape(title),
-        "style": _file("page.css"),
-        "told": escape(told),
-        "links": links,
-        "sections": body,
-        "data": embedded(data),
-        "library": scripts[0],
-        "script": scripts[1],
-    }
-    parts = _file("page.html").split("@@")
-    # Every other part is the name of a value. Values are not looked at again, whatever is in them.
-    return "".join(values[part] if i % 2 else part for i, part in enumerate(parts))
 
 
 def embedded(data: Any) -> str:
@@ -146,73 +111,18 @@ def embedded(data: Any) -> str:
 
 
 @cache
-def _library() -> str:
+def _library() -> Markup:
     import vl_convert
 
     snippet = "window.vegaEmbed = vegaEmbed;"
-    return str(vl_convert.javascript_bundle(snippet, vl_version=VEGA_LITE)).replace("</script", "<\\/script")
+    return Markup(str(vl_convert.javascript_bundle(snippet, vl_version=VEGA_LITE)).replace("</script", "<\\/script"))
 
 
 @cache
-def _file(name: str) -> str:
-    return files("async_rlhf.studies.report").joinpath(name).read_text(encoding="utf-8")
+def _file(name: str) -> Markup:
+    return Markup(files("async_rlhf.studies.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 @cache
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _legend(key: Key) -> str:
-    """The looks of the runs, as the charts draw them."""
-    items = "".join(f"<li>{_swatch(key.looks[name])}{escape(one.text)}</li>" for name, one in key.series.items())
-    trained = [one for one in key.series.values() if not one.reference]
-    algorithms, lags = len({one.algorithm for one in trained}), len({one.staleness for one in trained})
-    says = ["A colour is a run"]
-    says += ["the shape of a point is its algorithm"] * (algorithms > 1)
-    says += ["dashes and the filling of a point are S, the staleness: solid and hollow is the least"] * (lags > 1)
-    return f'<ul class="legend">{items}</ul><p class="small">{"; ".join(says)}.</p>'
-
-
-def _swatch(look: Look) -> str:
-    dash = " ".join(f"{part:g}" for part in look.dash)
-    return (
-        '<svg width="34" height="14" viewBox="-17 -7 34 14" aria-hidden="true">'
-        f'<line x1="-17" x2="17" y1="0" y2="0" stroke="{look.colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>'
-        f'<path d="{look.shape}" transform="scale(4.2)" stroke="{look.colour}" stroke-width=".4" fill="{look.colour}" '
-        f'fill-opacity="{look.fill:g}"/></svg>'
-    )
-
-
-def _warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation]) -> str:
-    found = warnings(runs, evaluations)
-    if not found:
-        return "<p>Nothing stands out.</p>"
-    items = "".join(
-        f'<li class="level{one.level}"><strong>{escape(one.title)}</strong> <span class="run">{escape(one.run)}</span>'
-        f"<br>{escape(one.text)}</li>"
-        for one in found
-    )
-    return f'<ul class="warnings">{items}</ul>'
-
-
-def _evaluations(page: _Page, evaluations: Sequence[Evaluation], runs: Sequence[ReadRun]) -> list[str]:
-    written = []
-    for number, evaluation in enumerate(evaluations):
-        shown = list(panels.gold(evaluation, runs, number))
-        written += [f"<h3>{escape(evaluation.folder.name)}</h3>" if len(evaluations) > 1 else ""]
-        written += [evaluation_table(evaluation), _legend(shown[0][1]), page.figures(panel for panel, _ in shown)]
-    return written
-
-
-def _samples(some: bool, notes: Sequence[str]) -> str:
-    if not some:
-        return ""
-    told = f'<p class="small">{escape("; ".join(notes))}.</p>' if notes else ""
-    return (
-        '<form class="search" role="search"><label>Search in prompts and completions '
-        '<input type="search" id="search" autocomplete="off"></label> '
-        '<label>Of <select id="kind"></select></label> <label>Run <select id="run"></select></label></form>'
-        f'{told}<p id="found" role="status"></p><div id="groups"></div>'
-        '<button type="button" id="more" hidden>Show more</button>'
-    )

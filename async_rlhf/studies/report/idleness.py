@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_rlhf.reports.trace import LEARNER
 from async_rlhf.studies.report.reading import Span
@@ -14,8 +14,7 @@ GENERATES = ("generate", "load", "evaluate")
 """What a generator does."""
 
 
-@dataclass(frozen=True)
-class Idleness:
+class Idleness(NamedTuple):
     """Shares of time, of all starts of a run together.
 
     Args:
@@ -23,12 +22,12 @@ class Idleness:
             "wait" is what is left of it without what the learner did meanwhile.
         generators: the share of their time, each from its first span to its last, in which they did nothing; None if
             none has a track of its own, because the learner samples itself.
-        count: how many generators.
+        number: how many generators.
     """
 
     learner: Mapping[str, float]
     generators: float | None
-    count: int
+    number: int
 
     @property
     def text(self) -> str:
@@ -37,7 +36,7 @@ class Idleness:
         if self.generators is None:
             own = self.learner.get("generate", 0.0)
             return f"{waited} and sampled itself for {own:.0%} of it: both sides took turns."
-        who = "its generator" if self.count == 1 else f"its {self.count} generators"
+        who = "its generator" if self.number == 1 else f"its {self.number} generators"
         return f"{waited}, {who} {self.generators:.0%}."
 
 
@@ -47,15 +46,22 @@ def idleness(traces: Iterable[Sequence[Span]]) -> Idleness | None:
     whole = there = busy = 0.0
     names: set[str] = set()
     for spans in traces:
-        mine = [span for span in spans if span.track == LEARNER]
-        if mine:
-            whole += max(span.end for span in mine) - min(span.start for span in mine)
-            for name, seconds in _learner_seconds(mine).items():
-                spent[name] += seconds
-        for name, own in _by_generator(spans).items():
-            names.add(name)
-            there += max(end for _, end in own) - min(start for start, _ in own)
-            busy += length(union(own))
+        learner, generators = defaultdict[str, list[Interval]](list), defaultdict[str, list[Interval]](list)
+        for span in spans:
+            if span.track == LEARNER:
+                learner[span.name].append((span.start, span.end))
+            elif span.name in GENERATES:  # one that has several batches under way has several tracks
+                generators[span.track.partition(", ")[0]].append((span.start, span.end))
+        names |= generators.keys()
+        whole += _lasted([one for own in learner.values() for one in own])
+        there += sum(map(_lasted, generators.values()))
+        busy += sum(length(union(own)) for own in generators.values())
+        # Each moment counts once, and from what is inside to what is around it: an evaluation waits, and while it
+        # waits the learner may sample or compare.
+        taken: list[Interval] = []
+        for name in sorted(learner, key=lambda name: {"wait": 1, "evaluate": 2}.get(name, 0)):
+            before, taken = length(taken), union([*taken, *learner[name]])
+            spent[name] += length(taken) - before
     if whole <= 0:
         return None
     shares = {name: seconds / whole for name, seconds in spent.items()}
@@ -63,29 +69,9 @@ def idleness(traces: Iterable[Sequence[Span]]) -> Idleness | None:
     return Idleness(shares, 1 - busy / there if there > 0 else None, len(names))
 
 
-def _learner_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each kind of span, each moment counted once: an evaluation waits, and while it waits the learner may
-    sample or compare."""
-    kinds: defaultdict[str, list[Interval]] = defaultdict(list)
-    for span in spans:
-        kinds[span.name].append((span.start, span.end))
-    seconds: dict[str, float] = {}
-    taken: list[Interval] = []
-    # From what is inside to what is around it.
-    for name in sorted(kinds, key=lambda name: {"wait": 1, "evaluate": 2}.get(name, 0)):
-        before = length(taken)
-        taken = union([*taken, *kinds[name]])
-        seconds[name] = length(taken) - before
-    return seconds
-
-
-def _by_generator(spans: Sequence[Span]) -> dict[str, list[Interval]]:
-    """The work of each generator; one that has several batches under way has several tracks."""
-    found: defaultdict[str, list[Interval]] = defaultdict(list)
-    for span in spans:
-        if span.track != LEARNER and span.name in GENERATES:
-            found[span.track.partition(", ")[0]].append((span.start, span.end))
-    return found
+def _lasted(intervals: Sequence[Interval]) -> float:
+    """From the first to the last moment."""
+    return max((end for _, end in intervals), default=0.0) - min((start for start, _ in intervals), default=0.0)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from async_rlhf.studies.report.charts import Axis, Key, Series, Spec, curves, thinned, timeline
+from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline
 from async_rlhf.studies.report.idleness import idleness
-from async_rlhf.studies.report.plots import against_kl, over_checkpoints
+from async_rlhf.studies.report.plots import CHECKPOINTS, against_kl, evaluated, over_checkpoints
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
 
 PATH_POINTS = 20
@@ -18,24 +17,19 @@ BATCHES_SHOWN = 8
 MAX_SPANS = 4000
 """Of one timeline. The newest are shown."""
 _SHARE = "Share of tokens or completions."
-WORK_OF = {
-    "generate": "sampling",
-    "load": "sampling",
-    "mismatch": "sampling",
-    "evaluate": "evaluation",
-    "rewards": "rewards",
-    "score": "rewards",
-    "hand out": "publishing",
-    "publish": "publishing",
-    "annotate": "training",
-    "train": "training",
-    "save": "saving",
+_SPANS = {
+    "sampling": ("generate", "load", "mismatch"),
+    "evaluation": ("evaluate",),
+    "rewards": ("rewards", "score"),
+    "publishing": ("hand out", "publish"),
+    "training": ("annotate", "train"),
+    "saving": ("save",),
 }
+WORK_OF = {span: work for work, spans in _SPANS.items() for span in spans}
 """Span -> kind of work. Waiting is where there is no bar."""
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """A chart with its words.
 
     Args:
@@ -53,38 +47,26 @@ class Panel:
     ends: str = ""
 
 
-class Curve:
+class Curve(NamedTuple):
     """A metric over training.
 
     Args:
-        field: its name in metrics.jsonl; of several, the first that a run has.
+        field: its name in metrics.jsonl.
         title: heading.
         says: what it is.
-        low: with ``high``, the metrics that bound a band around it.
-        high: see ``low``.
         zero: whether 0 is on its axis.
-        at_start: its value before the first batch, if that is known of a run.
         format: of its axis.
-        log: logarithmic axis.
+        band: the metrics that bound a band around it.
+        at_start: its value before the first batch of a run that begins as its own reference; None if that is not known.
     """
 
-    def __init__(
-        self,
-        field: str,
-        title: str,
-        says: str,
-        low: str | None = None,
-        high: str | None = None,
-        zero: bool = False,
-        at_start: Callable[[ReadRun], float | None] = lambda run: None,
-        format: str | None = None,
-    ) -> None:
-        self.field, self.title, self.says = field, title, says
-        self.low, self.high, self.zero, self.at_start, self.format = low, high, zero, at_start, format
-
-
-def _no_distance(run: ReadRun) -> float | None:
-    return 0.0 if run.starts_at_reference else None
+    field: str
+    title: str
+    says: str
+    zero: bool = False
+    format: str | None = None
+    band: tuple[str, str] | None = None
+    at_start: float | None = None
 
 
 CURVES = [
@@ -95,7 +77,7 @@ CURVES = [
         "KL to the reference",
         "Nats per completion: how far the policy that sampled has moved.",
         zero=True,
-        at_start=_no_distance,
+        at_start=0.0,
     ),
     Curve("policy/entropy_avg", "Entropy", "Nats per token: how open the policy still is. Near 0 it has one answer."),
     Curve("val/response_length", "Length", "Mean tokens of a completion.", zero=True),
@@ -118,8 +100,7 @@ STALENESS = [
         "val/ratio_p50",
         "Ratio of trained and sampling policy",
         "Over tokens: the median, and a band from the 1st to the 99th percentile.",
-        low="val/ratio_p01",
-        high="val/ratio_p99",
+        band=("val/ratio_p01", "val/ratio_p99"),
     ),
     Curve("policy/importance_capped", "Importance weights at the cap", _SHARE, zero=True, format="%"),
     Curve("policy/clipfrac_avg", "Clipped ratios", _SHARE, zero=True, format="%"),
@@ -142,151 +123,114 @@ def x_axis(runs: Sequence[ReadRun]) -> Axis:
     return Axis("batch", "batches", zero=True)
 
 
-def over_training(curves_wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
+def over_training(wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
     """The curves that any run has, each with at most ``points`` points a run."""
     x = x_axis(runs)
-    for curve in curves_wanted:
-        rows: list[dict[str, Any]] = []
-        ends = []
-        for run in runs:
-            found = _points(curve, run, x, points)
-            rows += found
-            if found:
-                ends.append(f"{run.name} {_number(found[-1]['value'], curve.format)}")
-        if rows:
+    for curve in wanted:
+        found = {run.name: rows for run in runs if (rows := _points(curve, run, x, points))}
+        if found:
+            name = "".join(letter if letter.isalnum() else "-" for letter in curve.field)
             y = Axis("value", "", zero=curve.zero, format=curve.format)
-            yield Panel(
-                "".join(letter if letter.isalnum() else "-" for letter in curve.field),
-                curve.title,
-                curves(rows, key, x, y),
-                curve.says,
-                "At the end: " + ", ".join(ends) + ".",
-            )
+            spec = curves([row for rows in found.values() for row in rows], key, x, y)
+            form = ".1%" if curve.format == "%" else ".4g"
+            ends = ", ".join(f"{run} {rows[-1]['value']:{form}}" for run, rows in found.items())
+            yield Panel(name, curve.title, spec, curve.says, f"At the end: {ends}.")
 
 
 def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, Any]]:
-    source = run.evals if curve.field.startswith("eval_") else run.rows
-    rows = []
-    for row in source:
+    rows: list[dict[str, Any]] = []
+    for row in run.evals if curve.field.startswith("eval_") else run.rows:
         if isinstance(row.get(curve.field), (int, float)) and x.field in row:
-            point: dict[str, Any] = {"series": run.name, x.field: row[x.field], "value": row[curve.field]}
-            if curve.low and curve.high and curve.low in row and curve.high in row:
-                point |= {"low": row[curve.low], "high": row[curve.high]}
-            rows.append(point)
-    start = curve.at_start(run) if rows and rows[0][x.field] > 0 else None
-    began = [] if start is None else [{"series": run.name, x.field: 0, "value": start}]
-    return began + [_short(row) for row in thinned(rows, points, ("value", "low", "high"))]
+            rows.append({"series": run.name, x.field: row[x.field], "value": row[curve.field]})
+            if curve.band is not None and {*curve.band} <= row.keys():
+                rows[-1] |= {"low": row[curve.band[0]], "high": row[curve.band[1]]}
+    shown = [_short(row) for row in thinned(rows, points, ("value", "low", "high"))]
+    if curve.at_start is not None and run.starts_at_reference and rows and rows[0][x.field] > 0:
+        return [{"series": run.name, x.field: 0, "value": curve.at_start}, *shown]
+    return shown
 
 
 def rewards(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
     """Each part of the reward, where there are several."""
-    names = sorted({key for run in runs for row in run.rows[-1:] for key in row if key.startswith("reward/")})
-    names = [name for name in names if name != "reward/skipped"]
+    found = {name for run in runs for row in run.rows[-1:] for name in row if name.startswith("reward/")}
+    names = sorted(found - {"reward/skipped"})
     if len(names) > 1:
         parts = [Curve(name, f"Reward: {name[7:]}", "Mean, before its weight.") for name in names]
         yield from over_training(parts, runs, key, points)
 
 
-def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Panel | None:
-    """The path of each run through score and KL."""
+def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Iterator[Panel]:
+    """The path of each run through score and KL, if any has one."""
     rows: list[dict[str, Any]] = []
     for run in runs:
         found = [
             {"series": run.name, "kl": row["objective/kl"], "score": row["objective/scores"]}
             for row in run.rows
-            if "objective/kl" in row and "objective/scores" in row
+            if {"objective/kl", "objective/scores"} <= row.keys()
         ]
         # The first as it is: it was sampled by the weights that training began with.
         rows += map(_short, [*found[:1], *thinned(found[1:], PATH_POINTS, ("kl", "score"))])
-    if not rows:
-        return None
-    spec = curves(
-        rows, key, Axis("kl", "KL to the reference (nats per completion)", zero=True), Axis("score", "score"), path=True
-    )
-    says = (
-        "What a run gets for moving away from the reference: up is good, right is dear. A path begins at its first "
-        f"batch, at a KL of 0 if it began as its own reference, and has at most {PATH_POINTS + 1} points, which are "
-        "means of neighbouring batches."
-    )
-    return Panel("score-kl", "Score against KL", spec, says)
+    if rows:
+        says = (
+            "What a run gets for moving away from the reference: up is good, right is dear. A path begins at its first "
+            f"batch, at a KL of 0 if it began as its own reference, and has at most {PATH_POINTS + 1} points, which "
+            "are means of neighbouring batches."
+        )
+        x = Axis("kl", "KL to the reference (nats per completion)", zero=True)
+        yield Panel("score-kl", "Score against KL", curves(rows, key, x, Axis("score", "score"), path=True), says)
 
 
-def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> Iterator[tuple[Panel, Key]]:
+def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[Key, list[Panel]]:
     """Gold reward against KL, and over checkpoints. The reference model is grey, a run keeps its colour."""
     mine, results = of_runs(evaluation, runs), evaluation.results
     if len(set(mine.values())) == len(mine):  # a model for each run: under the name of the run
         models = {mine.get(name, name): one for name, one in results["models"].items()}
         results = {**results, "models": models, "reference": mine.get(results["reference"], results["reference"])}
-    names = {run.name for run in runs}
-    others = [name for name in results["models"] if name not in names and not name.startswith("checkpoint-")]
-    more = [Series(name, reference=name == results["reference"]) for name in others]
-    if any(name.startswith("checkpoint-") for name in results["models"]):
-        whose = next((run for run in runs if run.name in mine.values()), None)
-        more.append(Series("checkpoints", whose.algorithm if whose else "", whose.staleness if whose else None))
-    key = Key([*(run.series for run in runs), *more])
-    says = "Bars are 95% intervals over prompts."
-    yield Panel(f"gold-{number}", "Gold reward against KL", against_kl(results, key), says), key
-    if (spec := over_checkpoints(results, key)) is not None:
-        yield Panel(f"gold-batches-{number}", "Over the checkpoints", spec, says), key
+    series = {run.name: run.series for run in runs}
+    for one in sorted(evaluated(results, list(series.values())), key=lambda one: one.name == CHECKPOINTS):
+        whose = next((run for run in runs if run.name in mine.values()), None) if one.name == CHECKPOINTS else None
+        series[one.name] = one if whose is None else whose.series._replace(name=CHECKPOINTS)
+    key = Key(series.values())
+    says, more = "Bars are 95% intervals over prompts.", over_checkpoints(results, key)
+    shown = [Panel(f"gold-{number}", "Gold reward against KL", against_kl(results, key), says)]
+    shown += [] if more is None else [Panel(f"gold-batches-{number}", "Over the checkpoints", more, says)]
+    return key, shown
 
 
-def work(run: ReadRun, number: int, share: float = 1.0) -> Panel | None:
+def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     """The timeline of the newest start of a run, that can be moved; with a ``share`` of the spans that it may have."""
-    if not run.traces:
-        return None
-    name, spans = list(run.traces.items())[-1]
-    rows = _bars(spans)
-    if not rows:
-        return None
+    name, spans = list(run.traces.items())[-1] if run.traces else ("", [])
+    if not (rows := _bars(spans)):
+        return
     shown, end = rows[-max(1, int(share * MAX_SPANS)) :], max(row["end"] for row in rows)
     begin = min(row["start"] for row in shown)
     tracks = sorted({row["track"] for row in shown}, key=_track_place)
     wide = min(end - begin, _seconds_of(spans, BATCHES_SHOWN))
-    x = Axis("start", "seconds since the start")
-    spec = timeline(shown, tracks, x, wide)
+    spec = timeline(shown, tracks, Axis("start", "seconds since the start"), wide)
     last = max(begin, end - wide)
-    spec["params"] = [
-        {
-            "name": "from",
-            "value": round(begin + (last - begin) / 2, 2),
-            "bind": {
-                "input": "range",
-                "min": round(begin, 2),
-                "max": round(last, 2),
-                "step": round(max(wide / 20, 1e-3), 3),
-                "name": "move along the run ",
-            },
-        }
-    ]
+    ends = {"min": round(begin, 2), "max": round(last, 2), "step": round(max(wide / 20, 1e-3), 3)}
+    bind = {"input": "range", **ends, "name": "move along the run "}
+    spec["params"] = [{"name": "from", "value": round(begin + (last - begin) / 2, 2), "bind": bind}]
+    window = {"domainMin": {"expr": "from"}, "domainMax": {"expr": f"from + {wide:.4f}"}}
     for layer in spec["layer"]:
-        layer["encoding"]["x"]["scale"] = {
-            "zero": False,
-            "nice": False,
-            "domainMin": {"expr": "from"},
-            "domainMax": {"expr": f"from + {wide:.4f}"},
-        }
+        layer["encoding"]["x"]["scale"] = {"zero": False, "nice": False, **window}
     found = idleness(run.traces.values())
-    says = "" if found is None else found.text
-    says += " Shares are of each side's time from its first piece of work to its last."
+    says = (
+        "" if found is None else found.text
+    ) + " Shares are of each side's time from its first piece of work to its last."
     if len(run.traces) > 1:
         says += f" They are of all {len(run.traces)} starts; the picture is of the newest, {name}."
     if len(rows) > len(shown):
         says += f" The picture has the newest {len(shown)} of {len(rows)} pieces of work; {name} has all."
-    return Panel(f"work-{number}", run.name, spec, says + " A bar's number is its batch.")
+    yield Panel(f"work-{number}", run.name, spec, says + " A bar's number is its batch.")
 
 
 def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
     found = sorted((span for span in spans if span.name in WORK_OF), key=lambda span: span.start)
     first = found[0].start if found else 0.0
     return [
-        {
-            "track": span.track,
-            "work": WORK_OF[span.name],
-            "what": span.name,
-            "start": round(span.start - first, 4),
-            "end": round(span.end - first, 4),
-            "text": str(span.batch) if span.batch else "",
-        }
+        {"track": span.track, "work": WORK_OF[span.name], "what": span.name, "text": str(span.batch or "")}
+        | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
         for span in found
         if span.end - span.start > 1e-3 or span.name != "publish"
     ]
@@ -309,7 +253,3 @@ def _track_place(track: str) -> tuple[int, str]:
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     """Six digits are more than a screen shows."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
-
-
-def _number(value: float, format: str | None) -> str:
-    return f"{value:.1%}" if format == "%" else f"{value:.4g}"

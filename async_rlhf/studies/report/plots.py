@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from async_rlhf.studies.report.charts import (
     points,
     render_png,
     with_band,
+    with_interval,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,29 +68,20 @@ def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: P
         ConfigError: a file is missing or malformed.
         ImportError: vl-convert is not installed.
     """
-    rows: list[dict[str, Any]] = []
-    for series, path in metrics_files.items():
-        start = {EPISODES.field: 0, KL.field: 0.0}
-        rows += [{"series": series.name, **row} for row in (start, *read_metrics(path))]
+    begin = {EPISODES.field: 0, KL.field: 0.0}
+    rows = [(series.name, row) for series, path in metrics_files.items() for row in (begin, *read_metrics(path))]
     results = None if evaluation is None else json.loads(evaluation.read_text(encoding="utf-8"))["results"]
     key = Key([*metrics_files, *(evaluated(results, metrics_files) if results is not None else ())])
-    panels = [over(rows, key, EPISODES, y) for y in (SCORE, KL)]
-    if results is not None:
-        panels.append(against_kl(results, key))
+    panels = []
+    for y in (SCORE, KL):
+        fields = (EPISODES.field, y.field)
+        shown = [{"series": name, **{f: row[f] for f in fields}} for name, row in rows if {*fields} <= row.keys()]
+        panels.append(curves(shown, key, EPISODES, y))
+    panels += [against_kl(results, key)] if results is not None else []
     render_png(figure(panels, key), out, scale=1.6)
 
 
-def over(rows: list[dict[str, Any]], key: Key, x: Axis, y: Axis, title: str = "") -> Spec:
-    """Curves of the rows that have both numbers."""
-    shown = [
-        {"series": r["series"], x.field: r[x.field], y.field: r[y.field]}
-        for r in rows
-        if {x.field, y.field} <= r.keys()
-    ]
-    return curves(shown, key, x, y, title)
-
-
-def evaluated(results: Mapping[str, Any], runs: Mapping[Series, Any]) -> list[Series]:
+def evaluated(results: Mapping[str, Any], runs: Iterable[Series]) -> list[Series]:
     """The series that an evaluation has beside those of the runs: the reference model is grey."""
     known = {series.name for series in runs}
     names = list(dict.fromkeys(_series_of(name) for name in results["models"]))
@@ -108,11 +100,9 @@ def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
     if not can_draw():
         logger.info("evaluate: no plot without vl-convert: %s", INSTALL)
         return
-    key = Key(evaluated(results, {}))
-    panels = [against_kl(results, key)]
-    if (by_batch := over_checkpoints(results, key)) is not None:
-        panels.append(by_batch)
-    render_png(figure(panels, key), out, scale=1.6)
+    key = Key(evaluated(results, ()))
+    panels = [against_kl(results, key), over_checkpoints(results, key)]
+    render_png(figure([panel for panel in panels if panel is not None], key), out, scale=1.6)
 
 
 def judged(results: Mapping[str, Any]) -> Axis:
@@ -124,44 +114,35 @@ def judged(results: Mapping[str, Any]) -> Axis:
     return Axis(key, f"{key.replace('_', ' ')} (95% interval)", format="%")
 
 
-def against_kl(results: Mapping[str, Any], key: Key, title: str = "") -> Spec:
+def against_kl(results: Mapping[str, Any], key: Key) -> Spec:
     """A point with its intervals for each model that was judged, the human responses as a band."""
     nothing = {"estimate": 0.0, "low": 0.0, "high": 0.0}
     y = judged(results)
-    rows = []
-    for name, one in _in_order(results):
-        if y.field not in one:
-            continue
-        kl, gold = one.get("kl_to_reference", nothing), one[y.field]
-        rows.append(
-            {
-                "series": _series_of(name),
-                "model": name,
-                "kl": kl["estimate"],
-                "x_low": kl["low"],
-                "x_high": kl["high"],
-                y.field: gold["estimate"],
-                "y_low": gold["low"],
-                "y_high": gold["high"],
-            }
-        )
-    x = Axis("kl", f"KL to {results['reference']} (nats per completion)", zero=True)
-    several = len(rows) > len({row["series"] for row in rows})
-    spec = points(rows, key, x, y, title, front=several)
+    rows = [
+        {
+            "series": _series_of(name),
+            "model": name,
+            **with_interval("kl", "x", one.get("kl_to_reference", nothing)),
+            **with_interval(y.field, "y", one[y.field]),
+        }
+        for name, one in _in_order(results)
+        if y.field in one
+    ]
+    spec = points(rows, key, Axis("kl", f"KL to {results['reference']} (nats per completion)", zero=True), y)
     human = (results.get("reference_response") or {}).get(y.field)
     return spec if human is None else with_band(spec, human["low"], human["high"], "human")
 
 
-def over_checkpoints(results: Mapping[str, Any], key: Key, title: str = "") -> Spec | None:
+def over_checkpoints(results: Mapping[str, Any], key: Key) -> Spec | None:
     """What the judge says over the checkpoints of a run; None if fewer than two were evaluated."""
     y = judged(results)
-    rows = []
-    for name, one in _in_order(results):
-        if (found := CHECKPOINT.fullmatch(name)) and y.field in one:
-            interval = one[y.field]
-            point = {y.field: interval["estimate"], "low": interval["low"], "high": interval["high"]}
-            rows.append({"series": CHECKPOINTS, "batch": int(found[1]), **point})
-    return curves(rows, key, Axis("batch", "batches trained", zero=True), y, title) if len(rows) > 1 else None
+    rows = [
+        {"series": CHECKPOINTS, "batch": _batch_of(name), y.field: one[y.field]["estimate"]}
+        | {end: one[y.field][end] for end in ("low", "high")}
+        for name, one in _in_order(results)
+        if CHECKPOINT.fullmatch(name) and y.field in one
+    ]
+    return curves(rows, key, Axis("batch", "batches trained", zero=True), y) if len(rows) > 1 else None
 
 
 def _series_of(model: str) -> str:
@@ -170,9 +151,9 @@ def _series_of(model: str) -> str:
 
 def _in_order(results: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The models, checkpoints by their batch."""
+    return sorted(results["models"].items(), key=lambda item: _batch_of(item[0]))
 
-    def place(item: tuple[str, Any]) -> int:
-        found = CHECKPOINT.fullmatch(item[0])
-        return int(found[1]) if found else 0
 
-    return sorted(results["models"].items(), key=place)
+def _batch_of(model: str) -> int:
+    found = CHECKPOINT.fullmatch(model)
+    return int(found[1]) if found else 0

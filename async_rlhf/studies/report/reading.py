@@ -7,11 +7,14 @@ left out, and :attr:`ReadRun.problems` says so.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -30,8 +33,7 @@ FREE_FORM = ("generation.vllm.options", "ray.runtime_env", "parallel.deepspeed")
 """Groups of keys that are other programs'. They may hold secrets that we cannot recognise: the page leaves them out."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a process did.
 
     Args:
@@ -51,8 +53,7 @@ class Span:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """An evaluation.json and the samples.jsonl beside it.
 
     Args:
@@ -134,6 +135,11 @@ class ReadRun:
         return max(1, round(episodes * last["batch"] / last["episode"]))
 
     @property
+    def progress(self) -> str:
+        """Batches trained on, and planned if that is known, in words."""
+        return f"{self.batches} of {self.planned}" if self.planned else str(self.batches)
+
+    @property
     def starts_at_reference(self) -> bool:
         """Whether the KL before the first batch is known to be 0: the reference is the model that training began at."""
         started_elsewhere = self.config.get("ref_model") is not None or self.config.get("resume_from") is not None
@@ -159,26 +165,19 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     lines = [row for row in found if "batch" in row]
     if found and not lines:
         raise ConfigError(f"runs: got {str(folder)!r}; its {METRICS} is of another command than train")
-    rows = [row for row in lines if not any(key.startswith("eval_") for key in row)]
-    evals = [row for row in lines if any(key.startswith("eval_") for key in row)]
-    config = _config(folder, problems)
-    samples, eval_samples = (list(_json_lines(folder / name, problems)) for name in (SAMPLES, EVAL_SAMPLES))
-    starts, traces = _starts(folder, problems), dict(_traces(folder, problems))
-    return ReadRun(
-        folder,
-        name,
-        config,
-        rows,
-        evals,
-        samples,
-        eval_samples,
-        starts,
-        {name: [span for span in spans if not span.why] for name, spans in traces.items()},
-        {name: lost for name, spans in traces.items() if (lost := [span for span in spans if span.why])},
-        _state(folder, int(max((row["batch"] for row in rows), default=0)), ended),
-        _parameters(folder, problems),
-        problems,
+    rows, evals = (
+        [row for row in lines if any(key.startswith("eval_") for key in row) is held] for held in (False, True)
     )
+    config = _config(folder, problems)
+    samples, eval_samples = (list(_json_lines(folder / file, problems)) for file in (SAMPLES, EVAL_SAMPLES))
+    starts, found_traces = _starts(folder, problems), dict(_traces(folder, problems))
+    traces, faults = (
+        {file: [span for span in spans if bool(span.why) is lost] for file, spans in found_traces.items()}
+        for lost in (False, True)
+    )
+    whole = (config, rows, evals, samples, eval_samples, starts, traces, faults)
+    run = ReadRun(folder, name, *whole, parameters=_parameters(folder, problems), problems=problems)
+    return replace(run, state=_state(run, ended))
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
@@ -195,19 +194,16 @@ def read_evaluation(folder: Path) -> Evaluation | None:
 
 def evaluations_of(runs: Sequence[ReadRun], given: Sequence[Path] = ()) -> list[Evaluation]:
     """Those that were given, and those of these runs that lie in their folders or beside them."""
-    places = [folder.resolve() for folder in given]
-    for run in runs:
-        for near in (run.folder, run.folder.resolve().parent):
-            places += [path.parent.resolve() for path in sorted(near.glob(f"*/{EVALUATION}"))]
-    found = [(place, read_evaluation(place)) for place in dict.fromkeys(places)]
-    asked = {folder.resolve() for folder in given}
-    return [one for place, one in found if one is not None and (place in asked or of_runs(one, runs))]
+    asked = [folder.resolve() for folder in given]
+    nearby = [place for run in runs for place in (run.folder, run.folder.resolve().parent)]
+    near = [path.parent.resolve() for place in nearby for path in sorted(place.glob(f"*/{EVALUATION}"))]
+    found = {place: read_evaluation(place) for place in [*asked, *near]}
+    return [one for place, one in found.items() if one is not None and (place in asked or of_runs(one, runs))]
 
 
 def of_runs(evaluation: Evaluation, runs: Sequence[ReadRun]) -> dict[str, str]:
     """Model of an evaluation -> the run that it is of."""
-    whole = evaluation.config.get("run")
-    found = {}
+    found, whole = {}, evaluation.config.get("run")
     for model in evaluation.results["models"]:
         place = evaluation.config.get(f"models.{model}") or (None if whole is None else f"{whole}/{model}")
         for run in runs:
@@ -231,9 +227,8 @@ def _json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     broken = 0
     not_finite: list[str] = []
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return  # still being written, or its writer was killed
+        # A line without an end is still being written, or its writer was killed.
+        for line in takewhile(lambda line: line.endswith("\n"), file):
             try:
                 row = _from_json(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
             except ValueError:
@@ -250,44 +245,45 @@ def _json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     path = folder / RUN_FILE
-    if not path.is_file():
-        problems.append(f"{RUN_FILE} is missing: algorithm and sizes are not known")
-        return {}
-    try:
+    with _told(path, "algorithm and sizes are not known", problems):
         values = read_yaml(str(path), "runs")
         flat = Record(values).flat()
-    except (ConfigError, OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        problems.append(f"{RUN_FILE} cannot be read: {error}")
-        return {}
-    flat["reward_funcs"] = [without_text_arguments(str(name)) for name in values.get("reward_funcs") or []]
-    flat["callbacks"] = [without_text_arguments(str(name)) for name in values.get("callbacks") or []]
-    return {key: value for key, value in flat.items() if not f"{key}.".startswith(tuple(f"{g}." for g in FREE_FORM))}
+        for name in ("reward_funcs", "callbacks"):
+            flat[name] = [without_text_arguments(str(function)) for function in values.get(name) or []]
+        return {
+            key: value for key, value in flat.items() if not f"{key}.".startswith(tuple(f"{g}." for g in FREE_FORM))
+        }
+    return {}
 
 
 def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     path = folder / ENVIRONMENT
-    if not path.is_file():
-        problems.append(f"{ENVIRONMENT} is missing: versions and starts are not known")
-        return []
+    with _told(path, "versions and starts are not known", problems):
+        return [one for one in _from_json(path.read_text(encoding="utf-8")) if isinstance(one, dict)]
+    return []
+
+
+@contextmanager
+def _told(path: Path, missing: str, problems: list[str]) -> Iterator[None]:
+    """Adds to ``problems`` what goes wrong with a file; ``missing`` is what follows if it is not there."""
     try:
-        found = _from_json(path.read_text(encoding="utf-8"))
-        return [one for one in found if isinstance(one, dict)]
-    except (OSError, ValueError, TypeError) as error:
-        problems.append(f"{ENVIRONMENT} cannot be read: {error}")
-        return []
+        yield
+    except (ConfigError, OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        problems.append(f"{path.name} {f'cannot be read: {error}' if path.is_file() else f'is missing: {missing}'}")
 
 
-def _state(folder: Path, batches: int, ended: bool) -> State:
+def _state(run: ReadRun, ended: bool) -> State:
     try:
         if not ended:
-            refuse_second(folder)
+            refuse_second(run.folder)
     except InUseError:
         return "running"
     try:
-        saved = _from_json((folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
-        return "finished" if saved["global_step"] >= batches else "interrupted"
+        saved = _from_json((run.folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
+        whole = saved["global_step"] >= run.batches
     except (OSError, ValueError, KeyError, TypeError):
-        return "finished" if (folder / FINAL).is_dir() else "interrupted"
+        whole = (run.folder / FINAL).is_dir()
+    return "finished" if whole else "interrupted"
 
 
 def _traces(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[Span]]]:
@@ -312,10 +308,9 @@ def _spans(path: Path) -> Iterator[Span]:
         for line in file:
             try:
                 event = _from_json(line.rstrip().rstrip(","))
-                kind = event["ph"]
+                kind, details = event["ph"], event.get("args", {})
                 if kind == "M":
-                    tracks[event["tid"]] = str(event["args"]["name"])
-                details = event.get("args", {})
+                    tracks[event["tid"]] = str(details["name"])
                 why = str(details.get("why", "")) if kind == "i" else ""
                 if kind != "X" and not why:
                     continue
@@ -330,20 +325,15 @@ def _spans(path: Path) -> Iterator[Span]:
 def _parameters(folder: Path, problems: list[str]) -> int | None:
     """Numbers in the newest policy, from the headers of its files."""
     for place in (folder / FINAL, *reversed(Checkpoints(folder).all())):
-        files = sorted(place.glob("*.safetensors"))
-        if not files or (place / "adapter_config.json").exists():
-            continue
-        count = 0
+        files = [] if (place / "adapter_config.json").exists() else sorted(place.glob("*.safetensors"))
         try:
+            count = 0
             for path in files:
                 with safe_open(path, framework="numpy") as tensors:
-                    for name in list(tensors.keys()):
-                        size = 1
-                        for length in tensors.get_slice(name).get_shape():
-                            size *= length
-                        count += size
+                    count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys()))
         except (SafetensorError, OSError) as error:
             problems.append(f"{place.name}: its weights cannot be read: {error}")
             continue
-        return count
+        if files:
+            return count
     return None

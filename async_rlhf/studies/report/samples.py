@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from async_rlhf.studies.report.reading import Evaluation, ReadRun
@@ -12,56 +12,46 @@ LONGEST = 3000
 """Characters of one text; the rest is counted."""
 
 
-@dataclass
-class Samples:
-    """Completions by prompt.
-
-    Args:
-        groups: {"kind", "prompt", "answers": [{"run", "batch", "score", "text", "finish"}]}.
-        notes: what was left out, in words.
-    """
-
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+Answers = dict[str, list[dict[str, Any]]]
+"""Prompt -> its answers."""
 
 
-def samples(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], characters: int) -> Samples:
+def samples(
+    runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], characters: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Choose at most so many characters of completions.
 
     Held-out prompts keep all their answers, so that one sees a prompt change; of training, whole batches are taken, at
     equal distances, so that runs with the same prompts show the same ones.
+
+    Returns:
+        Completions by prompt, each {"kind", "prompt", "answers": [{"run", "batch", "score", "text", "finish"}]}; and
+        what was left out, in words.
     """
-    found = Samples()
-    sources = (
-        ("evaluation", [_of_evaluation(one) for one in evaluations]),
-        ("held-out prompts", [_by_prompt(run.name, run.eval_samples) for run in runs]),
-        ("training", [_by_batch(run, _shared_batches(runs, characters // 3)) for run in runs]),
-    )
-    parts = sum(1 for _, groups in sources if any(groups))
-    for kind, groups in sources:
-        merged: dict[str, list[dict[str, Any]]] = {}
-        for group in groups:
-            for prompt, answers in group.items():
-                merged.setdefault(prompt, []).extend(answers)
-        room = characters // max(1, parts)
-        shown = _within(kind, merged, room)
-        found.groups += shown
-        whole, kept = len(merged), len(shown)
-        if kept < whole:
-            found.notes.append(f"{kind}: {kept} of {whole} prompts are here")
+    batches = _shared_batches(runs, characters // 3)
+    sources: dict[str, Answers] = {"evaluation": {}, "held-out prompts": {}, "training": {}}
+    for one in evaluations:
+        _add_evaluation(sources["evaluation"], one)
     for run in runs:
-        batches = {row.get("batch") for row in run.samples}
-        here = batches & _shared_batches(runs, characters // 3)
-        if len(here) < len(batches):
-            found.notes.append(
-                f"{run.name}: training samples of {len(here)} of {len(batches)} batches; all are in samples.jsonl"
-            )
-    return found
+        _add(sources["held-out prompts"], run, run.eval_samples)
+        _add(sources["training"], run, (row for row in run.samples if row.get("batch") in batches))
+    groups, notes = [], []
+    for kind, found in sources.items():
+        shown = _within(kind, found, characters // max(1, sum(map(bool, sources.values()))))
+        groups += shown
+        if len(shown) < len(found):
+            notes.append(f"{kind}: {len(shown)} of {len(found)} prompts are here")
+    for run in runs:
+        own = {row.get("batch") for row in run.samples}
+        here, whole = len(own & batches), len(own)
+        if here < whole:
+            notes.append(f"{run.name}: training samples of {here} of {whole} batches; all are in samples.jsonl")
+    return groups, notes
 
 
-def _within(kind: str, merged: Mapping[str, list[dict[str, Any]]], room: int) -> list[dict[str, Any]]:
+def _within(kind: str, found: Answers, room: int) -> list[dict[str, Any]]:
     shown = []
-    for prompt, answers in merged.items():
+    for prompt, answers in found.items():
         group = {"kind": kind, "prompt": _cut(prompt), "answers": answers}
         room -= len(group["prompt"]) + sum(len(answer["text"]) + 60 for answer in answers)
         if room < 0:
@@ -72,49 +62,33 @@ def _within(kind: str, merged: Mapping[str, list[dict[str, Any]]], room: int) ->
 
 def _shared_batches(runs: Sequence[ReadRun], characters: int) -> set[Any]:
     """Batches at equal distances, the first and the last among them, as many as fit."""
-    batches = sorted({row["batch"] for run in runs for row in run.samples if "batch" in row})
-    whole = sum(_size(row) for run in runs for row in run.samples)
-    step = max(1, -(-whole // max(1, characters)))
+    rows = [row for run in runs for row in run.samples]
+    batches = sorted({row["batch"] for row in rows if "batch" in row})
+    whole = sum(60 + sum(min(LONGEST, len(str(row.get(key, "")))) for key in ("prompt", "completion")) for row in rows)
+    step = max(1, math.ceil(whole / max(1, characters)))
     return {*batches[::step], *batches[-1:]}
 
 
-def _size(row: Mapping[str, Any]) -> int:
-    return min(LONGEST, len(str(row.get("prompt", "")))) + min(LONGEST, len(str(row.get("completion", "")))) + 60
-
-
-def _by_batch(run: ReadRun, batches: set[Any]) -> dict[str, list[dict[str, Any]]]:
-    return _by_prompt(run.name, (row for row in run.samples if row.get("batch") in batches))
-
-
-def _by_prompt(name: str, rows: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+def _add(found: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> None:
     for row in rows:
         if "prompt" in row and "completion" in row:
-            found.setdefault(str(row["prompt"]), []).append(
-                {
-                    "run": name,
-                    "batch": row.get("batch"),
-                    "score": row.get("score"),
-                    "text": _cut(str(row["completion"])),
-                    "finish": str(row.get("finish_reason", "")),
-                }
-            )
-    return found
+            finish = str(row.get("finish_reason", ""))
+            answer = _answer(run.name, row.get("batch"), row.get("score"), row["completion"], finish)
+            found.setdefault(str(row["prompt"]), []).append(answer)
 
 
-def _of_evaluation(evaluation: Evaluation) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+def _add_evaluation(found: Answers, evaluation: Evaluation) -> None:
     for row in evaluation.samples:
-        answers = []
-        if row.get("reference_response") is not None:
-            text, score = row["reference_response"], row.get("reference_score")
-            answers.append({"run": "human", "batch": None, "score": score, "text": _cut(str(text)), "finish": ""})
+        answers = found.setdefault(str(row.get("query", "")), [])
+        if (human := row.get("reference_response")) is not None:
+            answers.append(_answer("human", None, row.get("reference_score"), human))
         for name, one in (row.get("models") or {}).items():
             finish = "" if one.get("ended", True) else "length"
-            text = _cut(str(one.get("completion", "")))
-            answers.append({"run": name, "batch": None, "score": one.get("score"), "text": text, "finish": finish})
-        found.setdefault(str(row.get("query", "")), []).extend(answers)
-    return found
+            answers.append(_answer(name, None, one.get("score"), one.get("completion", ""), finish))
+
+
+def _answer(run: str, batch: Any, score: Any, text: Any, finish: str = "") -> dict[str, Any]:
+    return {"run": run, "batch": batch, "score": score, "text": _cut(str(text)), "finish": finish}
 
 
 def _cut(text: str) -> str:

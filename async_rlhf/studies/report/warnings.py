@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 from async_rlhf.run.truncation_warning import MANY
@@ -13,8 +13,7 @@ from async_rlhf.studies.report.plots import CHECKPOINT
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs
 
 
-@dataclass(frozen=True)
-class Thresholds:
+class Thresholds(NamedTuple):
     """A figure beyond one of these gets a warning."""
 
     part: float = 0.1
@@ -66,60 +65,55 @@ class Warned(NamedTuple):
     """Its name."""
 
 
-class _Part(NamedTuple):
-    mean: float
-    error: float
-    """Standard error of the mean."""
+class _Part:
+    """Some values: their mean, which is NaN without any, and its standard error."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.mean = fmean(values) if values else math.nan
+        self.error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0 * self.mean
+
+    def __format__(self, form: str) -> str:
+        return format(self.mean, form)
+
+    def rises_to(self, other: _Part) -> float:
+        """By how many standard errors the other mean is above this one."""
+        error, difference = math.hypot(self.error, other.error), other.mean - self.mean
+        return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
 
 
 class _Ends:
-    """The start and the end of one metric."""
+    """The start, the middle and the end of one metric. What it has not is NaN, which is beyond no threshold."""
 
-    def __init__(self, rows: Sequence[Mapping[str, float]], key: str, part: float) -> None:
-        self.values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
-        count = max(2, round(part * len(self.values)))
-        self.enough = len(self.values) >= FEWEST
-        self.start, self.end = _part(self.values[:count]), _part(self.values[-count:])
-        middle = len(self.values) // 2
-        self.middle = _part(self.values[max(0, middle - count // 2 - 1) : middle + count // 2 + 1])
+    def __init__(self, values: Sequence[float]) -> None:
+        count = max(2, round(THRESHOLDS.part * len(values)))
+        middle = len(values) // 2
+        self.enough = len(values) >= FEWEST
+        self.start, self.end = _Part(values[:count]), _Part(values[-count:])
+        self.middle = _Part(values[max(0, middle - count // 2 - 1) : middle + count // 2 + 1])
 
-    def rises(self, errors: float) -> bool:
-        return self.enough and _apart(self.start, self.end) > errors
-
-
-def _part(values: Sequence[float]) -> _Part:
-    if not values:
-        return _Part(math.nan, math.nan)
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return _Part(mean, 0.0)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return _Part(mean, math.sqrt(variance / len(values)))
+    @property
+    def rises(self) -> bool:
+        return self.enough and self.start.rises_to(self.end) > THRESHOLDS.errors
 
 
-def _apart(low: _Part, high: _Part) -> float:
-    """By how many standard errors the second mean is above the first."""
-    error = math.hypot(low.error, high.error)
-    difference = high.mean - low.mean
-    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+def _values(rows: Sequence[Mapping[str, float]], key: str) -> list[float]:
+    return [row[key] for row in rows if isinstance(row.get(key), (int, float))]
 
 
-def warnings(
-    runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = (), limits: Thresholds = THRESHOLDS
-) -> list[Warned]:
+def _ends(run: ReadRun, key: str) -> _Ends:
+    return _Ends(_values(run.rows, key))
+
+
+def warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) -> list[Warned]:
     """All warnings, those about results first."""
-    found = [warned._replace(run=run.name) for run in runs for rule in RULES for warned in rule(run, limits)]
-    for evaluation in evaluations:
-        found += _gold_falls(evaluation, runs)
+    found = [warned._replace(run=run.name) for run in runs for rule in RULES for warned in rule(run)]
+    found += [warned for evaluation in evaluations for warned in _gold_falls(evaluation, runs)]
     return sorted(found, key=lambda warned: warned.level)
 
 
-def _cut_off(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
-    ended = _Ends(run.rows, "val/ended_share", limits.part)
-    if not ended.values:
-        return
-    share = 1 - ended.end.mean
-    if share >= limits.cut_off:
+def _teaches_little(run: ReadRun) -> Iterator[Warned]:
+    share = 1 - _ends(run, "val/ended_share").end.mean
+    if share >= THRESHOLDS.cut_off:
         room = run.config.get("generation.response_length")
         cost = ", and penalised by non_eos_penalty" if run.config.get("non_eos_penalty") else ""
         yield Warned(
@@ -127,16 +121,9 @@ def _cut_off(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
             f"{share:.0%} of the last completions did not end by themselves{f' within {room} tokens' if room else ''}"
             f"{cost}. Give them more room (generation.response_length), or see whether the policy learns to go on.",
         )
-
-
-def _ties(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
-    rows = [
-        {"ties": row["objective/ties"] * row["batch"] / row["episode"]}
-        for row in run.rows
-        if "objective/ties" in row and row.get("episode")
-    ]
-    share = _Ends(rows, "ties", limits.part).end.mean
-    if share >= limits.ties:
+    counted = [row for row in run.rows if "objective/ties" in row and row.get("episode")]
+    share = _Ends([row["objective/ties"] * row["batch"] / row["episode"] for row in counted]).end.mean
+    if share >= THRESHOLDS.ties:
         yield Warned(
             "Many prompts teach nothing",
             f"All completions of {share:.0%} of the last prompts score the same: nothing says which is better. Use a "
@@ -144,139 +131,126 @@ def _ties(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
         )
 
 
-def _kl(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
-    kl, length = (_Ends(run.rows, key, limits.part) for key in ("objective/kl", "val/response_length"))
-    score = _Ends(run.rows, "objective/scores", limits.part)
-    if kl.values and length.values and length.end.mean > 0:
-        per_token = kl.end.mean / length.end.mean
-        if per_token >= limits.kl_per_token:
-            yield Warned(
-                "Far from the reference",
-                f"KL is {kl.end.mean:.3g} nats per completion at the end, {per_token:.2f} per token. Read samples: "
-                "so far away a reward model judges text of a kind that it has hardly seen. A lower learning rate, "
-                "fewer batches, or a larger beta or KL penalty keeps the policy closer.",
-            )
-    grows = kl.enough and kl.middle.mean > 0 and kl.end.mean / kl.middle.mean >= limits.kl_rise
-    if grows and _apart(kl.middle, kl.end) > limits.errors and _apart(score.middle, score.end) < 1:
+def _kl(run: ReadRun) -> Iterator[Warned]:
+    kl, score, length = (_ends(run, key) for key in ("objective/kl", "objective/scores", "val/response_length"))
+    if length.end.mean > 0 and (per_token := kl.end.mean / length.end.mean) >= THRESHOLDS.kl_per_token:
+        yield Warned(
+            "Far from the reference",
+            f"KL is {kl.end:.3g} nats per completion at the end, {per_token:.2f} per token. Read samples: so far away "
+            "a reward model judges text of a kind that it has hardly seen. A lower learning rate, fewer batches, or a "
+            "larger beta or KL penalty keeps the policy closer.",
+        )
+    grows = kl.enough and kl.middle.mean > 0 and kl.end.mean / kl.middle.mean >= THRESHOLDS.kl_rise
+    if grows and kl.middle.rises_to(kl.end) > THRESHOLDS.errors and score.middle.rises_to(score.end) < 1:
         yield Warned(
             "KL grows without a gain",
-            f"Over the second half KL went from {kl.middle.mean:.3g} to {kl.end.mean:.3g} nats, the score from "
-            f"{score.middle.mean:.3g} to {score.end.mean:.3g}. An earlier checkpoint is as good and closer to the "
-            "reference; stop_at ends a run there.",
+            f"Over the second half KL went from {kl.middle:.3g} to {kl.end:.3g} nats, the score from "
+            f"{score.middle:.3g} to {score.end:.3g}. An earlier checkpoint is as good and closer to the reference; "
+            "stop_at ends a run there.",
         )
 
 
-def _off_policy(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
+def _off_policy(run: ReadRun) -> Iterator[Warned]:
     stale = f" S is {run.staleness}." if run.staleness else ""
-    remedy = "Lower the learning rate, staleness, num_mini_batches or num_epochs, or use a correction."
-    for key, bound, unit in (
-        ("val/ess_token", limits.ess_token, "tokens"),
-        ("val/ess_sequence", limits.ess_sequence, "completions"),
-    ):
-        size = _Ends(run.rows, key, limits.part)
-        if size.values and size.end.mean < bound:
-            yield Warned(
-                "The effective sample size is low",
-                f"The last batches are worth {size.end.mean:.0%} of their {unit}: the policy in training is far from "
-                f"the one that sampled.{stale} {remedy}",
-            )
+    remedy = f"{stale} Lower the learning rate, staleness, num_mini_batches or num_epochs, or use a correction."
+    sizes = {"token": (THRESHOLDS.ess_token, "tokens"), "sequence": (THRESHOLDS.ess_sequence, "completions")}
+    for name, (bound, unit) in sizes.items():
+        size = _ends(run, f"val/ess_{name}").end
+        if size.mean < bound:
+            text = f"The last batches are worth {size:.0%} of their {unit}: the policy in training is far from the one"
+            yield Warned("The effective sample size is low", f"{text} that sampled.{remedy}")
     for key, bound, what in (
-        ("policy/clipfrac_avg", limits.clipped, "of the ratios are clipped, and what is clipped teaches nothing"),
-        ("policy/importance_capped", limits.capped, "of the importance weights are at their cap, which biases them"),
+        ("clipfrac_avg", THRESHOLDS.clipped, "of the ratios are clipped, and what is clipped teaches nothing"),
+        ("importance_capped", THRESHOLDS.capped, "of the importance weights are at their cap, which biases them"),
     ):
-        share = _Ends(run.rows, key, limits.part)
-        if share.values and share.end.mean >= bound:
-            text = f"At the end {share.end.mean:.0%} {what}.{stale} {remedy}"
-            yield Warned("Much is clipped", text)
+        part = _ends(run, f"policy/{key}").end
+        if part.mean >= bound:
+            yield Warned("Much is clipped", f"At the end {part:.0%} {what}.{remedy}")
 
 
-def _hacking(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
-    score = _Ends(run.rows, "objective/scores", limits.part)
-    rises = score.rises(limits.errors)
-    up = f"The training score rose from {score.start.mean:.3g} to {score.end.mean:.3g}"
-    held_out = [row["eval_objective/scores"] for row in run.evals if "eval_objective/scores" in row]
-    if rises and len(held_out) >= 3 and held_out[-1] < held_out[0]:
+def _hacking(run: ReadRun) -> Iterator[Warned]:
+    keys = ("objective/scores", "policy/entropy_avg", "val/response_length")
+    score, entropy, length = (_ends(run, key) for key in keys)
+    up = f"training score rose from {score.start:.3g} to {score.end:.3g}"
+    held_out = _values(run.evals, "eval_objective/scores")
+    if score.rises and len(held_out) >= 3 and held_out[-1] < held_out[0]:
         yield Warned(
             "Better in training, worse on held-out prompts",
-            f"{up}, that on held-out prompts fell from {held_out[0]:.3g} to {held_out[-1]:.3g}. The policy learns the "
-            "training prompts by heart, or they differ in kind. Use more prompts, or an earlier checkpoint.",
+            f"The {up}, that on held-out prompts fell from {held_out[0]:.3g} to {held_out[-1]:.3g}. The policy learns "
+            "the training prompts by heart, or they differ in kind. Use more prompts, or an earlier checkpoint.",
         )
-    entropy = _Ends(run.rows, "policy/entropy_avg", limits.part)
-    if entropy.enough and entropy.start.mean > 0 and entropy.end.mean <= limits.entropy * entropy.start.mean:
+    if entropy.enough and entropy.start.mean > 0 and entropy.end.mean <= THRESHOLDS.entropy * entropy.start.mean:
         yield Warned(
             "The policy has become narrow",
-            f"Entropy per token fell from {entropy.start.mean:.3g} to {entropy.end.mean:.3g} nats"
-            f"{'; ' + up[0].lower() + up[1:] if rises else ''}. Read samples: it may have found one phrase that the "
-            "reward likes. A larger beta or KL penalty, or a lower learning rate, keeps it open.",
+            f"Entropy per token fell from {entropy.start:.3g} to {entropy.end:.3g} nats"
+            f"{f'; the {up}' if score.rises else ''}. Read samples: it may have found one phrase that the reward "
+            "likes. A larger beta or KL penalty, or a lower learning rate, keeps it open.",
         )
-    length = _Ends(run.rows, "val/response_length", limits.part)
-    if rises and length.enough and length.start.mean > 0 and length.end.mean >= limits.length * length.start.mean:
+    longer = length.enough and length.start.mean > 0 and length.end.mean >= THRESHOLDS.length * length.start.mean
+    if score.rises and longer:
         yield Warned(
             "Answers grow with the score",
-            f"{up}, the length from {length.start.mean:.3g} to {length.end.mean:.3g} tokens. The reward may pay for "
-            "length: compare at equal length (async-rlhf evaluate), or set length_penalty.",
+            f"The {up}, the length from {length.start:.3g} to {length.end:.3g} tokens. The reward may pay for length: "
+            "compare at equal length (async-rlhf evaluate), or set length_penalty.",
         )
 
 
-def _engine(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
-    noise = _Ends(run.rows, "engine/logprob_difference", limits.part)
-    if noise.values and noise.end.mean >= limits.engine:
+def _engine(run: ReadRun) -> Iterator[Warned]:
+    noise = _ends(run, "engine/logprob_difference").end
+    if noise.mean >= THRESHOLDS.engine:
         yield Warned(
             "Engine and learner disagree",
-            f"With the same weights their log-probabilities differ by {noise.end.mean:.3g} nats per token. Look at "
+            f"With the same weights their log-probabilities differ by {noise:.3g} nats per token. Look at "
             "generation.dtype and the engine's options; a correction makes up for small differences.",
         )
-    evidence = _Ends(run.rows, "engine/sampling_evidence", limits.part)
-    if evidence.values and (most := max(evidence.values)) >= limits.evidence:
+    most, limit = max(_values(run.rows, "engine/sampling_evidence"), default=-math.inf), THRESHOLDS.evidence
+    if most >= limit:
         yield Warned(
             "The engine may not draw what it says",
-            f"The evidence reached {most:.1f} (a right engine reaches {limits.evidence:g} in one of "
-            f"{10**limits.evidence:,.0f} runs; 4.7 stops one). Look at the engine's sampling options.",
+            f"The evidence reached {most:.1f} (a right engine reaches {limit:g} in one of {10**limit:,.0f} runs; 4.7 "
+            "stops one). Look at the engine's sampling options.",
         )
 
 
-def _steps(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
-    norms = sorted(row["grad_norm"] for row in run.rows if row.get("grad_norm"))
-    if len(norms) >= FEWEST and norms[-1] >= limits.gradient * norms[len(norms) // 2]:
-        batch = max((row for row in run.rows if "grad_norm" in row), key=lambda row: row["grad_norm"])["batch"]
+def _steps(run: ReadRun) -> Iterator[Warned]:
+    norms = sorted((row["grad_norm"], row["batch"]) for row in run.rows if row.get("grad_norm"))
+    if len(norms) >= FEWEST and norms[-1][0] >= THRESHOLDS.gradient * (median := norms[len(norms) // 2][0]):
+        most, batch = norms[-1]
         yield Warned(
             "A gradient stands out",
-            f"That of batch {batch:.0f} has the norm {norms[-1]:.3g}, the median is {norms[len(norms) // 2]:.3g}. It "
-            "is clipped to max_grad_norm; if this happens often, lower the learning rate.",
+            f"That of batch {batch:.0f} has the norm {most:.3g}, the median is {median:.3g}. It is clipped to "
+            "max_grad_norm; if this happens often, lower the learning rate.",
         )
-    skipped = sum(row.get("skipped_steps", 0) for row in run.rows)
-    if skipped > 0.05 * sum(row.get("optimizer_steps", 0) for row in run.rows):
+    skipped, steps, lost = (
+        sum(row.get(key, 0) for row in run.rows) for key in ("skipped_steps", "optimizer_steps", "reward/skipped")
+    )
+    if skipped > 0.05 * steps:
         text = f"{skipped:.0f} steps overflowed float16 and were left out. bf16 does not overflow."
         yield Warned("Steps are skipped", text)
-    if lost := sum(row.get("reward/skipped", 0) for row in run.rows):
+    if lost:
         text = f"{lost:.0f} completions have none (reward_errors: skip). Look for errors of the reward in the log."
         yield Warned("Rewards are missing", text)
 
 
-def _speed(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
+def _speed(run: ReadRun) -> Iterator[Warned]:
     found = idleness(run.traces.values())
     if found is None or found.generators is None:
         return
     waited = found.learner.get("wait", 0.0)
-    if waited >= limits.waited and waited > found.generators:
+    if waited >= THRESHOLDS.waited and waited > found.generators:
         more = "more or faster generators" if run.staleness else "staleness 1, so that both sides work at the same time"
-        yield Warned("The learner waits", f"{found.text} Try {more}; async-rlhf plan compares splits.", level=2)
-    elif found.generators >= limits.waited:
-        text = (
-            f"{found.text} Give the learner more of the machine and generators less; async-rlhf plan compares splits."
-        )
-        yield Warned("Generators wait", text, level=2)
+        title, remedy = "The learner waits", f"Try {more}"
+    elif found.generators >= THRESHOLDS.waited:
+        title, remedy = "Generators wait", "Give the learner more of the machine and generators less"
+    else:
+        return
+    yield Warned(title, f"{found.text} {remedy}; async-rlhf plan compares splits.", level=2)
 
 
-def _record(run: ReadRun, limits: Thresholds) -> Iterator[Warned]:
+def _record(run: ReadRun) -> Iterator[Warned]:
     if run.state == "interrupted":
-        of = f" of {run.planned}" if run.planned else ""
-        yield Warned(
-            "Not finished",
-            f"The run ended after batch {run.batches}{of}. The same command with --resume goes on from its newest "
-            "checkpoint.",
-            level=2,
-        )
+        remedy = "The same command with --resume goes on from its newest checkpoint."
+        yield Warned("Not finished", f"The run ended after batch {run.progress}. {remedy}", level=2)
     for problem in run.problems:
         yield Warned("The record has gaps", f"{problem}.", level=2)
 
@@ -285,33 +259,21 @@ def _gold_falls(evaluation: Evaluation, runs: Sequence[ReadRun]) -> Iterator[War
     """Between two checkpoints of a run: the best one is better than the last, and their intervals do not meet."""
     mine = of_runs(evaluation, runs)
     for run in runs:
-        models = [
-            (int(found[1]), evaluation.results["models"][model]["gold_mean"])
-            for model, whose in mine.items()
-            if whose == run.name
-            and (found := CHECKPOINT.fullmatch(model))
-            and "gold_mean" in evaluation.results["models"][model]
-        ]
-        if len(models) < 2:
+        golds = {
+            int(found[1]): one["gold_mean"]
+            for model, one in evaluation.results["models"].items()
+            if mine.get(model) == run.name and (found := CHECKPOINT.fullmatch(model)) and "gold_mean" in one
+        }
+        if not golds:
             continue
-        best, last = max(models, key=lambda one: one[1]["estimate"]), max(models, key=lambda one: one[0])
-        if best[1]["low"] > last[1]["high"]:
+        last, best = max(golds), max(golds, key=lambda batch: golds[batch]["estimate"])
+        if golds[best]["low"] > golds[last]["high"]:
             yield Warned(
                 "The gold reward is past its peak",
-                f"It was {best[1]['estimate']:.3f} at batch {best[0]} and is {last[1]['estimate']:.3f} at batch "
-                f"{last[0]}: the policy exploits the reward that trains it. Use checkpoint-{best[0]}, or stop_at.",
+                f"It was {golds[best]['estimate']:.3f} at batch {best} and is {golds[last]['estimate']:.3f} at batch "
+                f"{last}: the policy exploits the reward that trains it. Use checkpoint-{best}, or stop_at.",
                 run=run.name,
             )
 
 
-RULES: Iterable[Callable[[ReadRun, Thresholds], Iterator[Warned]]] = (
-    _cut_off,
-    _ties,
-    _kl,
-    _off_policy,
-    _hacking,
-    _engine,
-    _steps,
-    _speed,
-    _record,
-)
+RULES = (_teaches_little, _kl, _off_policy, _hacking, _engine, _steps, _speed, _record)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.evaluation.statistics import Interval
-from async_rlhf.studies.report.charts import Axis, Key, Series, Spec, figure, points, render_png
+from async_rlhf.studies.report.charts import Axis, Key, Series, Spec, figure, points, render_png, with_interval
 from async_rlhf.studies.sweep.results import Summary
 from async_rlhf.studies.sweep.trials import number_of
 
@@ -19,11 +18,11 @@ _MOST = 24
 
 def axis_of(found: Sequence[Summary], wanted: str | None) -> str | None:
     """What goes on the horizontal axis: what is asked for, else the axis of numbers with the most values."""
-    axes = [axis for axis in found[0].setting if all(axis in one.setting for one in found)]
-    labels = {axis: {one.setting.get(axis, "") for one in found} for axis in axes}
-    numbers = [axis for axis in axes if all(number_of(label) is not None for label in labels[axis])]
     if wanted is not None:
         return wanted
+    axes = [axis for axis in found[0].setting if all(axis in one.setting for one in found)]
+    labels = {axis: {one.setting[axis] for one in found} for axis in axes}
+    numbers = [axis for axis in axes if all(number_of(label) is not None for label in labels[axis])]
     return max(numbers, key=lambda axis: len(labels[axis]), default=None)
 
 
@@ -90,12 +89,12 @@ def _against_axis(
     found: Sequence[Summary], axis: str, ticks: tuple[float, ...], key: Key, what: str, title: str
 ) -> Spec:
     rows = [
-        {"series": name_of(one, axis), "x": number_of(one.setting[axis]), **_ends(interval, "y")}
+        {"series": name_of(one, axis), "x": number_of(one.setting[axis]), **with_interval("y", "y", interval._asdict())}
         for one in sorted(found, key=lambda one: number_of(one.setting[axis]) or 0.0)
         if (interval := getattr(one, what)) is not None
     ]
     x = Axis("x", axis.rpartition(".")[2], ticks=ticks)
-    return points(_apart(rows, key, ticks), key, x, Axis("y", title), front=True)
+    return points(_apart(rows, key, ticks), key, x, Axis("y", title))
 
 
 def _against_kl(found: Sequence[Summary], axis: str, key: Key, what: str) -> Spec:
@@ -106,8 +105,8 @@ def _against_kl(found: Sequence[Summary], axis: str, key: Key, what: str) -> Spe
         {
             "series": name_of(one, axis),
             "label": one.setting[axis],
-            **_ends(one.kl, "x"),
-            **_ends(getattr(one, what), "y"),
+            **with_interval("x", "x", one.kl._asdict()),
+            **with_interval("y", "y", getattr(one, what)._asdict()),
         }
         for one in sorted(found, key=lambda one: number_of(one.setting[axis]) or 0.0)
     ]
@@ -116,11 +115,7 @@ def _against_kl(found: Sequence[Summary], axis: str, key: Key, what: str) -> Spe
     if what == "wins":
         rows.append({"series": START, "label": "", "x": 0.0, "y": 0.5})
     x = Axis("x", "KL to the starting model (nats per completion)", zero=True)
-    return points(rows, key, x, y, f"Numbers at the points: {axis.rpartition('.')[2]}", front=True, label="label")
-
-
-def _ends(interval: Interval, name: str) -> dict[str, Any]:
-    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return points(rows, key, x, y, f"Numbers at the points: {axis.rpartition('.')[2]}", label="label")
 
 
 def _apart(rows: list[dict[str, Any]], key: Key, ticks: Sequence[float]) -> list[dict[str, Any]]:
