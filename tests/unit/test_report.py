@@ -35,7 +35,8 @@ from async_rlhf.studies.report.idleness import idleness, length, union
 from async_rlhf.studies.report.reading import ReadRun, Span, evaluations_of, read_run
 from async_rlhf.studies.report.warnings import THRESHOLDS, warnings
 
-EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028<!--\ud800{{ 7 * 7 }}{% if %}"
+EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028<!--\ud800"
+EVIL += "{{ 7 * 7 }}{% if %}"
 
 
 def train(folder: Path, name: str, callbacks=(), **changes) -> Path:
