@@ -171,10 +171,8 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     config = _config(folder, problems)
     samples, eval_samples = (list(_json_lines(folder / file, problems)) for file in (SAMPLES, EVAL_SAMPLES))
     starts, found_traces = _starts(folder, problems), dict(_traces(folder, problems))
-    traces, faults = (
-        {file: [span for span in spans if bool(span.why) is lost] for file, spans in found_traces.items()}
-        for lost in (False, True)
-    )
+    traces = {file: [span for span in spans if not span.why] for file, spans in found_traces.items()}
+    faults = {file: lost for file, spans in found_traces.items() if (lost := [span for span in spans if span.why])}
     whole = (config, rows, evals, samples, eval_samples, starts, traces, faults)
     run = ReadRun(folder, name, *whole, parameters=_parameters(folder, problems), problems=problems)
     return replace(run, state=_state(run, ended))
