@@ -226,13 +226,14 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
 
 
 def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    found = sorted((span for span in spans if span.name in WORK_OF), key=lambda span: span.start)
-    first = found[0].start if found else 0.0
+    drawn = [
+        span for span in spans if span.name in WORK_OF and (span.name != "publish" or span.end - span.start > 1e-3)
+    ]
+    first = min((span.start for span in drawn), default=0.0)
     return [
         {"track": span.track, "work": WORK_OF[span.name], "what": span.name, "text": str(span.batch or "")}
         | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
-        for span in found
-        if span.end - span.start > 1e-3 or span.name != "publish"
+        for span in sorted(drawn, key=lambda span: span.start)
     ]
 
 
