@@ -14,6 +14,7 @@ from async_rlhf.ranks import failure_detector
 from async_rlhf.ranks.failure_detector import FailureDetector, open_port
 from async_rlhf.system import guarded_port
 from async_rlhf.system.guarded_port import GuardedPort, connect
+from async_rlhf.system.signals import RankError
 
 HERE = "127.0.0.1"
 LENGTH = 4 + 32 + 32
@@ -231,6 +232,30 @@ def test_ranks_of_one_host_watch_each_other_on_its_loopback_address_past_strange
     assert watches[0].failure is None
     for one in strangers:
         one.close()
+
+
+def test_a_failure_is_raised_in_the_outer_use_after_an_inner_one_has_ended(monkeypatch):
+    """A command, the making of its run and its training use one detector, each within the other."""
+    monkeypatch.setattr(failure_detector, "GRACE", 60.0)  # seconds until it would end this process
+    said: dict[str, object] = {}
+    ready, watches = threading.Event(), {}
+    other = threading.Thread(target=lambda: watches.update({1: FailureDetector(TwoRanks(1, said, ready))}))
+    other.start()
+    watches[0] = FailureDetector(TwoRanks(0, said, ready))
+    other.join(timeout=60)
+
+    def command() -> None:
+        with watches[0].watching():
+            with watches[0].watching():
+                pass
+            for connection in watches[1]._connections.values():
+                connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(5)
+            raise AssertionError("nothing has woken it")
+
+    with pytest.raises(RankError, match="rank 1 is gone") as raised:
+        command()
+    assert isinstance(raised.value.__cause__, RankError)
 
 
 def other_address() -> str:

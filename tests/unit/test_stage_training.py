@@ -205,6 +205,14 @@ def test_a_signal_saves_and_ends_and_an_older_format_is_refused(sft, tmp_path, m
     assert same_weights(cut.output_dir, sft.output_dir)
 
 
+def test_no_checkpoint_is_written_that_is_deleted_at_once(sft, monkeypatch):
+    """Ten steps: one after the fifth, none after the last."""
+    saved = []
+    monkeypatch.setattr(StageLoop, "save", lambda loop: saved.append(loop.run.callbacks.state.global_step))
+    run_sft(replace(sft, save_steps=5))
+    assert saved == [5]
+
+
 def test_a_gradient_that_is_not_finite_ends_the_stage(sft, monkeypatch):
     monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=lambda *args: _times(response_loss(*args), math.nan)))
     with pytest.raises(FloatingPointError, match=r"step 1: .* is nan; the weights .*; lower learning_rate \(0\.001\)"):
