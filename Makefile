@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
+# A test that takes its process with it ends the suite: pytest-xdist would wait for ever.
+PARALLEL = --numprocesses auto --maxprocesses 4 --max-worker-restart 0
 
 .PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
@@ -11,17 +13,17 @@ quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
 
 test: setup         ## install, then run all tests that need neither vLLM nor a GPU
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile
 
 test-quick: setup   ## install, then run the laws, the oracles, the golden runs, and one fault of each kind
-	$(BIN)/python -m pytest -m 'quick and not rare' --numprocesses auto --maxprocesses 4
+	$(BIN)/python -m pytest -m 'quick and not rare' $(PARALLEL)
 
 test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
-	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare --numprocesses auto --maxprocesses 4
+	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare $(PARALLEL)
 	FUZZ_CASES=1400 $(BIN)/python -m pytest tests/contract/test_fuzz.py
 
 test-benchmarks: setup   ## every benchmark in its smallest size; the planner's memory against the learner's
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 tests/benchmarks tests/memory
+	$(BIN)/python -m pytest $(PARALLEL) tests/benchmarks tests/memory
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm

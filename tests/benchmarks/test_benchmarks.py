@@ -32,7 +32,7 @@ ELSEWHERE = {
             "waits_rewards",
             "waits_shares",
         ),
-        "distributed/test_benchmarks.py",
+        "benchmarks/test_own_processes.py",
     ),
     "gpu": "gpu/test_benchmarks.py",
     "power": "unit/test_sweep.py",  # reads a sweep's results

@@ -38,7 +38,14 @@ WINDOW = 8
 
 def sizes(kind: str) -> dict[str, object]:
     """A tiny model, with experts and a window where its kind has them."""
-    common = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    common = {
+        "vocab_size": 64,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    }
     if kind in ("gpt_neox", "gpt2", "opt"):
         return common | {"intermediate_size": 64, "max_position_embeddings": 64}
     experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

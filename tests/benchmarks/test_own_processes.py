@@ -9,8 +9,6 @@ from __future__ import annotations
 import pytest
 from printed import by_itself, columns, markdown, named, require
 
-pytestmark = pytest.mark.distributed
-
 WAITING = {
     "waits_evaluation.py": ({"none", "generators", "learner"}, "wall sampling training waited ratio predicted"),
     "waits_publish.py": ({"nothing", "in publish()", "beside"}, "wall publish wait stall predicted"),
