@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from smallest import parse
 
-from async_rlhf.evaluation.statistics import variance_saved
+from async_rlhf.commands.evaluation.statistics import variance_saved
 from async_rlhf.studies.certify import sequential
 from async_rlhf.studies.certify.sequential import critical_t
 

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.distributed.collectives import Ranks
 
 T = TypeVar("T")
 

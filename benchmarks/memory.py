@@ -37,13 +37,13 @@ from transformers import (
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
 from async_rlhf.config.online import OnlineConfig
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.memory import LearnerMemory
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.weights import ALIGNMENT, layout
-from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.studies.plan.roofline import Roofline, batch_of
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch

@@ -41,7 +41,7 @@ TESTS = {
     "studies.certify.sequential": "unit/test_sequential.py",
     "generation.dispatch": "unit/test_dispatch.py",
     "system.lock": "unit/test_lock.py",
-    "scoring.scorer": "unit/test_scoring.py unit/test_samples.py unit/test_early_rewards.py"
+    "rewards.scorer": "unit/test_scoring.py unit/test_samples.py unit/test_early_rewards.py"
     " unit/test_killable_rewards.py -k 'test_scoring and not hanging and not limit and not too_late"
     " and not (took and 0) or test_samples or what_may or batches_wait or that_waited or of_parts or restored_by"
     " or see_them_all or fit_a_file or cannot_be_stopped or with_ray'",

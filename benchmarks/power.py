@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from smallest import parse
 
-from async_rlhf.evaluation.statistics import t_quantile
+from async_rlhf.commands.evaluation.statistics import t_quantile
 from async_rlhf.studies.sweep.trials import labels_of
 
 POWER = 0.8

@@ -45,6 +45,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceCl
 from async_rlhf import GenerationConfig, GRPOConfig
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.protocol import Reply, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
@@ -53,10 +54,9 @@ from async_rlhf.learner import learner as learners
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import forward
 from async_rlhf.models.snapshots import NoSnapshots
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.reports.trace import Trace
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.scoring import Scorer
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import PolicyOutput, Prompt, Sample
 
 SAMPLES, PROMPT, VOCABULARY = 8, 200, 32_000

@@ -27,7 +27,7 @@ from waits_publish import copies_that_take
 from waits_rewards import PROMPTS, RESPONSE_TOKENS, REWARD_SECONDS, slow_reward
 
 from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer
-from async_rlhf.scoring.scorer import Scorer
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.studies.report.charts import Axis, Spec, figure, render_png, timeline
 
 FROM = 5

@@ -25,7 +25,7 @@ from overlap import PROMPT_TOKENS, VOCABULARY, reward, tokenizer
 from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-from async_rlhf.scoring.scorer import Scorer
+from async_rlhf.rewards.scorer import Scorer
 
 WARM_UP = 5
 PROMPTS, RESPONSE_TOKENS, REWARD_SECONDS = 24, 24, 0.5

@@ -30,9 +30,9 @@ from async_rlhf import GenerationConfig, OnlineDPOConfig
 from async_rlhf.generation.dispatch import Utilisation, Worker
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Request, SamplingParams
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.studies.plan.config import SecondsConfig, WorkloadConfig
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Prompt
 
 SPEEDS = (1.0, 1.0, 1.0, 0.5)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config.parallel import OnRanks
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.learner.launch import start_ranks
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.failure_detector import FailureDetector
 from async_rlhf.system.random_state import seed_all
 
 T = TypeVar("T")

@@ -14,6 +14,25 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.commands.distributed import done_by, on_ranks
+from async_rlhf.commands.evaluation.likelihood import (
+    EncodedRow,
+    loss_and_perplexity,
+    original_perplexity,
+    response_logprob_sums,
+)
+from async_rlhf.commands.evaluation.pairwise import Pair, PairwiseJudge
+from async_rlhf.commands.evaluation.penalties import training_penalties
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.evaluation.statistics import (
+    Interval,
+    clustered_mean_interval,
+    length_controlled_win_rate,
+    outcomes,
+    paired_difference,
+    win_rate,
+)
+from async_rlhf.commands.evaluation.tables import WIDTH, format_table, side_by_side
+from async_rlhf.commands.evaluation.tracking import log_to_trackers
 from async_rlhf.commands.generate import (
     Generation,
     generate,
@@ -30,32 +49,13 @@ from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import check_columns
 from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
-from async_rlhf.evaluation.likelihood import (
-    EncodedRow,
-    loss_and_perplexity,
-    original_perplexity,
-    response_logprob_sums,
-)
-from async_rlhf.evaluation.pairwise import Pair, PairwiseJudge
-from async_rlhf.evaluation.penalties import training_penalties
-from async_rlhf.evaluation.reward_judge import RewardJudge
-from async_rlhf.evaluation.statistics import (
-    Interval,
-    clustered_mean_interval,
-    length_controlled_win_rate,
-    outcomes,
-    paired_difference,
-    win_rate,
-)
-from async_rlhf.evaluation.tables import WIDTH, format_table, side_by_side
-from async_rlhf.evaluation.tracking import log_to_trackers
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.loading import check_source, check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.reports.progress import progress_bar
+from async_rlhf.system.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.commands.distributed import on_ranks
+from async_rlhf.commands.evaluation.sampling import first_prompts, sampled_in_shares, sampling_params
 from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.base import require
@@ -23,7 +24,7 @@ from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.evaluation.sampling import first_prompts, sampled_in_shares, sampling_params
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -33,11 +34,10 @@ from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.models.weights import named_weights
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.reports.progress import progress_bar
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
 from async_rlhf.system.files import whole_lines
 from async_rlhf.system.lock import InUseError
+from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import FinishReason, Prompt, Sample
 
 logger = logging.getLogger(__name__)

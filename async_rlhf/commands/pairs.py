@@ -11,18 +11,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.commands.distributed import done_by, on_ranks
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.evaluation.sampling import first_prompts, sample
 from async_rlhf.commands.ratings import run_pairs_from_ratings
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.evaluation.reward_judge import RewardJudge
-from async_rlhf.evaluation.sampling import first_prompts, sample
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
-from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)

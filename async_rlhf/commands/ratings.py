@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.commands.evaluation.likelihood import EncodedRow
+from async_rlhf.commands.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.commands.training import given_rows
@@ -29,10 +31,8 @@ from async_rlhf.data.held_out import held_out_names
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import draw_pairs, read_ratings, require_different
 from async_rlhf.data.views import Examples
-from async_rlhf.evaluation.likelihood import EncodedRow
-from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.forward import score_rows
-from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)

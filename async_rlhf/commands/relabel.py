@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.commands.distributed import done_by, lead_first, on_ranks
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.evaluation.statistics import wilson
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, load_rows
-from async_rlhf.evaluation.reward_judge import RewardJudge
-from async_rlhf.evaluation.statistics import wilson
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.quantised import require_bitsandbytes
-from async_rlhf.ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,8 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.algorithms.supervised import PAIRS, RATINGS, pair_loss
+from async_rlhf.commands.evaluation.likelihood import EncodedRow
+from async_rlhf.commands.evaluation.statistics import wilson
 from async_rlhf.commands.ratings import Scale, encode_ratings, evaluate_ratings, rating_rows, told_ratings
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.sft import divided, encode_rows, load_stage_rows
@@ -32,13 +34,11 @@ from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import strip_eos
 from async_rlhf.data.views import Examples
-from async_rlhf.evaluation.likelihood import EncodedRow
-from async_rlhf.evaluation.statistics import wilson
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.context_length import longest_row
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_tokenizer, new_reward_model
-from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.forward import score_rows
-from async_rlhf.ranks.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 

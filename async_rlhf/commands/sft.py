@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.algorithms.supervised import SFT
+from async_rlhf.commands.evaluation.likelihood import EncodedRow, loss_and_perplexity
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.training import Task, given_rows, run_stage
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
@@ -24,12 +25,11 @@ from async_rlhf.data.templates import read_template, template_file, use_template
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import strip_eos, train_tokenizer
 from async_rlhf.data.views import Examples
-from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.context_length import longest_row
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import embed_added_tokens, new_language_model
-from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)

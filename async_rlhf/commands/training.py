@@ -32,30 +32,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerContro
 
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.commands.distributed import done_by, lead_first, on_ranks
+from async_rlhf.commands.evaluation.likelihood import EncodedRow, row_tensors
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted, may_change
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.data.views import Examples
-from async_rlhf.evaluation.likelihood import EncodedRow, row_tensors
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.loading import require_alike
 from async_rlhf.models.saving import write_model
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.reports.integrations import check_integrations
-from async_rlhf.reports.log import JsonLines
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.build import Training, restore_trained
 from async_rlhf.run.callbacks import TRACKERS, Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
 from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
+from async_rlhf.run.integrations import check_integrations
 from async_rlhf.run.loop import Loop
 from async_rlhf.run.manifest import delete_whole, stranger_in
+from async_rlhf.system.log import JsonLines
 from async_rlhf.system.signals import ending_on_signals
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)

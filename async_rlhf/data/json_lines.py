@@ -24,7 +24,7 @@ import xxhash
 from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
 from async_rlhf.data.views import RowView
-from async_rlhf.reports.progress import progress_bar
+from async_rlhf.system.progress import progress_bar
 
 _BLOCK = 1 << 20  # bytes read at once by who reads rows in order
 _MOST_COLUMNS = 1000

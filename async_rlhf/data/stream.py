@@ -22,7 +22,7 @@ from async_rlhf.data import cache
 from async_rlhf.data.formats import RowReader, is_chat
 from async_rlhf.data.loading import Rows, check_columns
 from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data import cache
 from async_rlhf.data.views import fingerprint_of
-from async_rlhf.reports.progress import progress_bar
+from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 

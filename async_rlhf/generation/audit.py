@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.engines import find
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.generation.sampling_test import FALSE_ALARMS, LIMIT, SamplingTest, Where
@@ -30,7 +31,6 @@ from async_rlhf.models.forward import over_response_logits, response_logprobs
 from async_rlhf.models.quantised import as_plain_layers, like_numbers
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.truncation import truncated
-from async_rlhf.ranks.parallel import ALONE, Parallel
 from async_rlhf.types import Group, Prompt, Sample, drawn_versions
 
 ROWS, LENGTH = 4, 16

@@ -9,11 +9,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, VLLMConfig, engines
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.generation.protocol import Engine, SamplingParams
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.loading import brings_code
 from async_rlhf.models.quantised import is_quantised, unquantised
-from async_rlhf.ranks.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)

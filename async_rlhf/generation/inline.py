@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, SamplingParams, Version, drawing
@@ -24,9 +25,8 @@ from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.weights import differing, digests, iterate_weights
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import LEARNER, Trace
 from async_rlhf.system import random_state
+from async_rlhf.system.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
 
 PlainPrompts = list[tuple[int, int, np.ndarray]]

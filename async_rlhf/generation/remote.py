@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
 from async_rlhf.generation.dispatch import Answer, Arrived, Dispatcher, Stop, Worker, cut
 from async_rlhf.generation.protocol import (
@@ -42,8 +43,7 @@ from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.snapshots import NoSnapshots, Snapshots, agree
 from async_rlhf.models.weights import differing
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import OnRanks, launched_on_host, launched_ranks
+from async_rlhf.distributed.collectives import FOR_EVER, Ranks
 from async_rlhf.models.loading import default_device
-from async_rlhf.ranks.collectives import FOR_EVER, Ranks
 
 logger = logging.getLogger(__name__)
 

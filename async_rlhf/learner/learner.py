@@ -21,6 +21,8 @@ from async_rlhf.algorithms.policy import kl_penalties
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.distributed.loss_scale import LossScale
+from async_rlhf.distributed.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
@@ -45,8 +47,6 @@ from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.scatter import ScatteredBatches
 from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
 from async_rlhf.models.weights import of_digests
-from async_rlhf.ranks.loss_scale import LossScale
-from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.types import Experience, ScoredBatch
 
 _Compute: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tensor]]

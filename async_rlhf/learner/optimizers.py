@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import ConfigError, require
-from async_rlhf.ranks.parallel import Parallel, trainable
+from async_rlhf.distributed.parallel import Parallel, trainable
 
 Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, LRScheduler | None]
 Groups: TypeAlias = list[dict[str, Any]]

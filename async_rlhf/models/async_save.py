@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.saving import plain_copy, write_copy
 from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights, saved_buffers
-from async_rlhf.ranks.parallel import Parallel
 
 Write = Callable[[Path], None]
 WriteWith = Callable[[Path, Mapping[str, Tensor]], None]

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.parallel import Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.memory import LearnerMemory, Pass, Shape
-from async_rlhf.ranks.parallel import Parallel, trainable
 
 logger = logging.getLogger(__name__)
 

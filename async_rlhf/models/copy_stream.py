@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.ranks.parallel import Parallel, trainable
+from async_rlhf.distributed.parallel import Parallel, trainable
 
 logger = logging.getLogger(__name__)
 

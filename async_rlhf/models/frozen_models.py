@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks, compile_blocks
-from async_rlhf.ranks.parallel import Parallel
 
 
 class HostCopy(AbstractContextManager[None]):

@@ -23,6 +23,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.hf_logging import bytes_of, quietly
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import (
@@ -33,7 +34,6 @@ from async_rlhf.models.sharded_loading import (
 )
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
-from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.system.hub import is_path, why_nowhere
 
 logger = logging.getLogger(__name__)

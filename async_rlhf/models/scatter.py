@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.rows import dealt
-from async_rlhf.ranks.collectives import Ranks
 
 _SENT = {torch.int64: torch.int32}
 """Types of what is sent, where they differ: tokens and lengths are below 2^31."""
@@ -38,7 +38,7 @@ class ScatteredBatches:
 
     Args:
         ranks: who share the passes.
-        place: names the point in the program; see :class:`~async_rlhf.ranks.collectives.Ranks`.
+        place: names the point in the program; see :class:`~async_rlhf.distributed.collectives.Ranks`.
         passes: how many there are.
         sizes: the size of each dimension of a pass, by its letter.
         rows: the tensors of a pass; their names end in dimension letters, and are the same for each pass.

@@ -28,10 +28,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import stored
 from async_rlhf.models.weight_sources import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
 from async_rlhf.models.weights import digest, digests, named_weights, saved_buffers
-from async_rlhf.ranks.collectives import Ranks
 
 _SOURCE = "_weights_to_read"
 """The attribute of a model that says where its weights are."""

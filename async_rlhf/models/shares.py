@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.rows import dealt
-from async_rlhf.ranks.collectives import Ranks
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -20,7 +20,7 @@ def in_shares(
     The batches do not depend on the number of ranks, so the results are those of one rank.
 
     Args:
-        place: in the program; see :meth:`~async_rlhf.ranks.collectives.Ranks.meet`.
+        place: in the program; see :meth:`~async_rlhf.distributed.collectives.Ranks.meet`.
         batches: the same on every rank.
         compute: the result must be such that it can be pickled.
         ranks: who share the batches.

@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.copy_stream import AsyncCopy, Later, at_once, pinned
 from async_rlhf.models.weights import (
     ALIGNMENT,
@@ -45,7 +46,6 @@ from async_rlhf.models.weights import (
     saved_buffers,
     tensors_in,
 )
-from async_rlhf.ranks.parallel import ALONE, Parallel
 
 _WORD = 8
 _LOOK_SECONDS = 0.0005

@@ -14,9 +14,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
 from async_rlhf.models.quantised import like_numbers, numbers
-from async_rlhf.ranks.parallel import ALONE, Parallel
 
 ALIGNMENT = 64
 

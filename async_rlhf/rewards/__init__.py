@@ -1,6 +1,7 @@
-"""Verifiable rewards: functions of completions and of the data's columns, without a model.
+"""Scoring completions: reward model, reward functions, penalties.
 
-Each is a reward function; called with options, it returns the same reward function with those options:
+Named here are verifiable rewards: functions of completions and of the data's columns, without a model. Each is a
+reward function; called with options, it returns the same reward function with those options:
 ``reward_funcs=[numeric_answer, length(maximum=80)]``, or in YAML ``async_rlhf.rewards:length(maximum=80)``.
 """
 

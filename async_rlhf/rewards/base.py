@@ -20,7 +20,7 @@ class Reward(Checked, ABC):
     """
 
     by_prompt: ClassVar[bool] = True
-    """It may be called with some prompts of a batch; see :data:`~async_rlhf.scoring.functions.RewardFunction`."""
+    """It may be called with some prompts of a batch; see :data:`~async_rlhf.rewards.functions.RewardFunction`."""
 
     @overload
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]: ...

@@ -1,1 +1,1 @@
-"""A run: its configuration, how it is put together, the loop, the schedule, and what is in a checkpoint."""
+"""A run: its configuration, how it is put together, the loop, the schedule, its checkpoints and logs."""

@@ -22,6 +22,9 @@ from async_rlhf.config.rewards import check_bits
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
 from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.failure_detector import FailureDetector
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.learner.launch import rank_device, start_ranks
@@ -46,20 +49,16 @@ from async_rlhf.models.loading import (
 )
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.values import new_value_head, value_model_for
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.failure_detector import FailureDetector
-from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.reports.integrations import check_integrations
+from async_rlhf.rewards.functions import RewardFunction
+from async_rlhf.rewards.scorer import Scorer, metric_names
 from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.factory import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
+from async_rlhf.run.integrations import check_integrations
 from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
-from async_rlhf.scoring import Scorer
-from async_rlhf.scoring.functions import RewardFunction
-from async_rlhf.scoring.scorer import metric_names
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
 from async_rlhf.system.random_state import seed_all

@@ -19,11 +19,11 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import dotted
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
-from async_rlhf.reports.progress import progress_bar
-from async_rlhf.reports.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
+from async_rlhf.run.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.system.files import naming, whole_file
+from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, may_change, require, with_new_keys
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import SharedPrompts
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.adapters import has_adapters, is_adapter
 from async_rlhf.models.forward import PolicyAndValueWrapper
@@ -41,7 +42,6 @@ from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model, write_value_head
 from async_rlhf.models.sharded_loading import is_on_meta, take_weights
 from async_rlhf.models.values import load_value_head
-from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.system.files import naming
 from async_rlhf.types import Batch, Group, Prompt, Sample

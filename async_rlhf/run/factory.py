@@ -11,6 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import steps_of
 from async_rlhf.generation.inline import PolicyEngine, make_inline
 from async_rlhf.generation.placement import check_engine, check_gpus
@@ -22,12 +24,10 @@ from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.packing import choose
 from async_rlhf.models.sharded_loading import is_on_meta
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
-from async_rlhf.scoring import Scorer
-from async_rlhf.scoring.functions import RewardFunction
-from async_rlhf.scoring.remote_reward_model import ApartScorer
+from async_rlhf.rewards.functions import RewardFunction
+from async_rlhf.rewards.remote_reward_model import ApartScorer
+from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.system.trace import Trace
 
 
 def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> None:
@@ -42,7 +42,7 @@ def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> N
         check_engine(config.generation)
         check_gpus(config, learner)
     elif ranks.is_main:
-        from async_rlhf.cluster.ray import connect
+        from async_rlhf.distributed.ray import connect
 
         connect(config)
 
@@ -69,7 +69,7 @@ def make_generator(
     if not parallel.ranks.is_main:
         return RemoteGenerator(config, policy, params, trace, parallel)
     if config.launch == "ray":
-        from async_rlhf.cluster.ray_generation import RayGenerator
+        from async_rlhf.generation.ray import RayGenerator
 
         return RayGenerator(config, policy, params, trace, parallel)
     kind = ServerGenerator if config.placement == "server" else ProcessGenerator
@@ -86,7 +86,7 @@ def make_scorer(
 ) -> Scorer:
     """Make the scorer; with several ranks, only rank 0 has actors, or a device for the reward model alone."""
     if config.ray.reward_workers and parallel.ranks.is_main:
-        from async_rlhf.cluster.ray_rewards import RayScorer
+        from async_rlhf.rewards.ray import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
     if config.reward_model_device is not None and parallel.ranks.is_main:

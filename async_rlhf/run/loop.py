@@ -17,8 +17,6 @@ from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.async_save import Write
-from async_rlhf.reports.log import JsonLines
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
@@ -30,6 +28,8 @@ from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning
 from async_rlhf.system import random_state
+from async_rlhf.system.log import JsonLines
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, ScoredBatch
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
-from async_rlhf.scoring.functions import name_loaded_by
+from async_rlhf.rewards.functions import name_loaded_by
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.versions import environment
 

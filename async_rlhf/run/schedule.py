@@ -18,7 +18,7 @@ from torch import nn
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.generation.protocol import Generator, SamplingParams, Version
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
 

@@ -25,8 +25,7 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
-from async_rlhf.reports.log import JsonLines
-from async_rlhf.reports.trace import Trace
+from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Inputs, Model, Run, Start, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
@@ -39,8 +38,9 @@ from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.scoring.functions import RewardFunction
+from async_rlhf.system.log import JsonLines
 from async_rlhf.system.signals import ending_on_signals
+from async_rlhf.system.trace import Trace
 
 
 class OnlineTrainer:

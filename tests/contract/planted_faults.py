@@ -38,7 +38,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.weights import named_weights
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Prompt
 
 PROMPTS, SAMPLES, COMPARED, LENGTH = 16, 4, 8, 16

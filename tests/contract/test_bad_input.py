@@ -20,9 +20,9 @@ from async_rlhf.config import ConfigError, GroupConfig, engines
 from async_rlhf.config.parsing import parse
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model
+from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
-from async_rlhf.scoring import RewardError
 from async_rlhf.tasks.docstrings.config import DocstringsConfig
 from async_rlhf.tasks.docstrings.data import run_data
 

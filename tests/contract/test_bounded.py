@@ -19,10 +19,10 @@ from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation import process
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run import trainer as trainers
 from async_rlhf.run.schedule import RolloutSchedule, read_schedule
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import drawn_versions
 
 

@@ -355,6 +355,6 @@ def test_a_result_that_no_evaluation_has_is_refused_before_anything_is_loaded(to
 def test_every_name_that_can_be_stopped_at_is_measured(make_policy, tokenizer, prompts, make_args):
     args = make_args(eval_steps=3)
     trainer = train(make_policy, tokenizer, prompts, args)
-    from async_rlhf.scoring.scorer import metric_names
+    from async_rlhf.rewards.scorer import metric_names
 
     assert {f"eval_{name}" for name in metric_names([count_letters], False)} <= trainer.callbacks.state.newest.keys()

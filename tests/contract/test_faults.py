@@ -35,12 +35,12 @@ from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models.saving import write_model
-from async_rlhf.reports.trace import Trace
+from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import verify
 from async_rlhf.run.schedule import StaleWeightsError
-from async_rlhf.scoring import RewardError
 from async_rlhf.studies.report.reading import read_run
+from async_rlhf.system.trace import Trace
 
 
 def descendants(pid: int) -> set[int]:
@@ -437,8 +437,8 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
         agreement = None
 
         def __init__(self) -> None:
+            from async_rlhf.distributed.parallel import Parallel
             from async_rlhf.generation.inline import InlineGenerator, PolicyEngine
-            from async_rlhf.ranks.parallel import Parallel
 
             self.model = make_policy()
             params = SamplingParams(2, 0.7, 4, (256,), 0)
@@ -537,7 +537,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from transformers import GPTNeoXForCausalLM
 policy = GPTNeoXForCausalLM(tiny.tiny_config())
 generator = ProcessGenerator(OnlineDPOConfig(), policy, SamplingParams(400, 0.7, 48, (256,), 0), Trace())

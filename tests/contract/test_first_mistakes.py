@@ -16,7 +16,7 @@ from async_rlhf.config.parsing import options_of
 from async_rlhf.config.spelling import _ELSEWHERE, keys_of
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
-from async_rlhf.reports import integrations
+from async_rlhf.run import integrations
 from async_rlhf.run.config import RunConfig
 
 RECIPE = """\

@@ -26,6 +26,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.commands import serve, workers
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.relabel import run_relabel
@@ -56,7 +57,8 @@ from async_rlhf.config import (
     VLLMConfig,
 )
 from async_rlhf.config.base import Checked
-from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -67,14 +69,11 @@ from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.strategies.deepspeed import ZeRO
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.saving import write_model
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import ALONE
-from async_rlhf.reports.trace import Trace
+from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.factory import make_generator
 from async_rlhf.run.hub import HubUploads
-from async_rlhf.scoring import RewardError
 from async_rlhf.studies.certify.command import run_certify
 from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.explain.command import run_explain
@@ -88,6 +87,7 @@ from async_rlhf.studies.sweep.command import run_sweep
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
 from async_rlhf.studies.sweep.running import Outcome
 from async_rlhf.system.lock import InUseError
+from async_rlhf.system.trace import Trace
 from async_rlhf.tasks.docstrings.config import DocstringsConfig, QuickstartConfig
 from async_rlhf.tasks.docstrings.data import run_data
 from async_rlhf.tasks.docstrings.quickstart import stage_configs
@@ -335,7 +335,9 @@ def _elsewhere(inputs: Inputs) -> None:
 
 def _ray(inputs: Inputs) -> None:
     """The same of Ray, where it is installed."""
-    from async_rlhf.cluster import ray, ray_generation, ray_rewards, ray_tasks
+    from async_rlhf.distributed import ray, ray_tasks
+    from async_rlhf.generation import ray as ray_generation
+    from async_rlhf.rewards import ray as ray_rewards
 
     config = new_args(inputs.folder, staleness=1, launch="ray", ray=RayConfig(reward_workers=1))
     with pytest.MonkeyPatch.context() as patch:

@@ -19,9 +19,9 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.values import new_value_model
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.schedule import batches_for, version_for
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.scoring import Scorer
 from async_rlhf.types import Batch, Group
 
 LOSSES = ("loss/policy_avg", "loss/value_avg", "objective/scores", "objective/kl", "grad_norm", "rewards/margins")

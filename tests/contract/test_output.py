@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM
 
 from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation.penalties import Penalties, training_penalties
+from async_rlhf.commands.evaluation.tables import format_table
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.evaluation.penalties import Penalties, training_penalties
-from async_rlhf.evaluation.tables import format_table
 from async_rlhf.models import loading, saving
 from async_rlhf.models.loading import load_policy, new_reward_model
 from async_rlhf.models.saving import write_model
-from async_rlhf.reports import progress
-from async_rlhf.reports.progress import Lines, progress_bar
-from async_rlhf.reports.summary import training_summary
 from async_rlhf.run.callbacks import ProgressCallback
+from async_rlhf.run.summary import training_summary
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.run.truncation_warning import cut_off_warning
+from async_rlhf.system import progress
+from async_rlhf.system.progress import Lines, progress_bar
 
 
 def test_a_log_gets_a_line_at_once_then_every_few_seconds_and_at_the_end(monkeypatch, capsys):

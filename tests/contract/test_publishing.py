@@ -16,6 +16,7 @@ from tiny import all_drawn, count_letters
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Request, SamplingParams
@@ -24,9 +25,8 @@ from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models.copy_stream import AsyncCopy
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import digests, named_weights
-from async_rlhf.ranks.parallel import ALONE
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.system.trace import Trace
 
 PARAMS = SamplingParams(2, 0.7, 8, (256,), 0)
 

@@ -27,9 +27,9 @@ from transformers import TrainerCallback
 from async_rlhf import ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.strategies.choice import make_parallel
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.run import async_checkpoint, build, shards
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import CheckpointError, require_written, verify

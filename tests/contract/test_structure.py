@@ -15,19 +15,18 @@ FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rgl
 # Lower layers first. A module may import its own layer and those below; docs/architecture.md draws the same.
 LAYERS = [
     {"config", "system", "types"},
-    {"algorithms", "ranks", "rewards"},
-    {"models", "reports"},
-    {"data", "generation", "scoring"},
-    {"cluster", "learner"},
+    {"algorithms", "distributed"},
+    {"models"},
+    {"data", "generation", "rewards"},
+    {"learner"},
     {"run"},
-    {"evaluation"},
     {"commands"},
     {"cli"},
     {"compat", "studies", "tasks"},  # found by name alone: see commands/table.py
 ]
 ONLY_THESE_MAY_IMPORT = {
     "vllm": {"generation/vllm"},
-    "ray": {"cluster/ray"},
+    "ray": {"distributed/ray", "generation/ray", "rewards/ray"},
     "deepspeed": {"learner/strategies/deepspeed"},
     "reasoning_gym": {"rewards/reasoning_gym"},
 }

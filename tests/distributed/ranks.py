@@ -22,11 +22,11 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
+from async_rlhf.distributed import loss_scale
 from async_rlhf.generation import remote
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head, snapshots
 from async_rlhf.models.snapshots import NoSnapshots
-from async_rlhf.ranks import loss_scale
 from async_rlhf.run import build
 from async_rlhf.run.trainer import OnlineTrainer
 

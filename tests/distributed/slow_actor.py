@@ -23,7 +23,7 @@ def slow_down() -> None:
 
 def fail_to_fetch() -> None:
     """No weights can be had."""
-    from async_rlhf.cluster.ray_generation import FetchedWeights
+    from async_rlhf.generation.ray import FetchedWeights
 
     def fail(weights, version, reference):
         raise OSError(f"no room for version {version}")
@@ -33,7 +33,7 @@ def fail_to_fetch() -> None:
 
 def lose_the_first() -> None:
     """The first two actors are lost before they have run, as on a node that is about to go; all leave a file."""
-    from async_rlhf.cluster.ray import Signs
+    from async_rlhf.distributed.ray import Signs
 
     begin = Signs.__init__
 

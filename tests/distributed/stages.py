@@ -17,9 +17,9 @@ from tiny import byte_tokenizer, new_policy, new_reward_model
 
 from async_rlhf.cli import _run
 from async_rlhf.commands.training import StageLoop
+from async_rlhf.distributed.parallel import decayed_groups, trainable
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import write_model
-from async_rlhf.ranks.parallel import decayed_groups, trainable
 
 
 def smooth_adamw(learner: Learner, own: None) -> torch.optim.Optimizer:

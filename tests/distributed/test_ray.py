@@ -29,8 +29,9 @@ from async_rlhf.config import ConfigError, RayConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models.saving import write_model
-from async_rlhf.reports.trace import Trace
-from async_rlhf.scoring import RewardError, Scorer
+from async_rlhf.rewards.functions import RewardError
+from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 
 pytestmark = pytest.mark.distributed
@@ -272,8 +273,8 @@ def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_
     slow_actors, make_policy, tokenizer, prompts, make_args
 ):
     """One actor, for starting it takes longest. Sampling a batch takes 16 steps of 50 ms."""
-    from async_rlhf.cluster.ray import NoRoomError, connect
-    from async_rlhf.cluster.ray_generation import RayGenerator
+    from async_rlhf.distributed.ray import NoRoomError, connect
+    from async_rlhf.generation.ray import RayGenerator
 
     args = make_args(
         generation={"max_restarts": 0, "heartbeat_timeout": 4.0},
@@ -327,8 +328,8 @@ def test_an_actor_that_waits_for_weights_which_it_cannot_fetch_ends_the_run(
     cluster, make_policy, prompts, tokenizer, make_args, monkeypatch
 ):
     """It was asked to sample before they had come into the store."""
-    from async_rlhf.cluster.ray import connect
-    from async_rlhf.cluster.ray_generation import ObjectStoreSnapshots, RayGenerator
+    from async_rlhf.distributed.ray import connect
+    from async_rlhf.generation.ray import ObjectStoreSnapshots, RayGenerator
 
     finish = ObjectStoreSnapshots.make_available
     monkeypatch.setattr(ObjectStoreSnapshots, "make_available", lambda *given: (time.sleep(1), finish(*given)))
@@ -402,8 +403,8 @@ def drawing(completions, **columns):
 
 
 def test_what_actors_draw_is_said_by_the_seed_and_not_by_what_they_did_before(cluster, tokenizer, make_args):
-    from async_rlhf.cluster.ray import connect
-    from async_rlhf.cluster.ray_rewards import RayScorer
+    from async_rlhf.distributed.ray import connect
+    from async_rlhf.rewards.ray import RayScorer
 
     ray_config = RayConfig(address=cluster.address, reward_workers=2, reward_labels=ACTORS)
     args = make_args(staleness=1, launch="ray", ray=ray_config)
@@ -422,7 +423,7 @@ def test_what_actors_draw_is_said_by_the_seed_and_not_by_what_they_did_before(cl
 
 def test_a_folder_with_another_package_of_our_name_is_refused(tmp_path, monkeypatch, make_args):
     """Ray's workers would have it first on their path."""
-    from async_rlhf.cluster.ray import connect
+    from async_rlhf.distributed.ray import connect
 
     (tmp_path / "async_rlhf").mkdir()
     (tmp_path / "async_rlhf" / "__init__.py").write_text("")
@@ -447,8 +448,8 @@ def batch_of(tokenizer, faults: list[str]) -> Batch:
 def test_rewards_by_actors_are_those_of_one_process_ties_errors_and_all(
     cluster, make_reward_model, tokenizer, make_args, tmp_path, caplog
 ):
-    from async_rlhf.cluster.ray import connect
-    from async_rlhf.cluster.ray_rewards import RayScorer
+    from async_rlhf.distributed.ray import connect
+    from async_rlhf.rewards.ray import RayScorer
 
     ray_config = RayConfig(address=cluster.address, reward_workers=2, reward_labels=ACTORS)
     args = make_args(staleness=1, annotate_batch_size=4, launch="ray", ray=ray_config)
@@ -525,7 +526,7 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(cluster, tokenizer, p
     assert "ray.reward_workers: got 9; must be at most 8: each needs 0.5 CPU" in many
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "async_rlhf.cluster.ray")
+    monkeypatch.delitem(sys.modules, "async_rlhf.distributed.ray")
     assert error() == "launch: got 'ray'; needs Ray: pip install 'async-rlhf[ray]'"
 
 

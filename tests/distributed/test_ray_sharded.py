@@ -10,11 +10,11 @@ import torch.distributed as dist
 from tiny import all_drawn, new_args, new_policy
 
 from async_rlhf.config import ParallelConfig, RayConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Prompt
 
 pytestmark = pytest.mark.distributed
@@ -24,8 +24,8 @@ PARAMS = SamplingParams(2, 0.7, 8, (256,), seed=0)
 
 
 def test_an_actor_samples_what_the_whole_policy_samples(tmp_path, monkeypatch):
-    from async_rlhf.cluster.ray import connect
-    from async_rlhf.cluster.ray_generation import RayGenerator
+    from async_rlhf.distributed.ray import connect
+    from async_rlhf.generation.ray import RayGenerator
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     prompts = [Prompt(i, i, tuple(range(40, 45 + i))) for i in range(4)]

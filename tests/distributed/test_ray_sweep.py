@@ -14,8 +14,8 @@ import pytest
 pytestmark = pytest.mark.distributed
 ray = pytest.importorskip("ray")
 
-from async_rlhf.cluster.ray_tasks import run_tasks  # noqa: E402
 from async_rlhf.config import ConfigError  # noqa: E402
+from async_rlhf.distributed.ray_tasks import run_tasks  # noqa: E402
 from async_rlhf.studies.sweep.running import Job, run_alone  # noqa: E402
 
 

@@ -10,11 +10,11 @@ from tiny import LLAMA_SIZES, tiny_config
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MistralConfig, MistralForCausalLM, PretrainedConfig
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models import packing
 from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.packing import choose
-from async_rlhf.ranks.parallel import Parallel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,13 +23,13 @@ from simulated_device import Traffic, traffic
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy, new_reward_model
 from transformers import TrainerCallback
 
+from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import process
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import snapshots, weights
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.copy_stream import AsyncCopy
-from async_rlhf.ranks.parallel import ALONE
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
 
@@ -175,7 +175,7 @@ def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = to
     if kind == "folder":
         ring: Any = snapshots.SnapshotFolder(folder / "snapshots", dtype, 2)
     elif kind == "object store":
-        from async_rlhf.cluster import ray_generation
+        from async_rlhf.generation import ray as ray_generation
 
         ray_generation.ray.put = bytes  # no cluster is needed to see what leaves the device
         ring = ray_generation.ObjectStoreSnapshots(policy, dtype, 2, ALONE)

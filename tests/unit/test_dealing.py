@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.messages import packed, unpacked
 from async_rlhf.models.scatter import ScatteredBatches
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.messages import packed, unpacked
 from async_rlhf.types import Experience, Sample
 
 

@@ -17,10 +17,10 @@ from transformers import TrainerCallback
 
 from async_rlhf import KLConfig
 from async_rlhf.config import ConfigError, ParallelConfig
+from async_rlhf.rewards.functions import RewardError
+from async_rlhf.rewards.prefetch import EarlyRewards
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.scoring import Scorer
-from async_rlhf.scoring.functions import RewardError
-from async_rlhf.scoring.prefetch import EarlyRewards
 from async_rlhf.system.random_state import capture, equal
 from async_rlhf.types import Batch, Group, Prompt, Sample
 

@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from async_rlhf.commands.evaluate import format_table, run_evaluate, side_by_side
-from async_rlhf.commands.stage import json_lines
-from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.data.loading import load_rows
-from async_rlhf.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
-from async_rlhf.evaluation.reward_judge import RewardJudge
-from async_rlhf.evaluation.sampling import first_prompts, sample
-from async_rlhf.evaluation.statistics import (
+from async_rlhf.commands.evaluation.likelihood import EncodedRow, loss_and_perplexity, response_logprob_sums
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.evaluation.sampling import first_prompts, sample
+from async_rlhf.commands.evaluation.statistics import (
     clustered_mean_interval,
     mean_interval,
     outcomes,
@@ -26,8 +23,11 @@ from async_rlhf.evaluation.statistics import (
     wilson,
     win_rate,
 )
+from async_rlhf.commands.stage import json_lines
+from async_rlhf.config import ConfigError, EvaluateConfig
+from async_rlhf.data.loading import load_rows
 from async_rlhf.models.saving import write_model
-from async_rlhf.scoring import RewardError
+from async_rlhf.rewards.functions import RewardError
 from async_rlhf.studies.report.charts import GREY, Key, Series
 from async_rlhf.studies.report.plots import against_kl, evaluated, over_checkpoints, plot_training, read_metrics
 

@@ -12,9 +12,9 @@ from tiny import count_letters
 from torch import nn
 
 from async_rlhf.config import ConfigError
-from async_rlhf.ranks import loss_scale
-from async_rlhf.ranks.loss_scale import LossScale
-from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.distributed import loss_scale
+from async_rlhf.distributed.loss_scale import LossScale
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.run.trainer import OnlineTrainer
 
 

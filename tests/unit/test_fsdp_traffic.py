@@ -12,9 +12,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from async_rlhf import ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.forward import head_in_float32
-from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.run.shards import own_state
 
 RANKS, PASSES = 4, 3

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
+from async_rlhf.commands.evaluation.statistics import length_controlled_win_rate, outcomes
 from async_rlhf.commands.generate import read_generations, run_generate
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, JudgeConfig, VLLMConfig
 from async_rlhf.data.tokenizer import train_tokenizer
-from async_rlhf.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
-from async_rlhf.evaluation.statistics import length_controlled_win_rate, outcomes
 from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import score_rows

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from async_rlhf.ranks import failure_detector
-from async_rlhf.ranks.failure_detector import FailureDetector, open_port
+from async_rlhf.distributed import failure_detector
+from async_rlhf.distributed.failure_detector import FailureDetector, open_port
 from async_rlhf.system import guarded_port
 from async_rlhf.system.guarded_port import GuardedPort, connect
 from async_rlhf.system.signals import RankError

@@ -16,8 +16,9 @@ import torch
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import RayConfig
 from async_rlhf.rewards import numeric_answer, regex
-from async_rlhf.scoring import RewardError, Scorer, call_reward_function, load_reward_functions
-from async_rlhf.scoring.sandbox import Source, source_of
+from async_rlhf.rewards.functions import RewardError, call_reward_function, load_reward_functions
+from async_rlhf.rewards.sandbox import Source, source_of
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EOS = 256
@@ -235,9 +236,9 @@ def test_where_functions_come_from():
 
 PROGRAM = """
 import signal, sys
-from async_rlhf.scoring import load_reward_functions
-from async_rlhf.scoring.functions import call_reward_functions
-from async_rlhf.scoring.sandbox import StoppableFunction, source_of
+from async_rlhf.rewards.functions import load_reward_functions
+from async_rlhf.rewards.functions import call_reward_functions
+from async_rlhf.rewards.sandbox import StoppableFunction, source_of
 
 def terminate(*_):
     sys.exit(143)

@@ -9,8 +9,8 @@ import torch
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError, ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import check_own_gpus, rank_device
-from async_rlhf.ranks.collectives import Ranks
 
 
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (2, 1), (8, 1)])

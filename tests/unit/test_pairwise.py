@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from async_rlhf.commands.evaluation import pairwise
+from async_rlhf.commands.evaluation.pairwise import JudgeError, Pair, PairwiseJudge, verdict
+from async_rlhf.commands.evaluation.statistics import length_controlled_win_rate, win_rate
 from async_rlhf.config import ConfigError, JudgeConfig
-from async_rlhf.evaluation import pairwise
-from async_rlhf.evaluation.pairwise import JudgeError, Pair, PairwiseJudge, verdict
-from async_rlhf.evaluation.statistics import length_controlled_win_rate, win_rate
 
 
 class Server:

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.budget import (
     CPU_TOKENS,
     PassMemory,
@@ -27,7 +28,6 @@ from async_rlhf.models.budget import (
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, dealt
-from async_rlhf.ranks.parallel import Parallel
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 

@@ -21,7 +21,6 @@ from async_rlhf.cli import main
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.models import head, memory
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.studies.plan.command import run_plan
@@ -41,6 +40,7 @@ from async_rlhf.studies.plan.search import Choice, propose, search, try_split
 from async_rlhf.studies.plan.simulate import LEARNER, Outcome, Work, simulate
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
 from async_rlhf.studies.plan.times import given as given_times
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 RECIPES = Path(__file__).parents[2] / "recipes"

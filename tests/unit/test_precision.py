@@ -15,12 +15,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import ConfigError, ParallelConfig
+from async_rlhf.distributed.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.learner.optimizers import Together, make_optimizer
 from async_rlhf.models import frozen_models
 from async_rlhf.models.forward import response_logprobs, reward_scores
 from async_rlhf.models.frozen_models import HostCopy, hold_all, hold_linear
 from async_rlhf.models.kernels import blocks, compile_blocks
-from async_rlhf.ranks.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.run.checkpoint import learner_state, restore_learner
 from async_rlhf.run.trainer import OnlineTrainer
 

@@ -13,6 +13,7 @@ import torch
 
 from async_rlhf.algorithms.supervised import RATINGS
 from async_rlhf.commands import reward
+from async_rlhf.commands.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.ratings import (
     EncodedRating,
@@ -28,7 +29,6 @@ from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import draw_pairs
-from async_rlhf.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer

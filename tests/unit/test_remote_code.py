@@ -180,12 +180,12 @@ def test_one_place_loads_by_name():
         "models/values.py: model = AutoModelForSequenceClassification.from_config("
         "config, trust_remote_code=brings_code(type(policy)))",
         # What this very process has pickled, for a process that it has started, over a pipe that nobody else has.
-        "cluster/ray_rewards.py: self._functions = cloudpickle.loads(self._pickled)",
-        "scoring/sandbox.py: return pickle.loads(self.pickled) if self.pickled else "
+        "rewards/ray.py: self._functions = cloudpickle.loads(self._pickled)",
+        "rewards/sandbox.py: return pickle.loads(self.pickled) if self.pickled else "
         'load_object(self.name, "reward_funcs")',
         # What another rank of this run has pickled, over the group that torch.distributed pickles objects for as well.
-        "ranks/messages.py: head, lengths = pickle.loads(view[8 : 8 + size])",
-        "ranks/messages.py: return pickle.loads(head, buffers=[view[s : s + n] for s, n in zip(starts, lengths, "
+        "distributed/messages.py: head, lengths = pickle.loads(view[8 : 8 + size])",
+        "distributed/messages.py: return pickle.loads(head, buffers=[view[s : s + n] for s, n in zip(starts, lengths, "
         "strict=False)])",
-        "scoring/sandbox.py: arguments, limit, threads, before = pickle.loads(pipe.recv_bytes())",
+        "rewards/sandbox.py: arguments, limit, threads, before = pickle.loads(pipe.recv_bytes())",
     }

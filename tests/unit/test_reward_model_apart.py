@@ -12,7 +12,7 @@ from tiny import count_letters
 from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import ConfigError, RayConfig
 from async_rlhf.learner.learner import Learner
-from async_rlhf.scoring.prefetch import EarlyRewards
+from async_rlhf.rewards.prefetch import EarlyRewards
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from async_rlhf.cli import main
 from async_rlhf.commands.stage import fingerprint
 from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.rewards import FunctionName
-from async_rlhf.scoring import call_reward_function, load_reward_functions
+from async_rlhf.rewards.functions import call_reward_function, load_reward_functions
 
 
 @pytest.mark.parametrize(

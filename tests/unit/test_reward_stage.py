@@ -14,13 +14,13 @@ from datasets import Dataset
 from tiny import LLAMA_SIZES
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline
 
+from async_rlhf.commands.evaluation.statistics import wilson
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.reward import encode_pairs, run_reward
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.data.loading import load_rows
-from async_rlhf.evaluation.statistics import wilson
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer, new_reward_model
 from async_rlhf.models.saving import write_model

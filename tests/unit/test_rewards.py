@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from async_rlhf.config import ConfigError
 from async_rlhf.rewards import exact_match, length, numeric_answer, reasoning_gym, regex
+from async_rlhf.rewards.functions import RewardError, call_reward_function, function_name
 from async_rlhf.rewards.numeric import find_answer
-from async_rlhf.scoring import RewardError, call_reward_function
-from async_rlhf.scoring.functions import function_name
 
 
 def reward(function, completion: str, **columns) -> float:

@@ -13,11 +13,12 @@ from tiny import answered, drawn
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.sampling import row_uniforms, sample_uniforms
 from async_rlhf.models.rows import sampled_rows
-from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.rewards.functions import RewardError
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.checkpoint import ResumeState
-from async_rlhf.scoring import RewardError, Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.schedule import RolloutSchedule, StaleWeightsError, batches_for, read_schedule, version_for
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 POLICY = nn.Linear(1, 1)

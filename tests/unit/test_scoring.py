@@ -28,11 +28,12 @@ from transformers import (
 )
 
 from async_rlhf import OnlineDPOConfig
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.config import ConfigError
-from async_rlhf.evaluation.reward_judge import RewardJudge
 from async_rlhf.models.forward import reward_scores
-from async_rlhf.scoring import RewardError, Scorer, call_reward_function
-from async_rlhf.scoring.calls import TooLateError, call_together
+from async_rlhf.rewards.calls import TooLateError, call_together
+from async_rlhf.rewards.functions import RewardError, call_reward_function
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EOS, PAD = 256, 257
@@ -714,7 +715,7 @@ def test_the_time_that_functions_took_is_a_metric(tokenizer, make_reward_model, 
 
 HANGS = """
 import asyncio, signal, sys, threading, torch
-from async_rlhf.scoring.functions import RewardError, call_reward_functions
+from async_rlhf.rewards.functions import RewardError, call_reward_functions
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

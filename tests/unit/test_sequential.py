@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rlhf.evaluation.statistics import variance_saved
+from async_rlhf.commands.evaluation.statistics import variance_saved
 from async_rlhf.studies.certify.sequential import critical_t, log_evidence, look
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

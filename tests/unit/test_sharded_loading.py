@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from async_rlhf.config import ConfigError, LoRAConfig, ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models import sharded_loading, weight_sources
 from async_rlhf.models.adapters import add_adapters, is_adapter
@@ -36,7 +37,6 @@ from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.loading import frozen_checksum, load_policy, load_reward_model
 from async_rlhf.models.sharded_loading import fill_in_turn, is_on_meta, take_weights
 from async_rlhf.models.values import new_value_model
-from async_rlhf.ranks.collectives import Ranks
 
 RANKS = 3
 """Divides few of the sizes."""

@@ -11,13 +11,13 @@ from tiny import all_drawn
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import make_engine
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.weights import collected_weights, digests
-from async_rlhf.ranks.collectives import Ranks
 from async_rlhf.types import Prompt
 
 PARAMS = SamplingParams(2, 0.7, 8, (256,), seed=0)

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from async_rlhf.algorithms.supervised import SFT
+from async_rlhf.commands.evaluation.likelihood import EncodedRow
 from async_rlhf.commands.sft import demonstration_rows, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
 from async_rlhf.data import cache
-from async_rlhf.evaluation.likelihood import EncodedRow
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.saving import write_model

@@ -14,9 +14,9 @@ import tiny
 from printed import in_here, markdown, require
 from tiny import byte_tokenizer, new_policy
 
+from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
-from async_rlhf.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 from async_rlhf.studies.report.charts import Axis, Key
 from async_rlhf.studies.sweep.command import FailedRunsError, run_sweep, share_of
 from async_rlhf.studies.sweep.config import SweepConfig

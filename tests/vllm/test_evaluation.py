@@ -12,11 +12,11 @@ from tiny import tiny_config
 from transformers import GPTNeoXForSequenceClassification
 
 from async_rlhf.commands import generate as module
+from async_rlhf.commands.evaluation.likelihood import EncodedRow, response_logprob_sums
 from async_rlhf.commands.generate import read_generations, run_generate
 from async_rlhf.commands.reward_scale import center_scores
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import GenerateConfig, VLLMConfig
-from async_rlhf.evaluation.likelihood import EncodedRow, response_logprob_sums
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model

@@ -12,15 +12,15 @@ from conftest import LONGEST, new_policy, run, served_by
 from tiny import PROMPTS, drawn
 
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.generation import server_client
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerWorker
-from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.reports.trace import Trace
 from async_rlhf.run.factory import make_generator
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,7 @@ from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.inline import InlineCopyGenerator
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.models.weights import digests, named_weights
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Prompt
 
 pytestmark = pytest.mark.vllm

@@ -11,9 +11,9 @@ from conftest import PARAMS, SHORT, SHORT_BATCHES, new_policy, prompts_of, run, 
 from tiny import PROMPTS, all_drawn
 
 from async_rlhf.config import ParallelConfig, RayConfig
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 
 pytestmark = pytest.mark.vllm
 ray = pytest.importorskip("ray", reason="pip install 'async-rlhf[ray]'")
@@ -29,8 +29,8 @@ def test_vllm_in_an_actor_is_bitwise_vllm_in_a_process(undisturbed, make_args, t
 
 def test_vllm_in_an_actor_knows_a_policy_that_fsdp_has_sharded(engine, make_args):
     """FSDP gives the policy another class, which is no architecture of vLLM's."""
-    from async_rlhf.cluster.ray import connect
-    from async_rlhf.cluster.ray_generation import RayGenerator
+    from async_rlhf.distributed.ray import connect
+    from async_rlhf.generation.ray import RayGenerator
 
     args = make_args(launch="ray", ray=RayConfig(address="local"))
     assert dist.get_world_size() == 1  # the engine in this process has made the group

@@ -14,8 +14,8 @@ from async_rlhf.config import GenerationConfig
 from async_rlhf.generation import broadcast
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError
 from async_rlhf.generation.server_generator import ServerGenerator
-from async_rlhf.reports.trace import Trace
 from async_rlhf.system.guarded_port import GuardedPort
+from async_rlhf.system.trace import Trace
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.models.weights import named_weights
-from async_rlhf.reports.trace import Trace
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch
 
 pytestmark = pytest.mark.vllm

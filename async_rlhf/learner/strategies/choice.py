@@ -10,11 +10,11 @@ from dataclasses import replace
 from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import Strategy
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.strategies.ddp import DataParallel
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 

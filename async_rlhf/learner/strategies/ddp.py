@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from async_rlhf.ranks.parallel import Parallel
+from async_rlhf.distributed.parallel import Parallel
 
 
 class DataParallel(Parallel):

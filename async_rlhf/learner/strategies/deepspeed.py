@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from async_rlhf.config import ConfigError, OnlineConfig, ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Model, Parallel, require_finite
 from async_rlhf.models.sharded_loading import fill_in_turn
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Model, Parallel, require_finite
 
 
 class ZeRO(Parallel):

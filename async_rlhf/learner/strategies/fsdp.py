@@ -16,11 +16,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, ParallelConfig
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Model, Parallel
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
 from async_rlhf.models.sharded_loading import fill
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Model, Parallel
 
 
 class FullyShardedDataParallel(Parallel):

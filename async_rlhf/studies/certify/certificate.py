@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from async_rlhf.evaluation.statistics import crossed_mean_interval, variance_saved
+from async_rlhf.commands.evaluation.statistics import crossed_mean_interval, variance_saved
 from async_rlhf.studies.certify.sequential import Look, look
 
 Results = Mapping[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.models.forward import over_response_logits
-from async_rlhf.scoring import Scorer
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.studies.explain.update import RepeatableUpdate, inner, load, norm
 from async_rlhf.types import Experience, Sample, ScoredBatch
 

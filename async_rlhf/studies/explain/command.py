@@ -29,12 +29,12 @@ from async_rlhf.config.base import require
 from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.models.context_length import with_prompt_cap
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import SCHEDULE, Checkpoints, batch_of
 from async_rlhf.run.record import ENVIRONMENT
 from async_rlhf.run.schedule import version_for
 from async_rlhf.run.trainer import OnlineTrainer, train
-from async_rlhf.scoring import Scorer
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.explanation import explained
 from async_rlhf.studies.explain.page import page

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.learner import Learner
-from async_rlhf.ranks.parallel import Parallel
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, inner, load
 from async_rlhf.types import Experience, PolicyOutput
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.scoring import Scorer
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.studies.explain.ablation import Effect, Removal, distance, reward_parts, without_part
 from async_rlhf.studies.explain.contributions import Contributions, contributions
 from async_rlhf.studies.explain.update import RepeatableUpdate, inner, norm

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from async_rlhf.config import ConfigError
+from async_rlhf.distributed.parallel import Parallel, trainable
 from async_rlhf.learner.learner import Learner
-from async_rlhf.ranks.parallel import Parallel, trainable
 from async_rlhf.run.checkpoint import learner_state, restore_learner
 from async_rlhf.types import Experience, ScoredBatch
 

@@ -15,7 +15,6 @@ from rich.table import Table
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
-from async_rlhf.reports import trace
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan import simulate
 from async_rlhf.studies.plan.config import PlanConfig
@@ -23,6 +22,7 @@ from async_rlhf.studies.plan.measured import MeasuredRun, read_run
 from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
 from async_rlhf.studies.plan.search import Choice, Proposal, propose, search, try_split
 from async_rlhf.studies.plan.times import Scaled, Split, Times, given
+from async_rlhf.system import trace
 from async_rlhf.system.files import whole_file
 
 PLAN, TRACE = "plan.json", "trace.json"

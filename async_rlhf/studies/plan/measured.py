@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
-from async_rlhf.reports.trace import LEARNER
 from async_rlhf.studies.plan.times import BatchTimes, Split
+from async_rlhf.system.trace import LEARNER
 
 METRICS, TRACE = "metrics.jsonl", "trace.json"
 FEWEST = 4

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from async_rlhf.reports.trace import LEARNER
 from async_rlhf.studies.report.reading import Span
+from async_rlhf.system.trace import LEARNER
 
 Interval = tuple[float, float]
 GENERATES = ("generate", "load", "evaluate")

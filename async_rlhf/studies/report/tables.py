@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from async_rlhf.commands.evaluation.tables import cell, columns_of
 from async_rlhf.config.secrets import HIDDEN, masked
-from async_rlhf.evaluation.tables import cell, columns_of
 from async_rlhf.studies.report.reading import FREE_FORM, Evaluation, ReadRun
 
 STATES = {"running": "running now", "finished": "finished", "interrupted": "ended before it was done"}

@@ -93,7 +93,7 @@ def _outcomes(jobs: Sequence[Job], config: ManyRunsConfig) -> Iterator[Outcome]:
     if config.executor == "local" or not jobs:
         yield from run_jobs(jobs, config.parallel, config.threads, config.devices)
         return
-    from async_rlhf.cluster.ray_tasks import run_tasks
+    from async_rlhf.distributed.ray_tasks import run_tasks
 
     work = partial(run_alone, threads=config.threads)
     for job, outcome, error in run_tasks(work, jobs, config.threads, config.gpus):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.evaluation.statistics import Interval, crossed_mean_interval, outcomes
+from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, outcomes
 
 Results = Mapping[str, Any]
 """Of one run; see :func:`~async_rlhf.studies.sweep.one_trial.run_trial`."""

@@ -145,9 +145,9 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from async_rlhf.evaluation.tables import WIDTH, format_table
+    from async_rlhf.commands.evaluation.tables import WIDTH, format_table
     from async_rlhf.generation.placement import available_cores
-    from async_rlhf.reports.asynchrony import asynchrony, read_rows
+    from async_rlhf.run.asynchrony import asynchrony, read_rows
     from async_rlhf.studies.report.charts import INSTALL, Series
     from async_rlhf.studies.report.command import report_of_runs
     from async_rlhf.studies.report.plots import plot_training

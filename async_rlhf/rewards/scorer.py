@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import (
     Row,
@@ -29,9 +30,7 @@ from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.scatter import ScatteredBatches
-from async_rlhf.ranks.parallel import ALONE, Parallel
-from async_rlhf.reports.trace import Trace
-from async_rlhf.scoring.functions import (
+from async_rlhf.rewards.functions import (
     RewardError,
     RewardFunction,
     call_reward_functions,
@@ -39,9 +38,10 @@ from async_rlhf.scoring.functions import (
     has_failed,
     raise_or_warn,
 )
-from async_rlhf.scoring.prefetch import EarlyRewards
-from async_rlhf.scoring.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
+from async_rlhf.rewards.prefetch import EarlyRewards
+from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
 
@@ -72,7 +72,7 @@ class Scorer:
         tokenizer: of the policy.
         config: weights, penalties, handling of errors, and sizes.
         reward_model: reads the score at the last real token.
-        reward_funcs: see :data:`~async_rlhf.scoring.functions.RewardFunction`.
+        reward_funcs: see :data:`~async_rlhf.rewards.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
         parallel: how the ranks share the reward model's work, and possibly its weights.
 

@@ -21,8 +21,9 @@ from ray.exceptions import RayError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_rlhf.cluster.ray import Actor, NoRoomError, Place, Signs, generator_place, is_lost
 from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.parallel import Parallel
+from async_rlhf.distributed.ray import Actor, NoRoomError, Place, Signs, generator_place, is_lost
 from async_rlhf.generation.dispatch import Arrived, Worker
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
@@ -30,7 +31,6 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import RequestHandler, to_failure
 from async_rlhf.models.snapshots import DraftSnapshots, Snapshots
 from async_rlhf.models.weights import TensorSpec, digests, tensors_in
-from async_rlhf.ranks.parallel import Parallel
 
 Memory = NDArray[np.uint8]
 

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, EvaluateConfig, PairsConfig, RelabelConfig
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import encode_responses
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.context_length import positions_of
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.parallel import Parallel
-from async_rlhf.scoring.functions import (
+from async_rlhf.rewards.functions import (
     RewardError,
     call_reward_functions,
     function_name,
@@ -31,7 +31,7 @@ class RewardJudge:
 
     Args:
         reward_model: a folder or hub name; None to use functions.
-        reward_funcs: names of functions, see :func:`~async_rlhf.scoring.functions.load_reward_functions`; their
+        reward_funcs: names of functions, see :func:`~async_rlhf.rewards.functions.load_reward_functions`; their
             rewards are added, ignoring None.
         batch_size: rows of one pass of the reward model.
         device: of the reward model.

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from async_rlhf.rewards.base import Reward
-from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
-from async_rlhf.scoring.functions import RewardFunction, load_object, name_loaded_by
+from async_rlhf.rewards.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
+from async_rlhf.rewards.functions import RewardFunction, load_object, name_loaded_by
 from async_rlhf.system.random_state import capture_on_cpu, equal_on_cpu, restore_on_cpu
 from async_rlhf.system.subprocesses import context_of, hang_up, start_process
 
@@ -46,7 +46,7 @@ class Source:
     """How another process loads a function.
 
     Args:
-        name: for :func:`~async_rlhf.scoring.functions.load_object`.
+        name: for :func:`~async_rlhf.rewards.functions.load_object`.
         pickled: instead, a built-in reward, whose options are plain values.
     """
 

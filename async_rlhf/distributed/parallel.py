@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.ranks.loss_scale import LossScale
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.loss_scale import LossScale
 
 Model = TypeVar("Model", bound=nn.Module)
 

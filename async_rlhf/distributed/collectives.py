@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rlhf.ranks.messages import packed, unpacked
+from async_rlhf.distributed.messages import packed, unpacked
 
 T = TypeVar("T")
 FOR_EVER = timedelta(days=365)
-"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (ranks/failure_detector.py)."""
+"""The others wait for rank 0 as long as it takes; that it is alive is watched otherwise (failure_detector.py)."""
 _LETTERS = 64
 """How many letters of a place's name the ranks compare."""
 

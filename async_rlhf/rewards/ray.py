@@ -27,12 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from xxhash import xxh32
 
-from async_rlhf.cluster.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.distributed.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.models.forward import Row, autocast_dtype, score_batch
-from async_rlhf.reports.trace import Trace
-from async_rlhf.scoring.calls import RemoteError
-from async_rlhf.scoring.functions import (
+from async_rlhf.rewards.calls import RemoteError
+from async_rlhf.rewards.functions import (
     RewardError,
     RewardFunction,
     call_reward_functions,
@@ -40,8 +39,9 @@ from async_rlhf.scoring.functions import (
     judge,
     raise_or_warn,
 )
-from async_rlhf.scoring.scorer import Scorer
+from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.system.random_state import seed_all
+from async_rlhf.system.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class RewardPool:
 
 
 class RayScorer(Scorer):
-    """A :class:`~async_rlhf.scoring.Scorer` whose reward model and functions run in reward workers.
+    """A :class:`~async_rlhf.rewards.scorer.Scorer` whose reward model and functions run in reward workers.
 
     Functions that keep a state for checkpoints stay in this process: the workers' states could not be merged.
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from async_rlhf.cluster.ray import connect_to, describe_nodes
 from async_rlhf.config.base import require
+from async_rlhf.distributed.ray import connect_to, describe_nodes
 
-import ray  # isort: skip  # after cluster.ray, whose error says how to install it
+import ray  # isort: skip  # after distributed.ray, whose error says how to install it
 
 from ray.exceptions import RayError  # isort: skip
 

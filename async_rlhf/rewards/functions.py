@@ -16,7 +16,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.rewards import FunctionName
-from async_rlhf.scoring.calls import ProcessDiedError, RemoteError, TooLateError, call_together
+from async_rlhf.rewards.calls import ProcessDiedError, RemoteError, TooLateError, call_together
 from async_rlhf.system.errors import UserCodeError
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def call_reward_functions(
     """The rewards of every function; all functions run at the same time, each in a separate thread.
 
     At the time limit an async function is cancelled. A plain one cannot be stopped (unless it is a
-    :class:`~async_rlhf.scoring.sandbox.StoppableFunction`): it is abandoned and continues in its thread, perhaps
+    :class:`~async_rlhf.rewards.sandbox.StoppableFunction`): it is abandoned and continues in its thread, perhaps
     during its own next call, but does not keep the process from ending.
 
     Args:

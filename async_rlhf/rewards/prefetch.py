@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from async_rlhf.reports.trace import Trace
 from async_rlhf.system.random_state import RandomState, capture, equal, restore
+from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group
 
 Judged = TypeVar("Judged")

@@ -17,8 +17,8 @@ import xxhash
 
 from async_rlhf.config import ConfigError, JudgeConfig
 from async_rlhf.config.secrets import apart, masked
-from async_rlhf.reports.progress import progress_bar
 from async_rlhf.system.files import whole_lines
+from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 

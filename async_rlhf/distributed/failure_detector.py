@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from async_rlhf.ranks.collectives import Ranks
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.system.guarded_port import GuardedPort, connect
 from async_rlhf.system.signals import RankError
 

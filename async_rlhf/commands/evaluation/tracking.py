@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.reports.trackers import report
 from async_rlhf.run.callbacks import TRAINER_STATE, tracked_runs
 from async_rlhf.run.folder import FINAL, batch_of
+from async_rlhf.run.trackers import report
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_padded
-from async_rlhf.ranks.parallel import ALONE
-from async_rlhf.scoring.scorer import Scorer
+from async_rlhf.rewards.scorer import Scorer
 
 
 class ApartScorer(Scorer):
-    """A :class:`~async_rlhf.scoring.Scorer` on rank 0 whose reward model computes on ``reward_model_device``, in the
+    """A :class:`Scorer` on rank 0 whose reward model computes on ``reward_model_device``, in the
     thread that judges batches before their turn, with the passes of a learner on one rank.
     """
 

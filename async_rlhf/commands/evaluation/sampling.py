@@ -10,12 +10,12 @@ from async_rlhf.config import PairsConfig
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.context_length import check_positions
 from async_rlhf.models.loading import stop_token_ids
-from async_rlhf.ranks.collectives import Ranks
-from async_rlhf.reports.progress import progress_bar
+from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import Prompt
 
 

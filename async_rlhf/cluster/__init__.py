@@ -1,1 +1,0 @@
-"""Ray: generators and rewards on a cluster."""

@@ -1,1 +1,0 @@
-"""Output for people: logs, traces, progress bars and plots."""
