@@ -68,7 +68,7 @@ def make_docstrings(out: Path, models: Path) -> None:
     from async_rlhf.commands.reward import run_reward
     from async_rlhf.commands.sft import run_sft
     from async_rlhf.tasks.docstrings.config import QuickstartConfig
-    from async_rlhf.tasks.docstrings.data import run_data
+    from async_rlhf.tasks.docstrings.harvest import run_data
     from async_rlhf.tasks.docstrings.quickstart import MAX_PROMPT_LENGTH, stage_configs
 
     stages = stage_configs(QuickstartConfig(out=str(models)))

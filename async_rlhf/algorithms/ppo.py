@@ -86,7 +86,7 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
 
 def ppo_loss(output: PolicyOutput, rows: Experience, config: PPOConfig) -> LossOutput:
     """The policy loss and ``vf_coef`` times the clipped value loss, summed over tokens."""
-    from async_rlhf.algorithms.values import clipped_value_loss
+    from async_rlhf.algorithms.ratios import clipped_value_loss
 
     assert rows.values_BT is not None
     assert rows.returns_BT is not None

@@ -23,8 +23,7 @@ from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
 from async_rlhf.models.packing import laid_out
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import pad_rows
-from async_rlhf.models.shares import in_shares
+from async_rlhf.models.rows import in_shares, pad_rows
 from async_rlhf.types import PolicyOutput
 
 Row: TypeAlias = Sequence[int] | np.ndarray

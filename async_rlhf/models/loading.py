@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import logging as hf_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.models.hf_logging import bytes_of, quietly
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import (
     is_on_meta,
@@ -35,6 +36,36 @@ from async_rlhf.models.sharded_loading import (
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
 from async_rlhf.system.hub import is_path, why_nowhere
+
+SMALL = 10**9
+"""Bytes of a model that is loaded or saved within seconds, and needs no bar."""
+
+
+def bytes_of(name: str) -> float:
+    """Bytes of the weights in a folder; infinite for a name on the hub."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return float("inf")
+    return sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
+
+
+@contextmanager
+def quietly(size: float) -> Iterator[None]:
+    """Within, transformers reports only errors, and shows bars only for models of at least :data:`SMALL` bytes.
+
+    Its report of missing and unexpected weights is left out: the callers check these themselves.
+    """
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    if size < SMALL:
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.types import Sample
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, fill: float = 0) -> Tensor:
@@ -58,3 +60,23 @@ def dealt(parts: Sequence[T], rank: int, count: int) -> Iterator[tuple[T, bool]]
     for start in range(0, len(parts), count):
         number = start + rank
         yield (parts[number], True) if number < len(parts) else (parts[0], False)
+
+
+def in_shares(
+    place: str, batches: Sequence[T], compute: Callable[[T], U], ranks: Ranks, together: bool = False
+) -> list[U]:
+    """What ``compute`` gives for each batch, in their order, on every rank. All ranks must call it.
+
+    The batches do not depend on the number of ranks, so the results are those of one rank.
+
+    Args:
+        place: in the program; see :meth:`~async_rlhf.distributed.collectives.Ranks.meet`.
+        batches: the same on every rank.
+        compute: the result must be such that it can be pickled.
+        ranks: who share the batches.
+        together: every pass needs all ranks, as with sharded weights. Then a rank without a batch in the last round
+            computes one again, and drops the result.
+    """
+    mine = [(compute(batch), counts) for batch, counts in dealt(batches, ranks.rank, ranks.count) if counts or together]
+    everyone = ranks.gather(place, [result for result, counts in mine if counts])
+    return [everyone[number % ranks.count][number // ranks.count] for number in range(len(batches))]

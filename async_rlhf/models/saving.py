@@ -16,8 +16,7 @@ from transformers import (
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, save_adapters
-from async_rlhf.models.hf_logging import quietly
-from async_rlhf.models.loading import stop_token_ids
+from async_rlhf.models.loading import quietly, stop_token_ids
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights

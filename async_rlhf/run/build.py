@@ -55,10 +55,10 @@ from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.factory import check_launch, make_scorer, reward_device
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
-from async_rlhf.run.integrations import check_integrations
 from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
+from async_rlhf.run.trackers import check_integrations
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
 from async_rlhf.system.random_state import seed_all

@@ -39,3 +39,82 @@ def _scores(name: str, lines: Sequence[Mapping[str, Any]], key: str, count: int)
         return [f"{name}: {ends[1]:.3f}"]
     where = "the first and the last" if count == 1 else f"the first and the last {count}"
     return [f"{name}: {ends[0]:.3f} -> {ends[1]:.3f} ({where} logged)"]
+
+
+WARM_UP = 2
+"""First batches to leave out: caches fill, processes start."""
+FASTER = 1.05
+"""From which ratio of times it is called a gain: what the load of a machine changes between two runs is less."""
+Row = Mapping[str, float]
+
+
+def read_rows(metrics: Path) -> list[Row]:
+    """The lines of a metrics.jsonl that are about training."""
+    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if "time/batch" in line]
+
+
+def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus: int) -> str:
+    """Compare the seconds of a batch of two runs that differ in staleness alone.
+
+    Args:
+        in_turn: metrics of the synchronous run, by batch.
+        at_once: of the asynchronous one.
+        cores: of the CPU.
+        gpus: in this machine.
+    """
+    batch, sampling = _mean(in_turn, "time/batch"), _mean(in_turn, "time/generate")
+    other, learning = _mean(at_once, "time/batch"), batch - sampling
+    gain = batch / other
+    seconds = f"a batch took {other:.2f} s one step off-policy and {batch:.2f} s in turn"
+    told = [
+        f"Asynchrony: {seconds}, {gain:.2f} times as fast." if gain >= FASTER else f"Asynchrony: {seconds}: no gain."
+    ]
+    if gpus < 2:
+        place = "one GPU" if gpus else f"{cores} CPU core{'s' * (cores > 1)}"
+        told.append(
+            f"Here both sides share {place}: in turn each has all of it, {sampling:.2f} s to sample and "
+            f"{learning:.2f} s to score and learn; at the same time each has a part."
+        )
+        best = max(sampling, learning)
+        told.append(
+            f"On devices of their own, as fast as this one, a batch would take {best:.2f} s: "
+            f"{batch / best:.2f} times as fast (async-rlhf plan predicts it for others)."
+        )
+    return " ".join(told)
+
+
+def better_threads(rows: Sequence[Row], generator: int, workers: int, learner: int) -> str:
+    """Which numbers of threads would keep neither side waiting, if those of an asynchronous run did; else "".
+
+    Times are taken to shrink with the number of threads. A run with other numbers is another run, as its sums round
+    otherwise; so this is said, and not done.
+
+    Args:
+        rows: metrics, by batch.
+        generator: threads of each generator process.
+        workers: how many of these there are.
+        learner: threads of the learner.
+    """
+    sampling = _mean(rows, "time/generate") * generator
+    learning = (_mean(rows, "time/batch") - _mean(rows, "time/wait")) * learner
+    cores = workers * generator + learner
+
+    def seconds(each: int) -> float:
+        return max(sampling / each, learning / (cores - workers * each))
+
+    best = min(range(1, (cores - 1) // workers + 1), key=seconds)
+    gain = seconds(generator) / seconds(best)
+    if gain < FASTER:
+        return ""
+    waits = "generators wait" if best < generator else "the learner waits"
+    return (
+        f"{waits.capitalize()} for the other side: with generation.num_threads {best} and num_threads "
+        f"{cores - workers * best} instead of {generator} and {learner}, a batch might take {seconds(best):.2f} s "
+        f"instead of {seconds(generator):.2f} s."
+    )
+
+
+def _mean(rows: Sequence[Row], key: str) -> float:
+    kept = rows[WARM_UP:] or rows
+    return sum(row[key] for row in kept) / len(kept)

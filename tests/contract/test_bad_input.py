@@ -24,7 +24,7 @@ from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
 from async_rlhf.tasks.docstrings.config import DocstringsConfig
-from async_rlhf.tasks.docstrings.data import run_data
+from async_rlhf.tasks.docstrings.harvest import run_data
 
 VALID = """
 model: {model}

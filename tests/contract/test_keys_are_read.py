@@ -89,7 +89,7 @@ from async_rlhf.studies.sweep.running import Outcome
 from async_rlhf.system.lock import InUseError
 from async_rlhf.system.trace import Trace
 from async_rlhf.tasks.docstrings.config import DocstringsConfig, QuickstartConfig
-from async_rlhf.tasks.docstrings.data import run_data
+from async_rlhf.tasks.docstrings.harvest import run_data
 from async_rlhf.tasks.docstrings.quickstart import stage_configs
 
 HAS_RAY = find_spec("ray") is not None

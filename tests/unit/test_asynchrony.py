@@ -11,8 +11,8 @@ from tiny import PROMPTS, new_args
 from async_rlhf.commands.train import run_train
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.saving import write_model
-from async_rlhf.run.asynchrony import asynchrony, better_threads, read_rows
 from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.run.summary import asynchrony, better_threads, read_rows
 from async_rlhf.tasks.docstrings.config import QuickstartConfig
 from async_rlhf.tasks.docstrings.quickstart import RUNS, _report, stage_configs
 

@@ -31,8 +31,7 @@ from async_rlhf import KLConfig, LoRAConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head as head_module
 from async_rlhf.models.forward import over_response_logits, response_logprobs
-from async_rlhf.models.head import LogprobsAndEntropies
-from async_rlhf.models.logprobs import selected_logprobs
+from async_rlhf.models.head import LogprobsAndEntropies, selected_logprobs
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
 

@@ -15,7 +15,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.kl import k1, k2, k3
 from async_rlhf.algorithms.preference import preference_loss
 from async_rlhf.algorithms.table import find
-from async_rlhf.models.logprobs import entropies, selected_logprobs
+from async_rlhf.models.head import entropies, selected_logprobs
 from async_rlhf.types import Experience, PolicyOutput
 
 DPO = find("online_dpo")

@@ -18,11 +18,11 @@ from async_rlhf.algorithms.kl import adapted_coefficient
 from async_rlhf.algorithms.ratios import (
     clipped_likelihood,
     clipped_surrogate,
+    clipped_value_loss,
     effective_sample_share,
     importance_weights,
     ratio_statistics,
 )
-from async_rlhf.algorithms.values import clipped_value_loss
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 CLIPRANGES = [(0.2, 0.2), (0.2, 0.28), (0.5, 0.1), (0.05, 2.0)]

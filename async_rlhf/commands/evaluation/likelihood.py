@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.forward import over_response_logits
-from async_rlhf.models.logprobs import selected_logprobs
-from async_rlhf.models.rows import by_length, pad_rows
-from async_rlhf.models.shares import in_shares
+from async_rlhf.models.head import selected_logprobs
+from async_rlhf.models.rows import by_length, in_shares, pad_rows
 from async_rlhf.models.truncation import Distribution, truncated
 
 

@@ -22,6 +22,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import re
 import sys
 import sysconfig
@@ -31,8 +32,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.system.files import cache_folder, whole_file
+from async_rlhf.tasks.docstrings.config import DocstringsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -377,3 +380,25 @@ def _checksum(lines: Iterable[str]) -> str:
 def _write_lines(path: Path, lines: Iterable[str]) -> None:
     with whole_file(path) as file:
         file.writelines(f"{line}\n" for line in lines)
+
+
+def run_data(config: DocstringsConfig) -> dict[str, float]:
+    """Harvest functions, split them, and write the files of each split. Returns the number of functions in each."""
+    stage = Stage(Path(config.out), "data", config, inputs={})
+    if (results := stage.done()) is not None:
+        return results
+    functions = harvest(config.source or None)
+    if config.max_functions is not None and len(functions) > config.max_functions:
+        chosen = set(random.Random(config.seed).sample(range(len(functions)), config.max_functions))
+        functions = [function for i, function in enumerate(functions) if i in chosen]
+    splits = split(functions, seed=config.seed)
+    for name, part in splits.items():
+        if not part:
+            raise ConfigError(
+                f"source: got {config.source}, with {len(functions)} functions that have a one-line summary; must have "
+                f"enough for every split, and {name} has none"
+            )
+    write_splits(splits, Path(config.out))
+    results = {name: float(len(part)) for name, part in splits.items()}
+    stage.publish_files({}, results)
+    return results

@@ -119,7 +119,7 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     from async_rlhf.commands.reward import run_reward
     from async_rlhf.commands.sft import run_sft
     from async_rlhf.commands.train import run_train
-    from async_rlhf.tasks.docstrings.data import run_data
+    from async_rlhf.tasks.docstrings.harvest import run_data
 
     right = "must be 1: start quickstart without torchrun or accelerate"
     require(launched_ranks() == 1, "the number of processes", launched_ranks(), right)
@@ -147,7 +147,7 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
     from async_rlhf.commands.evaluation.tables import WIDTH, format_table
     from async_rlhf.generation.placement import available_cores
-    from async_rlhf.run.asynchrony import asynchrony, read_rows
+    from async_rlhf.run.summary import asynchrony, read_rows
     from async_rlhf.studies.report.charts import INSTALL, Series
     from async_rlhf.studies.report.command import report_of_runs
     from async_rlhf.studies.report.plots import plot_training
