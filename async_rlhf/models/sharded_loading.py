@@ -24,8 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from async_rlhf.distributed.collectives import Ranks
@@ -33,6 +39,10 @@ from async_rlhf.models.quantised import stored
 from async_rlhf.models.weight_sources import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
 from async_rlhf.models.weights import digest, digests, named_weights, saved_buffers
 
+_KINDS = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+}
 _SOURCE = "_weights_to_read"
 """The attribute of a model that says where its weights are."""
 
@@ -111,7 +121,7 @@ def unread_model(kind: Any, config: PretrainedConfig, files: Sequence[str]) -> t
 
 
 def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    chosen = kind._model_mapping.get(type(config), None)
+    chosen = _KINDS[kind].get(type(config), None)
     if getattr(config, "quantization_config", None) is not None:
         raise OnlyWholeError("it is quantised")
     if kind.__name__ in (getattr(config, "auto_map", None) or {}):
@@ -122,7 +132,7 @@ def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         raise OnlyWholeError("it is a part of another model")
     try:
         with torch.device("meta"):
-            model = chosen._from_config(config, dtype=DTYPE)
+            model = kind.from_config(config, dtype=DTYPE)
     except (RuntimeError, NotImplementedError) as error:
         raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
     if any(parameter.dtype != DTYPE for parameter in model.parameters()):
@@ -283,14 +293,20 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def _fill(parameter: nn.Parameter, origin: Origin, read: Read) -> None:
-    mine, sizes, starts = parameter.data, tuple(parameter.shape), (0,) * parameter.dim()
+    mine, first = parameter.data, 0
     if isinstance(parameter, DTensor):
-        mine = parameter.to_local()
-        sizes, starts = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        mine, first = parameter.to_local(), first_row(parameter)
     if mine.numel() > 0:  # ranks at the end may have no rows
-        mine.copy_(read(origin, tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))))
+        places = tuple(slice(size) for size in mine.shape)
+        if places:
+            places = (slice(first, first + len(mine)), *places[1:])
+        mine.copy_(read(origin, places))
+
+
+def first_row(parameter: DTensor) -> int:
+    """Where this rank's rows of a sharded parameter begin: FSDP deals them as torch.chunk does."""
+    mesh, rows = parameter.device_mesh, parameter.shape[0] if parameter.dim() else 0
+    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(mesh.ndim - 1)), rows)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig, ParallelConfig
@@ -20,7 +19,7 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Model, Parallel
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
-from async_rlhf.models.sharded_loading import fill
+from async_rlhf.models.sharded_loading import fill, first_row
 
 
 class FullyShardedDataParallel(Parallel):
@@ -133,10 +132,7 @@ class FullyShardedDataParallel(Parallel):
             place = parameter.device_mesh.get_coordinate()
             assert place is not None
             mine, writes = parameter.to_local().detach(), not any(place[:-1])  # of several copies the first
-            _, starts = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            first = starts[0] * parameter.shape[1:].numel() if starts else 0
+            first = first_row(parameter) * parameter.shape[1:].numel()
         return mine.reshape(-1) if writes else mine.new_empty(0), first
 
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
