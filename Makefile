@@ -29,7 +29,7 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m vllm tests/vllm
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
-	$(BIN)/python -m pytest -m distributed tests/distributed
+	$(BIN)/python -m pytest -m distributed tests/distributed $(PARALLEL) --dist loadfile
 
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
 	$(BIN)/python -m pytest -m gpu tests/gpu

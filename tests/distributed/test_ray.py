@@ -351,6 +351,16 @@ def test_an_actor_that_waits_for_weights_which_it_cannot_fetch_ends_the_run(
     assert time.monotonic() - started < 200
 
 
+class AwaitsActors(TrainerCallback):
+    """Training begins once so many have left a file: else a run is over before the last of them comes."""
+
+    def __init__(self, attempts: Path, count: int) -> None:
+        self.attempts, self.count = attempts, count
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        assert wait_until(lambda: len(list(self.attempts.iterdir())) == self.count, 60)
+
+
 def test_actors_that_are_lost_before_they_run_are_placed_again_and_that_is_no_restart(
     cluster, run, undisturbed, tmp_path
 ):
@@ -365,8 +375,9 @@ def test_actors_that_are_lost_before_they_run_are_placed_again_and_that_is_no_re
     config = RayConfig(
         address=cluster.address, labels=ACTORS, reward_workers=1, reward_labels=ACTORS, reward_max_restarts=0
     )
-    placed = run("placed", generation={"max_restarts": 0}, launch="ray", ray=replace(config, runtime_env=hook))
-    assert len(list(attempts.iterdir())) == 2 + 3  # the lost ones, two generators and a reward worker
+    all_come = AwaitsActors(attempts, 2 + 3)  # the lost ones, two generators and a reward worker
+    ray_config = replace(config, runtime_env=hook)
+    placed = run("placed", all_come, generation={"max_restarts": 0}, launch="ray", ray=ray_config)
     assert_same(placed, undisturbed["outcome"])
 
 
