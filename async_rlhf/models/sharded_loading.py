@@ -132,7 +132,7 @@ def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         raise OnlyWholeError("it is a part of another model")
     try:
         with torch.device("meta"):
-            model = kind.from_config(config, dtype=DTYPE)
+            model = chosen._from_config(config, dtype=DTYPE)
     except (RuntimeError, NotImplementedError) as error:
         raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
     if any(parameter.dtype != DTYPE for parameter in model.parameters()):

@@ -16,7 +16,7 @@ from async_rlhf.config.parsing import options_of
 from async_rlhf.config.spelling import _ELSEWHERE, keys_of
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
-from async_rlhf.run import integrations
+from async_rlhf.run import trackers
 from async_rlhf.run.config import RunConfig
 
 RECIPE = """\
@@ -171,7 +171,7 @@ def test_a_missing_place_is_said_to_be_missing_and_nothing_is_left(
 @pytest.mark.parametrize("command", ["train", "sft", "reward"])
 def test_a_missing_tracker_is_named_before_anything_is_loaded(capsys, command, monkeypatch):
     """With a model and data that are not there either, which would be the next errors."""
-    monkeypatch.setattr(integrations, "find_spec", lambda module: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda module: None)
     words = {"train": ["--train.report_to=tensorboard", "--data.train=none.jsonl", "--reward=no.py:f"]}.get(
         command, ["--report_to=tensorboard", "--train=none.jsonl", "--output_dir=out"]
     )
