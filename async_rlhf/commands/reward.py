@@ -26,7 +26,7 @@ from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.training import Task, given_rows, run_stage
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
-from async_rlhf.config.rows import SCORE
+from async_rlhf.config.common import SCORE
 from async_rlhf.data.cache import forget, kept_array
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.loading import Rows, load_rows

@@ -244,6 +244,11 @@ class Checked:
             require(holds, f"{self._group}{name}", value, right)
 
 
+def fields_of(kind: Any) -> list[dataclasses.Field[Any]]:
+    """A configuration's keys as they are told: those that it shares with other commands behind its own."""
+    return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
+
+
 def known_of(config: Any, name: str) -> Mapping[str, Any]:
     """What :func:`key` says about the field with a dotted name; empty if it says nothing or there is no such field."""
     first, _, rest = name.partition(".")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import able, find
-from async_rlhf.config.parallel import check_device
 from async_rlhf.config.ray import RayConfig
 
 if TYPE_CHECKING:
@@ -201,7 +200,6 @@ def _check_parallel(config: OnlineConfig) -> None:
     right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
     here = not spread and config.ray.reward_workers == 0
     require(here or config.reward_model_bits is None, "reward_model_bits", config.reward_model_bits, right)
-    check_device(config.device, parallel.ranks)
 
 
 def _check_reward_device(config: OnlineConfig) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
-from async_rlhf.config.base import DEVICE, EACH_ONCE, SUMS, Checked, Rule, above, at_least, at_most, below, key, require
+from async_rlhf.config.base import DEVICE, EACH_ONCE, SUMS, Rule, above, at_least, at_most, below, key, require
+from async_rlhf.config.common import TEMPERATURE, ModelCodeConfig, TruncationConfig, VLLMMemoryConfig
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
 
@@ -51,11 +52,6 @@ DECIDED = (
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
-TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
-"""Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
-TOP_P = (above(0), at_most(1))
-TOP_K = (at_least(0), at_most(10**7, "no vocabulary has more tokens"))
 _STEPS = Rule(lambda steps: steps == "auto" or steps >= 1, 'must be "auto", or at least 1')
 _IDS = Rule(lambda ids: min(ids, default=0) >= 0, "must be ids of tokens, at least 0")
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
@@ -66,17 +62,13 @@ _SENDABLE = Rule(
 
 
 @dataclass(frozen=True)
-class VLLMConfig(Checked):
+class VLLMConfig(VLLMMemoryConfig):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
     tensor_parallel_size: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place", must_stay=SUMS)
     """GPUs that share the model of one generator; must divide the heads of its attention. Generators take GPUs that the
     learner does not use, so many each; an inline one takes the first GPUs. On a CPU, processes that share its
     threads."""
-    gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
-    """Share of the GPU's memory that vLLM may take in all."""
-    kv_cache_gb: float | None = key(None, above(0), role="speed")
-    """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     block_size: int | None = key(None, at_least(1))
     """Tokens per block of keys and values, the unit of prefix caching; null for vLLM's choice."""
     enable_prefix_caching: bool = True
@@ -86,8 +78,6 @@ class VLLMConfig(Checked):
     minutes."""
     sleep: bool = key(True, role="speed")
     """Give the GPU's memory to the learner while it trains ("inline" only)."""
-    options: dict[str, Any] = key({})
-    """More arguments of ``vllm.LLM``, by name."""
 
     def check(self) -> None:
         for name in DECIDED:
@@ -98,7 +88,7 @@ class VLLMConfig(Checked):
 
 
 @dataclass(frozen=True)
-class GenerationConfig(Checked):
+class GenerationConfig(TruncationConfig):
     """How completions are sampled, and where."""
 
     engine: str = "transformers"
@@ -132,11 +122,6 @@ class GenerationConfig(Checked):
     "bounded". Each token is recorded with the version that drew it."""
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
-    top_p: float = key(1.0, *TOP_P)
-    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. The log-probabilities
-    of what was drawn are then those of the truncated distribution, the policy that is trained stays the whole one."""
-    top_k: int = key(0, *TOP_K)
-    """Draw only from this many of the likeliest tokens; 0 draws from all."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
     """Most new tokens of a completion, the stop token included."""
     seed_per_request: bool = True
@@ -230,7 +215,7 @@ def _is_url(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ServeConfig(Checked):
+class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
     """A vLLM server for runs with ``generation.placement: server``.
 
     Only the architecture of the model is read; its weights come from the run. If a key is set, every request except
@@ -251,24 +236,16 @@ class ServeConfig(Checked):
     ASYNC_RLHF_API_KEY than on the command line, which every user of the host can read."""
     open: bool = key(False, role="place")
     """Listen on other addresses without a key; anyone who reaches the port can then load weights and call methods."""
-    trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with the model; with false, a model that needs this is an error."""
     dtype: Dtype = "bfloat16"
     """Type of the weights; must match ``generation.dtype`` of the run."""
     max_model_len: int | None = key(None, at_least(1))
     """Most tokens of prompt and response together; null for the model's own limit."""
     tensor_parallel_size: int = key(1, at_least(1), role="place")
     """GPUs that share the model of a server; must divide the heads of its attention. On a CPU, processes."""
-    gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
-    """Share of each GPU's memory that vLLM may take in all."""
-    kv_cache_gb: float | None = key(None, above(0), role="speed")
-    """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     num_threads: int | None = key(None, at_least(1), role="speed")
     """CPU threads of each server; null for vLLM's own choice, or with several processes an equal share of the cores."""
     enforce_eager: bool | None = key(None, role="speed")
     """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU."""
-    options: dict[str, Any] = key({})
-    """More arguments of ``vllm serve``, by name."""
 
     def check(self) -> None:
         right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "

@@ -20,9 +20,9 @@ from async_rlhf.config.base import (
     key,
     require,
 )
+from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensPerPass, TrainingConfig
 from async_rlhf.config.contradictions import check_together
-from async_rlhf.config.generation import TEMPERATURE, GenerationConfig
-from async_rlhf.config.parallel import ParallelConfig
+from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.ray import RayConfig
 
 if TYPE_CHECKING:
@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
 MAX_STALENESS = 128
 """Twice the largest that the asynchronous RLHF study tried; a ring of a million snapshots takes a minute to zero."""
-SEED = (at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
 _RATE_LEAVES = "AdamW moves every weight by about the rate at each step, which leaves no model"
 LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
-MAX_COEFFICIENT = 1e15
-_STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
-_FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {_STAYS}")
+_FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {STAYS}")
 
 
 def _names_repository(name: str) -> bool:
@@ -61,10 +58,7 @@ _LONGER = "the run becomes longer"
 _EVALUATION = "evaluation trains nothing"
 _ENDS = "it decides when the run ends, not what a batch trains"
 
-TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
-TokensPerPass = int | Literal["auto"] | None
 NonEosPenalty = bool | Literal["replace", "add"]
-LRSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class LoRAConfig(AdapterConfig):
 
 
 @dataclass(frozen=True)
-class OnlineConfig(Checked):
+class OnlineConfig(TrainingConfig):
     """What every online algorithm shares.
 
     One *batch* is ``completions_per_batch`` completions, ``samples_per_prompt`` of each prompt; or, if that is null,
@@ -110,13 +104,8 @@ class OnlineConfig(Checked):
     there; a second one is refused."""
     overwrite_output_dir: bool = key(False, role="place")
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
-    resume: bool = key(False, role="place", main="output")
-    """Resume from the newest whole checkpoint in output_dir, bit for bit (on a GPU: with deterministic); without one,
-    start at the beginning."""
     resume_from: str | None = key(None, role="place")
     """Resume from this checkpoint instead."""
-    resume_anyway: bool = key(False, role="place")
-    """Resume even if a key differs that makes the run a different one."""
     staleness: int = key(
         1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"), main="training"
     )
@@ -143,11 +132,6 @@ class OnlineConfig(Checked):
     per_device_train_batch_size: int | None = key(None, at_least(1))
     """Size of one forward and backward pass: pairs of completions for DPO, else completions. null for 8; with
     max_tokens_per_pass it is then still 8 in the size of the batch, but a pass may have any number."""
-    max_tokens_per_pass: TokensPerPass = key(None, TOKENS)
-    """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. Passes
-    then cost about the same, for all ranks. A row, or pair, with more tokens gets a pass of its own. null for no limit
-    but per_device_train_batch_size; "auto" for as many as fit into the GPU's memory (the log says how many), on a CPU
-    for as many as are of use. With "auto", a run that is resumed may round differently."""
     gradient_accumulation_steps: int = key(1, at_least(1))
     """Part of the batch size, see above, unless completions_per_batch says it. An optimiser step has this many passes;
     if every completion is trained on (all algorithms but online_dpo and best_of_k), samples_per_prompt times as
@@ -163,22 +147,14 @@ class OnlineConfig(Checked):
     steps about as large as AdamW's at the same learning_rate. All but "adamw" are for one rank and for "ddp"."""
     learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
     """Peak rate of the optimiser."""
-    lr_scheduler_type: LRSchedule = "linear"
-    """transformers' schedule of that name, stepped once after every optimiser step."""
-    warmup_steps: int = key(0, at_least(0))
-    """Optimiser steps of linear warm-up."""
-    weight_decay: float = key(0.0, at_least(0), at_most(MAX_COEFFICIENT, _STAYS))
-    """Weight decay of AdamW; biases and normalisation weights, which have one dimension, do not decay."""
     adam_beta1: float = key(0.9, inside("[0, 1)"))
     """Of AdamW."""
     adam_beta2: float = key(0.999, inside("[0, 1)"))
     """Of AdamW."""
-    adam_epsilon: float = key(1e-8, above(0), at_most(MAX_COEFFICIENT, _STAYS))
+    adam_epsilon: float = key(1e-8, above(0), at_most(MAX_COEFFICIENT, STAYS))
     """Of AdamW."""
     max_grad_norm: float = key(1.0, at_least(0))
     """Gradients are clipped to this norm; 0 turns clipping off."""
-    bf16: bool = False
-    """Forward and backward under bfloat16 autocast; the weights stay float32."""
     fp16: bool = False
     """The same in float16, for GPUs without bfloat16. The loss is scaled so that small gradients are not lost: a step
     whose gradient overflows is skipped and halves the scale (`skipped_steps` and `loss_scale` in the log)."""
@@ -257,8 +233,6 @@ class OnlineConfig(Checked):
     """Evaluations in a row without a new best after which stop_at ends the run."""
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
-    report_to: list[str] = key([], role="log")
-    """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     run_name: str | None = key(None, role="log")
     """Name for those integrations."""
     project: str | None = key(None, role="log")
@@ -287,11 +261,6 @@ class OnlineConfig(Checked):
     deterministic: bool = False
     """On a GPU, compute with deterministic kernels only: a run can then be repeated and resumed bit for bit, as it
     always can on a CPU, but is slower. False: equal up to rounding."""
-    device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
-    """Device of the learner, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
-    trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with a model, here and where completions are sampled; with false, a model that needs
-    this is an error."""
     reward_model_bits: Literal[4, 8] | None = None
     """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
     them."""
@@ -304,8 +273,6 @@ class OnlineConfig(Checked):
     """Train low-rank adapters instead of every weight."""
     generation: GenerationConfig = key(GenerationConfig)
     """How completions are sampled."""
-    parallel: ParallelConfig = key(ParallelConfig)
-    """The learner on several ranks."""
     launch: Literal["local", "ray"] = key("local", role="place")
     """ "local" runs generators and rewards on this host (or in servers); "ray" runs them as actors in a Ray cluster."""
     ray: RayConfig = key(RayConfig)
@@ -318,6 +285,7 @@ class OnlineConfig(Checked):
         right = "must name a folder of the run's own"
         require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
         check_together(self)
+        super().check()
 
     @property
     def resuming(self) -> bool:

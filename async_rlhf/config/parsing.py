@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, fits, require, spelt
+from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import check_file, check_words, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
@@ -30,6 +30,8 @@ from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
 FLAGS = ("--help", "--help-all")
+FEW = 15
+"""Keys of a command whose short help has them all."""
 
 
 class Option(NamedTuple):
@@ -71,7 +73,7 @@ def options_of(kind: type[Checked], prefix: str = "", given: Any = None) -> Iter
         given: an instance, whose values are the defaults; None for those of the class.
     """
     hints = get_type_hints(kind)
-    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for item in fields_of(kind):
         hint, key = hints[item.name], f"{prefix}{item.name}"
         default = _default(item) if given is None else getattr(given, item.name)
         if _is_group(hint):
@@ -295,7 +297,7 @@ def short_help(kind: type[Checked], command: str) -> str:
     """
     options = list(options_of(kind))
     titles = [option.known["main"] for option in options if option.known.get("main")]
-    if not titles:
+    if not titles or len(options) <= FEW:
         return long_help(kind, command)
     lines = [*_head(kind, command), ""]
     for title in sorted(dict.fromkeys(titles), key=lambda title: title == "output"):

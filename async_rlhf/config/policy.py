@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import Checked, above, at_least, at_most, below, key, require
-from async_rlhf.config.online import MAX_COEFFICIENT, NonEosPenalty, OnlineConfig
+from async_rlhf.config.common import MAX_COEFFICIENT
+from async_rlhf.config.online import NonEosPenalty, OnlineConfig
 
 IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
 

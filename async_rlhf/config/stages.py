@@ -7,11 +7,9 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from async_rlhf.config.base import (
-    DEVICE,
     EACH_ONCE,
     FOLDER,
     REQUIRED,
-    SUMS,
     Checked,
     Rule,
     above,
@@ -21,25 +19,23 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.generation import TEMPERATURE, TOP_K, TOP_P, Dtype, GenerationConfig
-from async_rlhf.config.online import (
-    LEARNING_RATE,
-    SEED,
-    TOKENS,
-    AdapterConfig,
-    LRSchedule,
-    OnlineConfig,
-    TokensPerPass,
-)
-from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
-from async_rlhf.config.rewards import check_bits, check_one_judge
-from async_rlhf.config.rows import (
+from async_rlhf.config.common import (
     COLUMN,
     EVAL_FRACTION,
-    PROMPT_WORDS,
     SCORE,
-    check_one_held_out,
-    check_prompt_words,
+    SEED,
+    HeldOutRowsConfig,
+    RepeatableConfig,
+    RewardedConfig,
+    SamplingConfig,
+    SharedWorkConfig,
+    TrainingConfig,
+)
+from async_rlhf.config.generation import Dtype, GenerationConfig
+from async_rlhf.config.online import (
+    LEARNING_RATE,
+    AdapterConfig,
+    OnlineConfig,
 )
 
 _SMALL = "a new model is a small one"
@@ -77,53 +73,28 @@ class NewModelConfig(Checked):
 
 
 @dataclass(frozen=True)
-class StageConfig(Checked):
+class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     """What the supervised stages share."""
 
     train: str = key(REQUIRED, main="data and models")
     """Training data: a .jsonl, .json, .parquet or .csv file, a datasets folder, or a name on the hub."""
     output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
     """Where the trained model goes."""
-    eval: str | None = key(None, main="data and models")
-    """Held-out data in the same format; null for none, or for eval_fraction."""
-    eval_fraction: float | None = key(None, EVAL_FRACTION)
-    """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
-    text) decides, so every command holds out the same rows of the same data, and rows of one prompt stay together."""
-    prompt_words: int | None = key(None, PROMPT_WORDS)
-    """For rows of plain `text`: its first so many words are the prompt, the rest is the response; null for no prompt.
-    Texts with no more words are dropped, and counted."""
-    train_split: str = "train"
-    """The split to take if there are several."""
-    eval_split: str = "validation"
-    """The same, for held-out data."""
     num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"), main="training")
     """Passes over the data."""
     learning_rate: float = key(1e-3, *LEARNING_RATE, main="training")
     """Peak rate of AdamW."""
     warmup_ratio: float = key(0.05, at_least(0), below(1, ", a share of the steps"))
-    """Share of the steps in which the rate rises."""
-    warmup_steps: int = key(0, at_least(0))
-    """Number of steps in which the rate rises instead; 0 for warmup_ratio."""
-    weight_decay: float = key(0.0, at_least(0))
-    """Of AdamW."""
+    """Share of the steps in which the rate rises, where warmup_steps is 0."""
     per_device_train_batch_size: int = key(32, at_least(1), main="training")
     """Rows (for pairs: pairs) of one forward and backward pass; with max_tokens_per_pass only a factor of the batch."""
     gradient_accumulation_steps: int = key(1, at_least(1))
     """Such passes per optimiser step and rank: a batch is per_device_train_batch_size x gradient_accumulation_steps x
     parallel.ranks rows."""
-    max_tokens_per_pass: TokensPerPass = key(None, TOKENS)
-    """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. The
-    batch keeps its rows, and is cut into passes that cost about the same. A row, or pair, with more tokens gets a pass
-    of its own. null for passes of per_device_train_batch_size; "auto" for as many tokens as fit into the GPU's memory
-    (the log says how many), on a CPU for as many as are of use."""
     max_length: int = key(512, at_least(1), main="training")
     """Rows with more tokens are dropped, and counted."""
-    bf16: bool = False
-    """bfloat16 autocast."""
     gradient_checkpointing: bool = False
     """Trade compute for memory."""
-    lr_scheduler_type: LRSchedule = "linear"
-    """transformers' schedule of that name."""
     eval_steps: float = key(0, at_least(0), _STEPS, may_change="evaluation trains nothing")
     """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates
     at the end only."""
@@ -132,32 +103,17 @@ class StageConfig(Checked):
     adapters are also saved beside it; a reward model's are not, as they would lack the head."""
     logging_steps: float = key(20, above(0), _STEPS, role="log")
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
-    report_to: list[str] = key([], role="log")
-    """transformers' integrations, e.g. ["wandb"]."""
     save_steps: int = key(0, at_least(0), role="place")
     """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
-    resume: bool = key(False, role="place", main="output")
-    """Go on from the newest whole checkpoint of an interrupted command, bit for bit; without one, start at the
-    beginning."""
-    resume_anyway: bool = key(False, role="place")
-    """Resume even if a key or a file differs that makes the result a different one."""
     seed: int = key(0, *SEED, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
-    device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
-    """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
-    parallel: ParallelConfig = key(ParallelConfig)
-    """The stage on several ranks."""
-    trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with the model; with false, a model that needs this is an error."""
-    overwrite: bool = key(False, role="place", main="output")
-    """Do the stage again even if it is done already."""
 
     def check(self) -> None:
-        check_one_held_out(self.eval, self.eval_fraction)
+        super().check()
+        self.check_held_out()
         right = "must be 0 without eval or eval_fraction"
         held_out = self.eval is not None or self.held_out_share is not None
         require(self.eval_steps == 0 or held_out, "eval_steps", self.eval_steps, right)
-        check_device(self.device, self.parallel.ranks)
 
     def steps_per_epoch(self, rows: int) -> int:
         """Optimiser steps of a pass over so many rows, or pairs."""
@@ -207,7 +163,7 @@ def _whole(every: float, steps: int) -> int:
     return int(every) if every >= 1 else math.ceil(every * steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SFTConfig(StageConfig):
     """Supervised fine-tuning: ``async-rlhf sft``. Rows have `query_reference_response` and maybe `query`, its start; or
     `prompt` and `completion`; or `messages`, a chat that ends with the assistant's answer; or `text`.
@@ -236,7 +192,7 @@ class SFTConfig(StageConfig):
 
 
 @dataclass(frozen=True)
-class PairsConfig(Checked):
+class PairsConfig(SamplingConfig, RewardedConfig):
     """Preference pairs from a model's own samples, judged by a reward, or from ratings: ``async-rlhf pairs``."""
 
     model: str | None = key(None, main="data and models")
@@ -247,34 +203,10 @@ class PairsConfig(Checked):
     """The .jsonl file to write, with `prompt`, `chosen`, `rejected` and the two scores."""
     split: str = "train"
     """The split to take where there are several."""
-    prompt_field: str = "query"
-    """The column with the prompt, as text or as messages of a chat."""
-    reward_model: str | None = key(None, main="data and models")
-    """The judge: a reward model, or else reward_funcs."""
-    reward_model_bits: Literal[4, 8] | None = None
-    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
-    them."""
-    reward_funcs: list[str] = key([], main="data and models")
-    """Or functions, as in ``train``."""
     samples_per_prompt: int = key(2, at_least(2), main="sampling")
     """Completions per prompt."""
     pairs_per_prompt: int = key(1, main="sampling")
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
-    temperature: float = key(0.7, *TEMPERATURE, main="sampling")
-    """Temperature of sampling."""
-    top_p: float = key(1.0, *TOP_P)
-    """Draw only from the likeliest tokens that have this probability together; 1 draws from all."""
-    top_k: int = key(0, *TOP_K)
-    """Draw only from this many of the likeliest tokens; 0 draws from all."""
-    response_length: int = key(53, at_least(1), main="sampling")
-    """Most new tokens of a completion."""
-    max_prompts: int | None = key(None, at_least(1), main="sampling")
-    """Take only this many prompts; null for all."""
-    max_prompt_length: int | None = key(None, at_least(1))
-    """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
-    besides those of the response."""
-    batch_size: int = key(256, at_least(1))
-    """Completions decoded together."""
     from_ratings: str | None = key(None, main="data and models")
     """Instead of sampling, draw pairs from rated rows: `prompt` and `completion`, or `text`, with a `score`. A pair has
     one prompt; texts without a prompt are paired with each other."""
@@ -284,32 +216,18 @@ class PairsConfig(Checked):
     """Least difference of the two ratings of a pair; equal ratings never make one."""
     max_pairs: int | None = key(None, at_least(1))
     """Draw this many of all possible pairs; null for as many as there are rows."""
-    prompt_words: int | None = key(None, PROMPT_WORDS)
-    """For rows of plain `text`: its first so many words are the prompt."""
     eval_fraction: float = key(0.1, EVAL_FRACTION)
     """No pair joins a text that ``reward`` holds out with this eval_fraction to one that it trains on."""
-    seed: int = key(0, *SEED, main="sampling")
-    """Seed of sampling, or of drawing pairs."""
-    device: str | None = key(None, DEVICE, role="place")
-    """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
-    parallel: SharedConfig = key(SharedConfig)
-    """The command on several ranks, which share the work."""
-    trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with a model; false makes it an error that a model needs that."""
-    overwrite: bool = key(False, role="place", main="output")
-    """Do it again where it is done already."""
 
     def check(self) -> None:
         if self.from_ratings is not None:
             self._leaves_out(SAMPLED, "with from_ratings: nothing is sampled")
             return
         self._leaves_out(RATED, "without from_ratings")
-        check_device(self.device, self.parallel.ranks)
-        check_prompt_words(self.prompt_words, self.prompt_field)
+        super().check()
         require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
         require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
-        check_one_judge(self.reward_model, self.reward_funcs)
-        check_bits(self.reward_model_bits, self.reward_model)
+        self.check_judge()
         require(
             1 <= self.pairs_per_prompt <= self.samples_per_prompt // 2,
             "pairs_per_prompt",
@@ -334,7 +252,7 @@ RATED = ("score_field", "margin", "max_pairs", "eval_fraction")
 """Keys that mean nothing where pairs are sampled."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig(StageConfig):
     """Reward model from preference pairs or from ratings: ``async-rlhf reward``. Rows have `prompt`, `chosen` and
     `rejected`, as text or as messages of a chat; `prompt` may be missing where both sides are whole chats, or texts
@@ -372,8 +290,8 @@ class RewardConfig(StageConfig):
         require(self.center or self.reference is None, "reference", self.reference, right)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelabelConfig(Checked):
+@dataclass(frozen=True)
+class RelabelConfig(RewardedConfig, SharedWorkConfig):
     """Preference pairs labelled anew by a gold reward: ``async-rlhf relabel``. Rows as for ``reward``."""
 
     data: str
@@ -382,13 +300,6 @@ class RelabelConfig(Checked):
     """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name this folder."""
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE)
     """Splits of the data; a file has one, under the name given here."""
-    reward_model: str | None = None
-    """The gold reward: a reward model (folder, owner/model or owner/model@revision), or else reward_funcs."""
-    reward_model_bits: Literal[4, 8] | None = None
-    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
-    them."""
-    reward_funcs: list[str] = key([])
-    """Or functions, as in ``train``."""
     reward_tokenizer: str | None = None
     """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
     its template turns into text."""
@@ -398,16 +309,7 @@ class RelabelConfig(Checked):
     """Rows of one pass of the reward model."""
     dtype: Dtype = "float32"
     """Type of the reward model's weights."""
-    device: str | None = key(None, DEVICE, role="place")
-    """e.g. "cuda:0"; null takes the first GPU, or the CPU."""
-    parallel: SharedConfig = key(SharedConfig)
-    """The command on several ranks, which share the work."""
-    trust_remote_code: bool = key(False, role="place")
-    """Run Python code that comes with a model; false makes it an error that a model needs that."""
-    overwrite: bool = key(False, role="place")
-    """Do it again where it is done already."""
 
     def check(self) -> None:
-        check_one_judge(self.reward_model, self.reward_funcs)
-        check_bits(self.reward_model_bits, self.reward_model)
-        check_device(self.device, self.parallel.ranks)
+        super().check()
+        self.check_judge()

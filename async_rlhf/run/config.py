@@ -8,38 +8,25 @@ from typing import Any
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
+from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_bits, check_functions
-from async_rlhf.config.rows import EVAL_FRACTION, PROMPT_WORDS, check_one_held_out, check_prompt_words
 
 
 @dataclass(frozen=True)
-class DataConfig(Checked):
+class DataConfig(PromptsConfig, HeldOutRowsConfig):
     """Where prompts come from."""
 
     train: str = key(REQUIRED, main="data and models")
     """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
-    eval: str | None = key(None, main="data and models")
-    """Held-out prompts, in the same way; null for none, or for eval_fraction."""
-    eval_fraction: float | None = key(None, EVAL_FRACTION)
-    """Hold out about this share of the training prompts instead, the same as in ``sft``; null for none."""
-    prompt_field: str = "query"
-    """The column with the prompt."""
-    prompt_words: int | None = key(None, PROMPT_WORDS)
-    """For rows of plain `text`: its first so many words are the prompt; rewards get the rest with it, as
-    `query_reference_response`."""
-    train_split: str = "train"
-    """The split to take if there are several."""
-    eval_split: str = "validation"
-    """The same, for held-out prompts."""
     streaming: bool = False
     """Take the training prompts in their order, as they come, and from the start again at their end: a data set on the
     hub is then not downloaded first, and its length need not be known. A resumed run reads them again up to the next
     one."""
 
     def check(self) -> None:
-        check_one_held_out(self.eval, self.eval_fraction, "data.")
-        check_prompt_words(self.prompt_words, self.prompt_field, "data.")
+        self.check_held_out("data.")
+        self.check_prompts("data.")
         for name in ("eval_fraction", "prompt_words") if self.streaming else ():
             right = "must be left out with data.streaming, which reads no row before it is needed"
             require(getattr(self, name) is None, f"data.{name}", getattr(self, name), right)
@@ -126,11 +113,9 @@ class RunConfig(Checked):
 
 
 @dataclass(frozen=True)
-class ReplayConfig(Checked):
+class ReplayConfig(OfRunConfig):
     """Repeat a run from its record: ``async-rlhf replay RUN``. Bounded staleness needs it; exact runs repeat anyway."""
 
-    run: str
-    """The output folder of a run of ``async-rlhf train``."""
     output_dir: str | None = key(None, FOLDER, role="place")
     """Where the repeated run goes; null for the folder "replay" in the run's folder."""
     overwrite: bool = key(False, role="place")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import pickle
 import re
@@ -96,6 +95,7 @@ HAS_RAY = find_spec("ray") is not None
 Read = set[tuple[type, str]]
 """Classes of configurations that are there, and the names of their keys that were read."""
 CONFIG = "async_rlhf.config"
+COMMON = f"{CONFIG}.common"
 
 
 def _reader(frame: FrameType | None) -> str:
@@ -134,8 +134,10 @@ def following() -> Iterator[Read]:
 
 
 def on_meta(kind: type[Checked], read: Read) -> list[str]:
-    """The keys that a class adds, and that nobody has read of it or of what is made of it."""
-    own = inspect.get_annotations(kind)
+    """The keys that a class adds, or shares with other commands, and that nobody has read of it or of what is made of
+    it: what one command reads says nothing of another."""
+    shared = [each for each in kind.__mro__ if each is kind or each.__module__ == COMMON]
+    own = {name for each in shared for name in inspect.get_annotations(each)}
     seen = {name for found, name in read if issubclass(found, kind)}
     return [item.name for item in fields(kind) if item.name in own and item.name not in seen]
 

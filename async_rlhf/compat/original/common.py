@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rlhf.compat.original.keys import ENVIRONMENT, HERE, KEYS, MAPPED, THERE
-from async_rlhf.config.base import Checked, require
+from async_rlhf.config.base import Checked, fields_of, require
 from async_rlhf.config.parsing import options_of
 
 DEFAULT = "original's default"
@@ -164,7 +163,7 @@ def as_yaml(t: Translation, source: str) -> str:
             same = row.note == MAPPED and name.rpartition(".")[2] == row.key
             comments[name] = "; ".join(filter(None, (comments.get(name), "" if same else row.comment)))
     # In the order of our configuration's fields, but the algorithm first and single keys before groups.
-    fields = [ALGORITHM, *(item.name for item in dataclasses.fields(t.kind))]  # type: ignore[arg-type]
+    fields = [ALGORITHM, *(item.name for item in fields_of(t.kind))]
     names = sorted(t.values, key=lambda name: (fields.index(name.partition(".")[0]), name.count(".")))
     lines = [
         f"# From {source}, a file of the original's format, by async-rlhf config migrate.",

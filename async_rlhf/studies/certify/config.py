@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_rlhf.config.base import REQUIRED, above, at_least, at_most, below, key, require
-from async_rlhf.config.online import SEED
+from async_rlhf.config.common import SEED
 from async_rlhf.studies.sweep.config import ManyRunsConfig
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_rlhf.config.base import FOLDER, REQUIRED, Checked, at_least, key
+from async_rlhf.config.base import FOLDER, REQUIRED, at_least, key
+from async_rlhf.config.common import OfRunConfig
 
 
 @dataclass(frozen=True)
-class ExplainConfig(Checked):
+class ExplainConfig(OfRunConfig):
     """Say what moved the policy in one update: ``async-rlhf explain RUN --batch b``. The update is repeated, bit for
     bit, from the checkpoint before it."""
 
-    run: str = key(REQUIRED)
-    """The output folder of a run of ``async-rlhf train``."""
     batch: int = key(REQUIRED, at_least(1))
     """The batch, from 1, whose update is explained."""
     top: int = key(5, at_least(0))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import FOLDER, Checked, Rule, above, at_least, at_most, inside, key, require
-from async_rlhf.config.online import MAX_STALENESS, SEED
+from async_rlhf.config.common import SEED
+from async_rlhf.config.online import MAX_STALENESS
 
 _SHARE = Rule(lambda x: 0 < x <= 1, "must be above 0 and at most 1, a share")
 _SHARE_OF_TIME = inside("[0, 1]", ", a share of the time")

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from async_rlhf.config.base import EACH_ONCE, FOLDER, REQUIRED, Checked, Rule, at_least, at_most, key, require
+from async_rlhf.config.base import EACH_ONCE, REQUIRED, Rule, at_least, at_most, key, require
+from async_rlhf.config.common import ResultsConfig
 
 _SHARE = Rule(
     lambda value: (found := re.fullmatch(r"([0-9]+)/([0-9]+)", value)) is not None and int(found[1]) < int(found[2]),
@@ -15,7 +16,7 @@ _SHARE = Rule(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManyRunsConfig(Checked):
+class ManyRunsConfig(ResultsConfig):
     """What commands that train and judge many policies share."""
 
     base: dict[str, Any] | str = key(REQUIRED, main="runs")
@@ -24,8 +25,6 @@ class ManyRunsConfig(Checked):
     held_out: dict[str, Any] = key(REQUIRED, main="runs")
     """How each policy is judged: the keys of ``evaluate``, such as data, max_prompts, reward_funcs or reward_model, and
     response_length. All policies answer the same prompts with the same random numbers."""
-    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
-    """The folder for all runs and what they show together."""
     parallel: int = key(1, at_least(1), at_most(1024, "each is a process"), role="speed", main="machine")
     """Runs at a time on this machine; as many as devices, if these are given."""
     threads: int = key(1, at_least(1), at_most(4096, "no machine has more"), main="machine")
@@ -41,8 +40,6 @@ class ManyRunsConfig(Checked):
     keep: Literal["results", "final", "all"] = key("final", role="place", main="output")
     """What stays of a run that has been judged: its logs and results alone, also its final policy, or its checkpoints
     too."""
-    overwrite: bool = key(False, role="place", main="output")
-    """Do runs again even if they are done already."""
 
     def check(self) -> None:
         for name in ("models", "run", "checkpoints", "generations", "reference", "output_dir", "overwrite"):

@@ -9,11 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from async_rlhf.commands.stage import Stage
-from async_rlhf.config import EvaluateConfig
-from async_rlhf.config.base import REQUIRED, Checked, key
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
-from async_rlhf.studies.sweep.trials import Trial
+from async_rlhf.studies.sweep.trials import Judged, Trial
 
 POLICY = "policy"
 LAST_SHARE = 0.1
@@ -21,13 +19,10 @@ LAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Start(Checked):
+class Start(Judged):
     """A model that runs start from, judged as their policies are."""
 
     model: str
-    held_out: EvaluateConfig
-    folder: str = key(REQUIRED, role="place")
-    overwrite: bool = key(False, role="place")
 
 
 def stage_of(trial: Trial) -> Stage:

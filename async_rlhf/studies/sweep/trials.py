@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.config.base import REQUIRED, Checked, dotted, key, require
+from async_rlhf.config.base import REQUIRED, dotted, key, require
+from async_rlhf.config.common import RepeatableConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
@@ -33,8 +34,18 @@ RESERVED = {
 _LONGEST_NAME = 120
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged(RepeatableConfig):
+    """A model, and how it is judged."""
+
+    held_out: EvaluateConfig
+    """How it is judged, without the policies."""
+    folder: str = key(REQUIRED, role="place")
+    """Where everything of it goes."""
+
+
 @dataclass(frozen=True)
-class Trial(Checked):
+class Trial(Judged):
     """One run of many, and how its policy is judged."""
 
     name: str
@@ -45,18 +56,12 @@ class Trial(Checked):
     """Of the run. The seed of the judging is the same for all."""
     run: RunConfig
     """What is trained."""
-    held_out: EvaluateConfig
-    """How it is judged, without the policies."""
-    folder: str = key(REQUIRED, role="place")
-    """Where everything of it goes."""
     threads: int = 1
     """CPU threads."""
     checkpoints: bool = False
     """Whether its checkpoints are judged too."""
     keep: str = key("final", role="place")
     """See :class:`ManyRunsConfig`."""
-    overwrite: bool = key(False, role="place")
-    """Do it again even if it is done."""
 
 
 def trials_of(config: SweepConfig) -> list[Trial]:
@@ -146,12 +151,12 @@ def of_setting(
                 dict(labels),
                 seed,
                 replace(run, train=train),
-                held_out,
-                str(folder),
                 config.threads,
                 checkpoints,
                 config.keep,
-                config.overwrite,
+                held_out=held_out,
+                folder=str(folder),
+                overwrite=config.overwrite,
             )
         )
     return found

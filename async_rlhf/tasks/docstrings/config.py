@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_rlhf.config.base import FOLDER, REQUIRED, Checked, above, at_least, at_most, key
-from async_rlhf.config.online import SEED
+from async_rlhf.config.base import FOLDER, REQUIRED, above, at_least, at_most, key
+from async_rlhf.config.common import SEED, RepeatableConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarvestConfig(RepeatableConfig):
+    """What the data are made of."""
+
+    source: list[str] = key([])
+    """Packages or paths to harvest; none takes the standard library and the installed dependencies."""
+    seed: int = key(0, *SEED)
+    """Seed of everything that is drawn, such as the split into train, preference and held-out."""
 
 
 @dataclass(frozen=True)
-class DocstringsConfig(Checked):
+class DocstringsConfig(HarvestConfig):
     """Data of the built-in docstring task: ``async-rlhf data``.
 
     Signatures of functions are the prompts, the summary lines of their docstrings are the completions.
@@ -17,18 +27,12 @@ class DocstringsConfig(Checked):
 
     out: str = key(REQUIRED, FOLDER, role="place")
     """The folder to write sft.jsonl, rl.jsonl, preference_prompts.jsonl and heldout.jsonl to."""
-    source: list[str] = key([])
-    """Packages or paths to harvest; none takes the standard library and the installed dependencies."""
     max_functions: int | None = key(None, at_least(100))
     """Use only this many functions, drawn with the seed; null for all."""
-    seed: int = key(0, *SEED)
-    """Seed of the split into train, preference and held-out."""
-    overwrite: bool = key(False, role="place")
-    """Do it again even if it is done already."""
 
 
 @dataclass(frozen=True)
-class QuickstartConfig(Checked):
+class QuickstartConfig(HarvestConfig):
     """The whole pipeline on the built-in task: ``async-rlhf quickstart``.
 
     Data, SFT, preference pairs, reward model, online DPO synchronous and one step off-policy, evaluation, report.
@@ -37,11 +41,5 @@ class QuickstartConfig(Checked):
 
     out: str = key("runs/quickstart", FOLDER, role="place")
     """The folder for everything."""
-    source: list[str] = key([])
-    """Packages or paths to harvest; none takes the standard library and the installed dependencies."""
-    seed: int = key(0, *SEED)
-    """Seed of everything."""
     scale: float = key(1.0, above(0), at_most(1000, "the built-in data are soon used up"))
     """Multiplies the amount of work; below 1 for a quick look, above for better models."""
-    overwrite: bool = key(False, role="place")
-    """Repeat every stage."""

@@ -1,0 +1,226 @@
+"""Keys that several commands have, with the checks of several together: each is explained once, and inherited.
+
+They are given by name. ``--help`` tells them behind a command's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, SUMS, Checked, Rule, above, at_least, at_most, key, require
+from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
+from async_rlhf.config.rewards import check_bits, check_one_judge
+
+EVAL_FRACTION = Rule(lambda share: 0 < share < 1, "must be between 0 and 1")
+COLUMN = Rule(bool, "must name a column")
+SCORE = "score"
+"""The column with a rating, unless the user says otherwise."""
+SEED = (at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
+MAX_COEFFICIENT = 1e15
+STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
+TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
+TokensPerPass = int | Literal["auto"] | None
+_BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
+TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
+"""Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatableConfig(Checked):
+    """What is not done twice unasked."""
+
+    overwrite: bool = key(False, role="place", main="output")
+    """Do it again even if it is done already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsConfig(RepeatableConfig):
+    """A folder of results."""
+
+    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
+    """The folder for all results."""
+
+
+@dataclass(frozen=True)
+class OfRunConfig(Checked):
+    """What is done with an earlier run."""
+
+    run: str = key(REQUIRED)
+    """The output folder of a run of ``async-rlhf train``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCodeConfig(Checked):
+    """Models that may come with code."""
+
+    trust_remote_code: bool = key(False, role="place")
+    """Run Python code that comes with a model, wherever it is loaded; with false, a model that needs this is an
+    error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(ModelCodeConfig):
+    """Training by the learner, online or supervised."""
+
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
+        "linear"
+    )
+    """transformers' schedule of that name, stepped once after every optimiser step."""
+    warmup_steps: int = key(0, at_least(0))
+    """Optimiser steps of linear warm-up."""
+    weight_decay: float = key(0.0, at_least(0), at_most(MAX_COEFFICIENT, STAYS))
+    """Weight decay of AdamW; biases and normalisation weights, which have one dimension, do not decay."""
+    max_tokens_per_pass: TokensPerPass = key(None, TOKENS)
+    """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. A
+    batch keeps its size, and is cut into passes that cost about the same, for all ranks. A row, or pair, with more
+    tokens gets a pass of its own. null for no limit but per_device_train_batch_size; "auto" for as many as fit into the
+    GPU's memory (the log says how many), on a CPU for as many as are of use. With "auto", what is resumed may round
+    differently."""
+    bf16: bool = False
+    """Forward and backward under bfloat16 autocast; the weights stay float32."""
+    report_to: list[str] = key([], role="log")
+    """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
+    resume: bool = key(False, role="place", main="output")
+    """Go on from the newest whole checkpoint of an interrupted command, bit for bit (on a GPU: with deterministic
+    kernels); without one, start at the beginning."""
+    resume_anyway: bool = key(False, role="place")
+    """Resume even if a key or a file differs that makes the result a different one."""
+    device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
+    """Where to train, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: ParallelConfig = key(ParallelConfig)
+    """The learner on several ranks."""
+
+    def check(self) -> None:
+        check_device(self.device, self.parallel.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedWorkConfig(RepeatableConfig, ModelCodeConfig):
+    """Work with models that are not trained, which ranks can share."""
+
+    device: str | None = key(None, DEVICE, role="place")
+    """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: SharedConfig = key(SharedConfig)
+    """The command on several ranks, which share the work."""
+
+    def check(self) -> None:
+        check_device(self.device, self.parallel.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncationConfig(Checked):
+    """Sampling from a truncated distribution."""
+
+    top_p: float = key(1.0, above(0), at_most(1))
+    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. The log-probabilities
+    of what was drawn are then those of the truncated distribution, and so is a KL; a policy that is trained stays the
+    whole one."""
+    top_k: int = key(0, at_least(0), at_most(10**7, "no vocabulary has more tokens"))
+    """Draw only from this many of the likeliest tokens; 0 draws from all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstWordsConfig(Checked):
+    """Rows of plain text."""
+
+    prompt_words: int | None = key(None, at_least(1))
+    """For rows of plain `text`: its first so many words are the prompt, the rest is the response; rewards get both as
+    `query_reference_response`. Texts with no more words are dropped, and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig(FirstWordsConfig):
+    """Rows with prompts."""
+
+    prompt_field: str = "query"
+    """The column with the prompt, as text or as messages of a chat."""
+
+    def check_prompts(self, group: str = "") -> None:
+        """Require that no column is named for prompts that are the first words of `text`.
+
+        Raises:
+            ConfigError: one is.
+        """
+        right = f"must be left out with {group}prompt_words, which takes the prompt from `text`"
+        named = self.prompt_words is not None and self.prompt_field != "query"
+        require(not named, f"{group}prompt_field", self.prompt_field, right)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutRowsConfig(FirstWordsConfig):
+    """Training data, of which some may be held out."""
+
+    eval: str | None = key(None, main="data and models")
+    """Held-out data in the same format; null for none, or for eval_fraction."""
+    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
+    text) decides, so every command holds out the same rows of the same data, and rows of one prompt stay together."""
+    train_split: str = "train"
+    """The split to take if there are several."""
+    eval_split: str = "validation"
+    """The same, for held-out data."""
+
+    def check_held_out(self, group: str = "") -> None:
+        """Require at most one of the two ways to hold data out.
+
+        Raises:
+            ConfigError: both are given.
+        """
+        right = f"must be null with {group}eval, which names the held-out data"
+        one = self.eval is None or self.eval_fraction is None
+        require(one, f"{group}eval_fraction", self.eval_fraction, right)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(TruncationConfig, PromptsConfig, SharedWorkConfig):
+    """Answers to prompts by models that are not trained."""
+
+    temperature: float = key(0.7, *TEMPERATURE, main="sampling")
+    """Temperature of sampling."""
+    response_length: int = key(53, at_least(1), main="sampling")
+    """Most new tokens of a completion."""
+    max_prompts: int | None = key(None, at_least(1), main="sampling")
+    """Take only this many prompts; null for all."""
+    max_prompt_length: int | None = key(None, at_least(1))
+    """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
+    besides those of the response."""
+    batch_size: int = key(256, at_least(1))
+    """Completions decoded together."""
+    seed: int = key(0, *SEED, main="sampling")
+    """Seed of all that is drawn."""
+
+    def check(self) -> None:
+        super().check()
+        self.check_prompts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardedConfig(Checked):
+    """Completions judged by a reward."""
+
+    reward_model: str | None = key(None, main="judging")
+    """The judge, such as a gold reward: a reward model (folder, owner/model or owner/model@revision), or else
+    reward_funcs."""
+    reward_model_bits: Literal[4, 8] | None = None
+    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
+    them."""
+    reward_funcs: list[str] = key([], main="judging")
+    """Or functions, as in ``train``."""
+
+    def check_judge(self) -> None:
+        """Require one judge, which can be held in the bits."""
+        check_one_judge(self.reward_model, self.reward_funcs)
+        check_bits(self.reward_model_bits, self.reward_model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMMemoryConfig(Checked):
+    """vLLM's memory, and what else vLLM takes."""
+
+    gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
+    """Share of each GPU's memory that vLLM may take in all."""
+    kv_cache_gb: float | None = key(None, above(0), role="speed")
+    """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
+    options: dict[str, Any] = key({})
+    """More arguments of vLLM (``vllm.LLM``, or of a server ``vllm serve``), by name."""
