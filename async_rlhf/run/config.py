@@ -8,7 +8,7 @@ from typing import Any
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
-from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig
+from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig, RepeatableConfig
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_bits, check_functions
 
@@ -113,10 +113,8 @@ class RunConfig(Checked):
 
 
 @dataclass(frozen=True)
-class ReplayConfig(OfRunConfig):
+class ReplayConfig(OfRunConfig, RepeatableConfig):
     """Repeat a run from its record: ``async-rlhf replay RUN``. Bounded staleness needs it; exact runs repeat anyway."""
 
     output_dir: str | None = key(None, FOLDER, role="place")
     """Where the repeated run goes; null for the folder "replay" in the run's folder."""
-    overwrite: bool = key(False, role="place")
-    """Delete what an earlier replay left there."""

@@ -12,7 +12,7 @@ from tiny import PROMPTS
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
-from async_rlhf.config.parsing import options_of
+from async_rlhf.config.parsing import FEW, options_of
 from async_rlhf.config.spelling import _ELSEWHERE, keys_of
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
@@ -121,10 +121,11 @@ def test_the_short_help_shows_what_matters(capsys, command):
     whole = ends(capsys, command, "--help-all")[1]
     kind = import_attribute(COMMANDS[command].config)
     kind = RunConfig.of("online_dpo") if kind is RunConfig else kind
-    main_keys = [option.key for option in options_of(kind) if option.known.get("main")]
+    options = list(options_of(kind))
+    main_keys = [option.key for option in options if option.known.get("main")]
     shown = re.findall(r"^ +--([\w.]+)", short, re.MULTILINE)
     assert code == 0
-    if not main_keys:
+    if not main_keys or len(options) <= FEW:
         assert short == whole
         return
     assert set(shown) == set(main_keys)

@@ -22,7 +22,7 @@ from async_rlhf.studies.sweep.running import Job, run_alone  # noqa: E402
 @pytest.fixture(scope="module")
 def cluster():
     here = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}}
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, runtime_env=here)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, runtime_env=here)
     yield
     ray.shutdown()
 

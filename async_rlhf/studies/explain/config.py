@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_rlhf.config.base import FOLDER, REQUIRED, at_least, key
-from async_rlhf.config.common import OfRunConfig
+from async_rlhf.config.common import OfRunConfig, RepeatableConfig
 
 
 @dataclass(frozen=True)
-class ExplainConfig(OfRunConfig):
+class ExplainConfig(OfRunConfig, RepeatableConfig):
     """Say what moved the policy in one update: ``async-rlhf explain RUN --batch b``. The update is repeated, bit for
     bit, from the checkpoint before it."""
 
@@ -20,5 +20,3 @@ class ExplainConfig(OfRunConfig):
     update."""
     output_dir: str | None = key(None, FOLDER, role="place")
     """Where explain-BATCH.json and explain-BATCH.txt go; null for the folder "explain" in the run's folder."""
-    overwrite: bool = key(False, role="place")
-    """Write over an earlier explanation of that batch."""
