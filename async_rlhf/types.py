@@ -129,8 +129,8 @@ class Batch:
     generation_seconds: float
     """From the start of the first worker to the end of the last."""
     shares: tuple[int, ...] = ()
-    """Version of the weights that sampled each unit of the prompts, which one worker took; ``version`` is the oldest of
-    them."""
+    """Version of the weights that sampled each request, some of the prompts that one worker took; ``version`` is the
+    oldest of them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Measurements of the generator."""
 

@@ -63,7 +63,7 @@ class FixedShares:
     def add(self, requests: Sequence[Request]) -> None:
         with self.lock:
             for request in requests:
-                self.waiting[request.unit].append(request)
+                self.waiting[request.number].append(request)
                 self.open[request.batch] += 1
             self.hand_out()
 

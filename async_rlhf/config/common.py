@@ -113,11 +113,11 @@ class TruncationConfig(Checked):
     """Sampling from a truncated distribution."""
 
     top_p: float = key(1.0, above(0), at_most(1))
-    """Draw only from the likeliest tokens that have this probability together; 1 draws from all. The log-probabilities
-    of what was drawn are then those of the truncated distribution, and so is a KL; a policy that is trained stays the
-    whole one."""
+    """Sample only from the likeliest tokens that have this probability together; 1 samples from all. The
+    log-probabilities of what was sampled are then those of the truncated distribution, and so is a KL; a policy that is
+    trained stays the whole one."""
     top_k: int = key(0, at_least(0), at_most(10**7, "no vocabulary has more tokens"))
-    """Draw only from this many of the likeliest tokens; 0 draws from all."""
+    """Sample only from this many of the likeliest tokens; 0 samples from all."""
 
 
 @dataclass(frozen=True, kw_only=True)

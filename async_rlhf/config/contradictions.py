@@ -138,7 +138,7 @@ def _check_generation(config: OnlineConfig) -> None:
     require(not in_flight or config.staleness_mode == "bounded", "staleness_mode", config.staleness_mode, right)
     right = "must be null with generation.in_flight: a record of versions by batch cannot repeat it"
     require(not in_flight or config.replay_from is None, "replay_from", config.replay_from, right)
-    right = "must be null with generation.seed_per_request false: nothing says what was drawn"
+    right = "must be null with generation.seed_per_request false: nothing says what was sampled"
     repeats = config.generation.seed_per_request or config.replay_from is None
     require(repeats, "replay_from", config.replay_from, right)
     right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
@@ -169,7 +169,7 @@ def _check_deterministic(config: OnlineConfig) -> None:
             require(getattr(config, name) != "auto", name, "auto", right)
         right = "must be false with generation.in_flight: which weights draw a token depends on timing"
         require(not config.generation.in_flight, "deterministic", True, right)
-        right = "must be false with generation.seed_per_request false: nothing says what is drawn"
+        right = "must be false with generation.seed_per_request false: nothing says what is sampled"
         require(config.generation.seed_per_request, "deterministic", True, right)
         right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
         require(config.placement != "server", "deterministic", True, right)

@@ -125,7 +125,7 @@ class GenerationConfig(TruncationConfig):
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
     """Most new tokens of a completion, the stop token included."""
     seed_per_request: bool = True
-    """Give vLLM a seed for each prompt, so that what is drawn depends on nothing else. With false all requests draw
+    """Give vLLM a seed for each prompt, so that what is sampled depends on nothing else. With false all requests draw
     from one generator of vLLM's: faster on a GPU, where it draws for all rows at once instead of one by one, but no two
     runs are alike, and what is sampled again comes out differently. Staleness stays as exact as ever."""
     stop_tokens: list[str] = key([])

@@ -1,7 +1,7 @@
-"""Who samples what next: the units of all batches under way lie in one queue, and a free worker takes the first.
+"""Who samples what next: the requests of all batches under way lie in one queue, and a free worker takes the first.
 
-A unit is some consecutive prompts of one batch, sampled together by one worker. The units are fixed when a batch is
-submitted, so what is computed does not depend on who takes which.
+A request is some consecutive prompts of one batch, sampled together by one worker. The requests are fixed when a batch
+is submitted, so what is computed does not depend on who takes which.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Worker:
-    """One process, actor or server that samples, and the units that it was given. It may be lost and started again.
+    """One process, actor or server that samples, and the requests that it was given. It may be lost and started again.
 
     Args:
         number: among the workers.
@@ -95,16 +95,17 @@ class Arrived(NamedTuple):
 
 
 class Dispatcher:
-    """Gives each free worker the next unit, at the moment that it becomes free. Every method is for any thread.
+    """Gives each free worker the next request, at the moment that it becomes free. Every method is for any thread.
 
-    Units go out in the order of their batches, and within a batch in their own; those of an evaluation behind the batch
-    that was submitted before them. A worker that samples one unit after the other has no more than that one: what it
-    would hold in reserve, nobody else could take, and at the end of a batch the slowest worker would hold it longest.
+    Requests go out in the order of their batches, and within a batch in their own; those of an evaluation behind the
+    batch that was submitted before them. A worker that samples one request after the other has no more than that one:
+    what it would hold in reserve, nobody else could take, and at the end of a batch the slowest worker would hold it
+    longest.
 
     Args:
         workers: who is there from the start.
         clock: seconds.
-        at_once: most units that a worker has at a time.
+        at_once: most requests that a worker has at a time.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Dispatcher:
             self.join(worker)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take all units of a batch."""
+        """Take all requests of a batch."""
         with self._lock:
             for request in requests:
                 self._insert(request)
@@ -138,20 +139,20 @@ class Dispatcher:
                 self._hand_out()
 
     def is_there(self, worker: Worker) -> bool:
-        """Whether it gets units."""
+        """Whether it gets requests."""
         with self._lock:
             return worker in self._there
 
-    def answered(self, worker: Worker, batch: int | None = None, unit: int | None = None) -> Request:
+    def answered(self, worker: Worker, batch: int | None = None, number: int | None = None) -> Request:
         """Take back the request that a worker has just answered, and give it the next one.
 
         Args:
             worker: who answered.
             batch: what its answer names; only looked at if the worker has several requests.
-            unit: the same.
+            number: the same.
         """
         with self._lock:
-            place = next((i for i, each in enumerate(worker.open) if (each.batch, each.unit) == (batch, unit)), 0)
+            place = next((i for i, each in enumerate(worker.open) if (each.batch, each.number) == (batch, number)), 0)
             request, now = worker.answered(place), self._clock()
             if not worker.open:
                 self._times.ended(worker.number, now)
@@ -180,8 +181,8 @@ class Dispatcher:
                 self._times.left(worker.number, self._clock())
 
     def idle_share(self, batch: int) -> float:
-        """Share of the workers' time without a unit, from the first unit of a batch that went out to the last that came
-        back. For a batch whose units have all been answered; it is forgotten then.
+        """Share of the workers' time without a request, from the first request of a batch that went out to the last
+        that came back. For a batch whose requests have all been answered; it is forgotten then.
         """
         with self._lock:
             return self._idle.pop(batch)
@@ -208,7 +209,7 @@ class Utilisation:
         """Of all workers together until the last event: that they were there, and that they had work."""
         self._last = 0.0
         self._began: dict[int, tuple[float, float]] = {}
-        """By batch: those seconds when its first unit began."""
+        """By batch: those seconds when its first request began."""
 
     def _until(self, now: float) -> tuple[float, float]:
         there, busy = self._seconds
@@ -227,7 +228,7 @@ class Utilisation:
         self._there.discard(worker)
 
     def began(self, worker: int, batch: int, now: float) -> None:
-        """It got a unit of a batch."""
+        """It got a request of a batch."""
         self._began.setdefault(batch, self._until(now))
         self._busy.add(worker)
 
@@ -237,7 +238,7 @@ class Utilisation:
         self._busy.discard(worker)
 
     def idle_share(self, batch: int, now: float) -> float:
-        """The share of the time that workers were there in which they had nothing, since the first unit of the batch
+        """The share of the time that workers were there in which they had nothing, since the first request of the batch
         was begun. Work on other batches counts as work. The batch must have ended.
         """
         there, busy = (end - start for end, start in zip(self._until(now), self._began.pop(batch), strict=True))

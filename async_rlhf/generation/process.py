@@ -33,7 +33,7 @@ from async_rlhf.system.subprocesses import NO_RANK, context_of, hang_up, start_p
 
 
 class ProcessGenerator(RemoteGenerator):
-    """Generator processes that sample the units of every batch."""
+    """Generator processes that sample the requests of every batch."""
 
     kind, streams, grows = "generator process", True, True
     workers: list[ProcessWorker]

@@ -177,8 +177,8 @@ class Request:
 
     batch: int
     """Number of the batch; of an evaluation, minus the version that is evaluated."""
-    unit: int
-    """Its number among the units of all those prompts, from 0."""
+    number: int
+    """Its number among the requests of all those prompts, from 0."""
     version: int | None
     """None for the newest when the worker starts."""
     prompts: tuple[Prompt, ...]
@@ -197,7 +197,7 @@ class Request:
     def turn(self) -> tuple[int, bool, int]:
         """Requests are sampled in this order."""
         evaluates = self.params is not None
-        return self.behind if evaluates else self.batch, evaluates, self.unit
+        return self.behind if evaluates else self.batch, evaluates, self.number
 
 
 def work(batch: int) -> str:
@@ -228,7 +228,7 @@ class Reply:
     load_seconds: float
     probe: tuple[int, list[float]] | None = None
     """Version, and its log-probabilities of the probe's sequences, if the request asked for them."""
-    unit: int = 0
+    number: int = 0
     """Of the batch, as in the request."""
     occupancy: tuple[int, int] = (0, 0)
     """Places that were taken, and places that there were, in all steps of decoding since the worker's last reply."""

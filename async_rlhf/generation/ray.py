@@ -153,7 +153,7 @@ class GeneratorActor(Signs):
 
 
 class RayGenerator(RemoteGenerator):
-    """Actors that sample the units of every batch."""
+    """Actors that sample the requests of every batch."""
 
     kind, grows, unstartable = "generator actor", True, NoRoomError
     workers: list[ActorWorker]

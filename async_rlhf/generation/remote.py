@@ -1,7 +1,8 @@
-"""What all generators outside the learner's process share: numbered snapshots, units of a batch, workers, proofs.
+"""What all generators outside the learner's process share: numbered snapshots, requests of a batch, workers, proofs.
 
 Workers may come and go, die or hang: what one had, others take. One thread, the keeper, takes everything that comes
-from workers, hands out units, restarts and gives up. So nothing of this waits for the learner, which may be training.
+from workers, hands out requests, restarts and gives up. So nothing of this waits for the learner, which may be
+training.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ class _Asked(NamedTuple):
 
     prompts: Sequence[Prompt]
     firsts: list[int]
-    """The number of each unit's first prompt."""
+    """The number of each request's first prompt."""
     replies: dict[int, tuple[str, Reply]]
-    """By unit: who answered, and what."""
+    """By request: who answered, and what."""
 
 
 class RemoteGenerator:
-    """Workers that sample the units of every batch, each the next one when it is free; subclasses make them.
+    """Workers that sample the requests of every batch, each the next one when it is free; subclasses make them.
 
     Only rank 0 has workers. The other ranks use this class itself, without workers. With weights that are loaded in
-    flight a worker that :attr:`streams` has so many units at a time that its places are full, of whichever batches.
+    flight a worker that :attr:`streams` has so many requests at a time that its places are full, of whichever batches.
     A worker that dies or hangs is started again, and others take what it had; the weights are still there.
 
     Args:
@@ -79,7 +80,7 @@ class RemoteGenerator:
 
     at_once = False
     streams = False
-    """Whether a worker can sample several units at a time."""
+    """Whether a worker can sample several requests at a time."""
     kind = "generator"
     """What messages call a worker."""
     grows = False
@@ -120,7 +121,7 @@ class RemoteGenerator:
         self._asked: dict[int, _Asked] = {}
         """By batch, or minus the version that is evaluated."""
         self.on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
-        """Called as soon as all completions of a unit are here, in any thread and before they are checked."""
+        """Called as soon as all completions of a request are here, in any thread and before they are checked."""
         self._answers: queue.SimpleQueue[tuple[Worker, Request, Reply] | BaseException] = queue.SimpleQueue()
         self._restarts = 0
         self._members = threading.RLock()
@@ -162,7 +163,7 @@ class RemoteGenerator:
         self.publisher.began = None
 
     def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
-        """Cut the batch into units, of which each free worker takes the next."""
+        """Cut the batch into requests, of which each free worker takes the next."""
         self._submit(index, version, prompts)
         self._submitted = index
 
@@ -171,7 +172,7 @@ class RemoteGenerator:
         self._submit(-version, version, prompts, params)
 
     def collect_evaluation(self, version: int) -> tuple[Group, ...]:
-        """Wait for every unit of them; raises what :meth:`collect` does."""
+        """Wait for every request of them; raises what :meth:`collect` does."""
         with self.trace.span("wait", evaluation=version):
             replies = self._await(-version)
             self.parallel.ranks.barrier(f"answers of version {version}")
@@ -187,18 +188,18 @@ class RemoteGenerator:
         parts = cut(prompts, min(self.config.shares, len(prompts)), size)
         self._asked[index] = _Asked(prompts, [0, *accumulate(map(len, parts))][: len(parts)], {})
         requests = []
-        for unit, part in enumerate(parts):
-            own = version[unit] if isinstance(version, tuple) else version
+        for number, part in enumerate(parts):
+            own = version[number] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards need them.
             stripped = tuple(replace(prompt, columns={}) for prompt in part)
             probe = self.config.probe_steps if (own is None or own in self._probes) and params is None else 0
             in_flight = self.config.in_flight and params is None
             after = self._newest if own is None else own
-            requests.append(Request(index, unit, own, stripped, probe, in_flight, params, self._submitted, after))
+            requests.append(Request(index, number, own, stripped, probe, in_flight, params, self._submitted, after))
         self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:
-        """Wait for every unit of the batch.
+        """Wait for every request of the batch.
 
         Raises:
             GeneratorError: a worker raised, all died too often, one answered with other weights, or none answered.
@@ -212,14 +213,14 @@ class RemoteGenerator:
         return Batch(index, min(versions), groups, seconds, versions, metrics)
 
     def taken(self, worker: Worker, reply: Reply) -> Request:
-        """Give the worker its next unit at the moment that its answer arrives, in any thread: :meth:`collect` may be
+        """Give the worker its next request at the moment that its answer arrives, in any thread: :meth:`collect` may be
         called much later. Returns the request that was answered.
         """
-        request = self.dispatcher.answered(worker, reply.batch, reply.unit)
+        request = self.dispatcher.answered(worker, reply.batch, reply.number)
         if self.on_arrival is None:
             return request
         asked = self._asked[request.batch]
-        first = asked.firsts[request.unit]
+        first = asked.firsts[request.number]
         prompts = asked.prompts[first : first + len(request.prompts)]
         if len(prompts) == len(reply.completions):  # else collect() says what is wrong
             groups = tuple(Group(p, c) for p, c in zip(prompts, reply.completions, strict=True))
@@ -227,15 +228,15 @@ class RemoteGenerator:
         return request
 
     def _await(self, index: int) -> list[tuple[str, Reply]]:
-        """Every unit's reply, in order, and who gave it."""
-        replies, units = self._asked[index].replies, len(self._asked[index].firsts)
+        """Every request's reply, in order, and who gave it."""
+        replies, count = self._asked[index].replies, len(self._asked[index].firsts)
         deadline = time.monotonic() + self.config.timeout
-        while len(replies) < units:
+        while len(replies) < count:
             self.publisher.require()
             answered = self._wait(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
-        return [replies[unit] for unit in range(units)]
+        return [replies[number] for number in range(count)]
 
     def _groups(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[Group, ...]:
         completions = [group for _, reply in replies for group in reply.completions]
@@ -252,7 +253,7 @@ class RemoteGenerator:
             self.trace.add("generate", started, ended, track, batch=index, version=min(map(_oldest, mine)))
 
     def _course(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[float, tuple[int, ...], float]:
-        """The seconds that completions took, the oldest version in each unit, and the workers' idle share."""
+        """The seconds that completions took, the oldest version in each request, and the workers' idle share."""
         seconds = max(reply.ended for _, reply in replies) - min(reply.started for _, reply in replies)
         return seconds, tuple(_oldest(reply) for _, reply in replies), self.dispatcher.idle_share(index)
 
@@ -462,7 +463,7 @@ class RemoteGenerator:
     def _accept(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
         self._check(worker, request, reply)
-        self._asked[request.batch].replies[request.unit] = (worker.label, reply)
+        self._asked[request.batch].replies[request.number] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
         if request.params is None and not self._lanes:
@@ -517,10 +518,10 @@ class RemoteGenerator:
 
 
 def _in_flight(size: int | None, params: SamplingParams) -> int:
-    """Units that fill the places of a worker, and an eighth more that wait for places that become free."""
+    """Requests that fill the places of a worker, and an eighth more that wait for places that become free."""
     prompts = max(1, params.batch_size // params.samples_per_prompt)
-    units = math.ceil(prompts / (size or 1))
-    return units + max(1, units // 8)
+    requests = math.ceil(prompts / (size or 1))
+    return requests + max(1, requests // 8)
 
 
 def _places(replies: Sequence[tuple[str, Reply]]) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """Sampling in vLLM servers reached by URL: the learner's side. ``async-rlhf serve`` starts them.
 
-Each server has one thread here. It gives the server one unit after the other, each with the weights that the schedule
-names; in flight it gives it all units that it has, of whichever batches, and every new version as soon as there is one.
-A server labels every token with the weights that drew it. So the learner notices if a server was restarted or given
-other weights by somebody else; it loads the right weights and has the unit sampled again. While a server is away, the
-others take its units.
+Each server has one thread here. It gives the server one request after the other, each with the weights that the
+schedule names; in flight it gives it all requests that it has, of whichever batches, and every new version as soon as
+there is one. A server labels every token with the weights that drew it. So the learner notices if a server was
+restarted or given other weights by somebody else; it loads the right weights and has the request sampled again. While a
+server is away, the others take its requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOOK_FOR_WEIGHTS_SECONDS = 0.05
 
 
 class ServerGenerator(RemoteGenerator):
-    """Servers that sample the units of every batch; in flight, units of several batches at a time.
+    """Servers that sample the requests of every batch; in flight, requests of several batches at a time.
 
     Raises:
         ConfigError: a server cannot be used, or serves another model.
@@ -316,7 +316,7 @@ class ServerWorker(Worker):
                 probe = await self._probe(client, self._version)
         self.trouble, asked = "", fingerprint(request.prompts)
         seconds = loaded - started
-        self.arrive(Reply(request.batch, version, held, asked, groups, started, ended, seconds, probe, request.unit))
+        self.arrive(Reply(request.batch, version, held, asked, groups, started, ended, seconds, probe, request.number))
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
         """What the server says of the fixed sequences: computed once for weights that it was given."""

@@ -118,7 +118,7 @@ class RequestHandler:
             ended,
             loaded - started,
             probe=self._probe() if request.probe and engine.version % request.probe == 0 else None,
-            unit=request.unit,
+            number=request.number,
             occupancy=(occupancy.taken, occupancy.places),
         )
 

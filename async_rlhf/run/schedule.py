@@ -51,7 +51,7 @@ class RolloutSchedule:
         staleness: S.
         trace: records the waiting.
         bounded: sample with the newest weights there are, at most S batches older than the schedule's newest.
-        recorded: versions of each batch's units, to be repeated.
+        recorded: versions of each batch's requests, to be repeated.
         start: batches that a resumed run has already trained on.
         ahead: batches after those that it had already sampled.
         leads: whether this is rank 0, which alone has the completions, and checks them.
@@ -157,7 +157,7 @@ class RolloutSchedule:
         """The batches that can be submitted once a version is published."""
         due: Iterable[int] = batches_for(version, self.staleness, self.num_batches, self.start)
         if self.recorded is not None:
-            due = (index for index, units in self.recorded.items() if max(units) == version and index > self.start)
+            due = (index for index, each in self.recorded.items() if max(each) == version and index > self.start)
         return [index for index in due if index not in self._ahead]
 
     def _version(self, index: int, published: int) -> Version:
@@ -184,7 +184,7 @@ class RolloutSchedule:
 def read_schedule(
     path: Path, generation: GenerationConfig, batch_size: int, batches: int
 ) -> dict[int, tuple[int, ...]]:
-    """The versions of each batch's units, as recorded by a bounded run.
+    """The versions of each batch's requests, as recorded by a bounded run.
 
     Raises:
         ConfigError: the file is not such a record, or its run cut batches otherwise or had fewer.

@@ -21,7 +21,7 @@ class Worker(dispatch.Worker):
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
-        self.given.append((request.batch, request.unit))
+        self.given.append((request.batch, request.number))
 
 
 class Clock:
@@ -45,7 +45,7 @@ def test_free_workers_take_the_next_units_in_order_across_batches():
     dispatcher.add(batch(1, 3))
     dispatcher.add(batch(2, 2))
     assert (first.given, second.given) == ([(1, 0)], [(1, 1)])
-    assert dispatcher.answered(second).unit == 1
+    assert dispatcher.answered(second).number == 1
     dispatcher.answered(second)
     dispatcher.answered(second)
     assert (first.given, second.given) == ([(1, 0)], [(1, 1), (1, 2), (2, 0), (2, 1)])
@@ -62,10 +62,10 @@ def test_workers_that_take_several_at_a_time_have_about_equally_many_and_answer_
     assert second.given == [(1, 1), (1, 3), (2, 1)]
     clock.now = 2.0
     answered = dispatcher.answered(first, 2, 0)
-    assert (answered.batch, answered.unit) == (2, 0)
-    assert [(request.batch, request.unit) for request in first.open] == [(1, 0), (1, 2), (2, 2)]
+    assert (answered.batch, answered.number) == (2, 0)
+    assert [(request.batch, request.number) for request in first.open] == [(1, 0), (1, 2), (2, 2)]
     lost = dispatcher.lost(second)
-    assert [(request.batch, request.unit) for request in lost] == [(1, 1), (1, 3), (2, 1)]
+    assert [(request.batch, request.number) for request in lost] == [(1, 1), (1, 3), (2, 1)]
     for batch_and_unit in ((1, 0), (1, 2), (2, 2)):
         dispatcher.answered(first, *batch_and_unit)
     assert first.given[4:] == [(1, 1), (1, 3), (2, 1)], "what the other had comes before what nobody had"
@@ -78,7 +78,7 @@ def test_workers_that_take_several_at_a_time_have_about_equally_many_and_answer_
 def test_what_a_lost_worker_had_comes_first():
     (first, second), dispatcher = make(2)
     dispatcher.add(batch(1, 4))
-    assert [request.unit for request in dispatcher.lost(first)] == [0]
+    assert [request.number for request in dispatcher.lost(first)] == [0]
     dispatcher.answered(second)
     assert second.given == [(1, 1), (1, 0)]
     assert not dispatcher.is_there(first)
@@ -158,7 +158,7 @@ def test_of_each_batch_every_unit_is_answered_once_whatever_happens_in_any_threa
                 dispatcher.lost(worker)
             else:
                 request = dispatcher.answered(worker)
-                answered.append((request.batch, request.unit))
+                answered.append((request.batch, request.number))
 
     threads = [threading.Thread(target=live, args=(worker,)) for worker in workers]
     for thread in threads:

@@ -101,7 +101,7 @@ class Keeper:
         if isinstance(answer, BaseException):
             raise answer
         if isinstance(answer, Reply):
-            worker.answered([(each.batch, each.unit) for each in worker.open].index((answer.batch, answer.unit)))
+            worker.answered([(each.batch, each.number) for each in worker.open].index((answer.batch, answer.number)))
         return answer
 
 
@@ -143,7 +143,7 @@ def test_prompts_of_the_next_batches_do_not_wait_for_the_end_of_one(worker, fake
     fake.held_back = {10}
     for each in (request(1), request(1, 1), request(2), request(3)):
         worker.submit(each)
-    assert {(reply.batch, reply.unit) for reply in (keeper.next() for _ in range(3))} == {(1, 1), (2, 0), (3, 0)}
+    assert {(reply.batch, reply.number) for reply in (keeper.next() for _ in range(3))} == {(1, 1), (2, 0), (3, 0)}
     assert fake.begun == [10, 11, 20, 30]
     assert [each.batch for each in worker.open] == [1]
     fake.held_back.clear()

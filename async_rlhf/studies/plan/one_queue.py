@@ -14,7 +14,7 @@ _HALVINGS = 60
 
 
 def one_queue(work: Work, workload: WorkloadConfig, sigma: float, seed: int) -> Work:
-    """The same work, where each completion is a unit and each place samples like a generator.
+    """The same work, where each completion is a request and each place samples like a generator.
 
     A step of decoding takes as long as where completions are decoded in groups, of one place each, until the longest
     of the group has ended: so the seconds that a batch takes there say what a step takes.

@@ -1,10 +1,10 @@
 """The schedule of run/schedule.py as a simulation of events: who is busy when, given how long everything takes.
 
 Version v of the weights is published after batch v; batch b is sampled by version max(0, b - 1 - S), so publishing
-version v lets batches up to v + 1 + S begin. Units of batches, and of evaluations behind the batches that were asked
+version v lets batches up to v + 1 + S begin. Requests of batches, and of evaluations behind the batches that were asked
 for before, lie in one queue, and a free generator takes the first. A thread brings each version to the generators while
-the learner goes on. Reward functions judge a batch as soon as all its units are there, one batch after the other, and
-the learner takes the batches in order, each as soon as it is judged.
+the learner goes on. Reward functions judge a batch as soon as all its requests are there, one batch after the other,
+and the learner takes the batches in order, each as soon as it is judged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Work:
     """Seconds of every batch of a run, the first batch first.
 
     Args:
-        generate: for each batch, the seconds of each of its units, at speed 1.
+        generate: for each batch, the seconds of each of its requests, at speed 1.
         learn: seconds of the learner for each batch, up to the update.
         publish: of version 0, 1, ...: seconds of the learner.
         other: seconds of the learner after each batch.
         rewards: seconds of the reward functions for each batch; none if empty.
-        speeds: of each generator; if empty, there are as many as the first batch has units, all of speed 1.
+        speeds: of each generator; if empty, there are as many as the first batch has requests, all of speed 1.
         transfer: of version 0, 1, ...: seconds until the generators have it, while the learner goes on; none if empty.
-        evaluate: seconds of each unit of an evaluation.
+        evaluate: seconds of each request of an evaluation.
         eval_steps: batches between two evaluations; 0 for none.
     """
 
@@ -81,7 +81,7 @@ class Outcome:
 
 
 Task = tuple[str, int]
-"""What a unit belongs to: "generate" and a batch, or "evaluate" and a version."""
+"""What a request belongs to: "generate" and a batch, or "evaluate" and a version."""
 
 
 class _Generators:
@@ -90,25 +90,25 @@ class _Generators:
     def __init__(self, speeds: Sequence[float]) -> None:
         self.speeds = speeds
         self.missing: dict[Task, int] = {}
-        """Units that are still to come."""
+        """Requests that are still to come."""
         self.ended: dict[Task, float] = {}
-        """When the last unit came."""
+        """When the last request came."""
         self.spans: list[Span] = []
         self._queue: deque[tuple[Task, float, float]] = deque()
-        """Units, their seconds, and when their weights arrive."""
+        """Requests, their seconds, and when their weights arrive."""
         self._free = list(range(len(speeds)))
         self._busy: list[tuple[float, int, Task, float]] = []
-        """Clock at the end of a unit, generator, the unit, and when it began."""
+        """Clock at the end of a request, generator, the request, and when it began."""
         self._clock = 0.0
 
     @property
     def busy(self) -> bool:
         return bool(self._busy)
 
-    def submit(self, task: Task, units: Sequence[float], arrival: float, now: float) -> None:
-        """Put units into the queue, whose weights arrive at a time."""
-        self.missing[task] = len(units)
-        self._queue.extend((task, seconds, arrival) for seconds in units)
+    def submit(self, task: Task, requests: Sequence[float], arrival: float, now: float) -> None:
+        """Put requests into the queue, whose weights arrive at a time."""
+        self.missing[task] = len(requests)
+        self._queue.extend((task, seconds, arrival) for seconds in requests)
         self._hand_out(now)
 
     def _hand_out(self, now: float) -> None:
@@ -120,7 +120,7 @@ class _Generators:
             heapq.heappush(self._busy, (end, generator, task, now + waits))
 
     def left(self) -> float:
-        """Seconds of work until the next unit is done; infinite if no generator is busy."""
+        """Seconds of work until the next request is done; infinite if no generator is busy."""
         return max(0.0, self._busy[0][0] - self._clock) if self._busy else math.inf
 
     def work(self, seconds: float) -> None:
@@ -128,7 +128,7 @@ class _Generators:
         self._clock += seconds
 
     def finish(self, now: float) -> None:
-        """Complete the next unit; its generator takes another."""
+        """Complete the next request; its generator takes another."""
         self._clock, generator, task, started = heapq.heappop(self._busy)
         self.missing[task] -= 1
         if not self.missing[task]:
@@ -211,7 +211,7 @@ class _Simulation:
             self.asked = batch
 
     def until_all_of(self, task: Task) -> None:
-        """Let time pass until every unit is there."""
+        """Let time pass until every request is there."""
         while self.generators.missing[task]:
             self._next_unit()
 
