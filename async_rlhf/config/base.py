@@ -245,7 +245,7 @@ class Checked:
 
 
 def fields_of(kind: Any) -> list[dataclasses.Field[Any]]:
-    """A configuration's keys as they are told: those that it shares with other commands behind its own."""
+    """A configuration's keys in the order of ``--help``: its own, then those that it shares with other commands."""
     return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
 
 

@@ -1,6 +1,6 @@
 """Keys that several commands have, with the checks of several together: each is explained once, and inherited.
 
-They are given by name. ``--help`` tells them behind a command's own.
+In Python they are passed by name. ``--help`` lists them after a command's own keys.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatableConfig(Checked):
-    """What is not done twice unasked."""
+    """A command that does nothing again unless it is told to."""
 
     overwrite: bool = key(False, role="place", main="output")
-    """Do it again even if it is done already."""
+    """Do it again even if it is done already, and replace what is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class RewardedConfig(Checked):
 
     reward_model: str | None = key(None, main="judging")
     """The judge, such as a gold reward: a reward model (folder, owner/model or owner/model@revision), or else
-    reward_funcs."""
+    reward_funcs (``evaluate`` also takes judge)."""
     reward_model_bits: Literal[4, 8] | None = None
     """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
     them."""

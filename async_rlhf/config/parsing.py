@@ -31,7 +31,7 @@ ENVIRONMENT_PREFIX = "ASYNC_RLHF"
 Config = TypeVar("Config", bound=Checked)
 FLAGS = ("--help", "--help-all")
 FEW = 15
-"""Keys of a command whose short help has them all."""
+"""A command with at most so many keys has all of them in its short help."""
 
 
 class Option(NamedTuple):
