@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -466,7 +467,13 @@ class Empty:
     x = 3
 
 
-@pytest.mark.parametrize("made", [None, 3, "text", [add], add, Counter, Empty(), SimpleNamespace(a=1)])
+class Abstract(ABC):
+    @abstractmethod
+    def act(self) -> str:
+        """Act."""
+
+
+@pytest.mark.parametrize("made", [None, 3, "text", [add], add, Counter, Abstract, Empty(), SimpleNamespace(a=1)])
 def test_what_is_no_environment(made):
     with pytest.raises(ConfigError, match=r"environment: got .*; must be an object with reset\(\), step\(\) and close"):
         as_environment(made)

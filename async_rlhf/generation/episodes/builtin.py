@@ -36,7 +36,7 @@ from typing import IO, Any
 
 from async_rlhf.config.base import ConfigError, require
 
-SECONDS, MEMORY_BYTES, FILE_BYTES, PROCESSES = 10.0, 2**30, 2**24, 64
+SECONDS, MEMORY_BYTES, FILE_BYTES, PROCESSES = 10, 2**30, 2**24, 64
 """The limits of :func:`python`: time of a call; memory of each process; size of each file; processes and threads."""
 CHARACTERS = 4_000
 """The longest text that a tool returns; the rest is cut off."""
@@ -108,7 +108,7 @@ del sys.argv[1:]
 signal.alarm(seconds)
 for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (most, most))
-signal.signal(signal.SIGALRM, (lambda *_: os._exit(124)) if os.getpid() == 1 else signal.SIG_DFL)
+signal.signal(signal.SIGALRM, (lambda *_: os._exit(142)) if os.getpid() == 1 else signal.SIG_DFL)
 if os.getpid() == 1 and (child := os.fork()):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os._exit(code if code >= 0 else 128 - code)
@@ -120,8 +120,9 @@ if uid:
 resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
 exec(compile(sys.stdin.buffer.read(), "<code>", "exec"), {"__name__": "__main__"})
 """
-"""Limits what runs in it. The first process of a namespace only waits: when it ends, the kernel ends all others.
-The alarm is for the case that the caller dies."""
+"""Limits what runs in it. The first process of a namespace only waits: when it ends, the kernel ends all others,
+before `unshare` returns. The alarm goes off even if the caller has died."""
+_LATE = (-signal.SIGALRM, 128 + signal.SIGALRM)
 
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
@@ -137,7 +138,7 @@ def python(code: str) -> str:
     """
     uid = 20_000 + threading.get_native_id() % 40_000 if _can_change_user() else 0
     namespaces = _namespaces()
-    limits = (uid, int(SECONDS) + 2, MEMORY_BYTES, FILE_BYTES, PROCESSES if namespaces else 0)
+    limits = (uid, SECONDS, MEMORY_BYTES, FILE_BYTES, PROCESSES if namespaces else 0)
     # -sP is -I, but for PYTHONHASHSEED: sets have the same order in every run.
     command = [*namespaces, sys.executable, "-sP", "-c", _START, *map(str, limits)]
     with (
@@ -148,17 +149,18 @@ def python(code: str) -> str:
         environment = _ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": errors}
         process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **files)
-        late = False
+        late = True
         try:
-            process.communicate(code.encode(), timeout=SECONDS)
+            process.communicate(code.encode(), timeout=SECONDS + 5)
+            late = process.returncode in _LATE
         except subprocess.TimeoutExpired:
-            late = True
+            pass  # it has switched its alarm off
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         problem = _end(errors) or (f"exit code {process.returncode}" if process.returncode else "")
-        return _joined(_start(output), f"stopped after {SECONDS:g} seconds" if late else problem)
+        return _joined(_start(output), f"stopped after {SECONDS} seconds" if late else problem)
 
 
 def _joined(output: str, problem: str) -> str:
