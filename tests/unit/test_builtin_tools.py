@@ -244,6 +244,7 @@ def test_better_documents_come_first():
     assert search("a dog that sat", k=2).splitlines()[0] == "[1] The dog sat."
     assert search("cat dog theory", k=-5).count("[") == 1
     assert search("the cat dog theory", k=100).count("[") == 4
+    assert search("CHASED") == f"[1] {DOCUMENTS[1]}"
     assert search("zebra") == "Nothing found."
 
 

@@ -42,7 +42,7 @@ CHARACTERS = 4_000
 """The longest text that a tool returns; the rest is cut off."""
 _ERROR_LINES = 20
 _EXPRESSION, _BITS = 500, 10_000
-_TERMS, _MOST_DOCUMENTS = 32, 10
+_MOST_DOCUMENTS = 10
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -230,7 +230,7 @@ class Search:
         Returns:
             The documents, or a note that none has any of the words.
         """
-        words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:_TERMS]
+        words = list(dict.fromkeys(re.findall(r"\w+", query)))
         most = max(1, min(k, _MOST_DOCUMENTS))
         with self._lock:  # quoted, a word cannot be an operator of the query language
             found = self._index.execute(
