@@ -35,7 +35,21 @@ class Prompt:
     """Index of the row in the data set."""
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's columns, for reward functions."""
+    """The row's columns, for reward functions and environments."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The chat that the tokens spell; None if the row has a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn(Prompt):
+    """Where one sample of a prompt goes on: ``tokens`` are all that it has so far. Engines answer it like a prompt."""
+
+    sample: int = 0
+    """Its number among the prompt's K samples."""
+    offset: int = 0
+    """Tokens since the first drawn one, observations counted; the positions of random numbers go on from here."""
+    limit: int = 0
+    """Most new tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +71,10 @@ class Sample:
     finish_reason: FinishReason
     rewards: np.ndarray | None = None
     """float32: reward from an environment at each token; None if there is none at all."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The conversation after the prompt, of an episode with an environment."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of that episode."""
 
     @classmethod
     def answer(
@@ -83,7 +101,10 @@ class Sample:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        return all(np.array_equal(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+        pairs = ((getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+        return all(
+            np.array_equal(a, b) if isinstance(a, np.ndarray) else b is None if a is None else a == b for a, b in pairs
+        )
 
     __hash__ = None  # type: ignore[assignment]
 

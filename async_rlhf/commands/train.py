@@ -20,6 +20,7 @@ from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
+from async_rlhf.generation.episodes.spec import named
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
@@ -86,6 +87,9 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
         train_rows,
         reward_model=config.reward_model,
         reward_funcs=load_reward_functions(config.reward_funcs),
+        environment=None if config.environment is None else named(config.environment, "environment"),
+        tools=[named(name, "tools") for name in config.tools],
+        agent=None if config.agent is None else named(config.agent, "agent"),
         ref_model=config.ref_model,
         value_model=config.value_model,
         eval_dataset=eval_rows,
@@ -139,6 +143,9 @@ def train_stage(config: RunConfig) -> Stage:
         "value_model": config.value_model,
         "reward_model": config.reward_model,
         "reward_funcs": config.reward_funcs,
+        "environment": config.environment,
+        "tools": config.tools,
+        "agent": config.agent,
         "data.train": config.data.train,
         "data.eval": config.data.eval,
     }

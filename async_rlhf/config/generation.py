@@ -128,6 +128,15 @@ class GenerationConfig(TruncationConfig):
     """Give vLLM a seed for each prompt, so that what is sampled depends on nothing else. With false all requests draw
     from one generator of vLLM's: faster on a GPU, where it draws for all rows at once instead of one by one, but no two
     runs are alike, and what is sampled again comes out differently. Staleness stays as exact as ever."""
+    max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
+    """Most answers of the policy in an episode with an environment or tools, each of at most response_length tokens; an
+    episode that goes on is cut off there. Must be given with an environment or tools, and null without."""
+    episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
+    """Most tokens of an episode after its prompt, with what the environment says; null for max_turns times
+    response_length."""
+    step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
+    """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
+    failed: see reward_errors."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     stop_token_ids: list[int] = key([], _IDS)
@@ -175,6 +184,8 @@ class GenerationConfig(TruncationConfig):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
+        right = "must be null without max_turns, which says that there are episodes"
+        require(self.max_turns is not None or self.episode_length is None, "episode_length", self.episode_length, right)
         right = f"must be true unless engine is {able('unseeded')}"
         require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", False, right)
         gpus = self.vllm.tensor_parallel_size
@@ -195,6 +206,11 @@ class GenerationConfig(TruncationConfig):
         require(served or self.weights_transport == "folder", "weights_transport", self.weights_transport, right)
         right = 'must be left out with placement "server": such options are for async-rlhf serve'
         require(not served or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
+
+    @property
+    def longest_episode(self) -> int:
+        """Most tokens after the prompt."""
+        return self.episode_length or (self.max_turns or 1) * self.response_length
 
     @property
     def shares(self) -> int:

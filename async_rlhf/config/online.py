@@ -347,8 +347,8 @@ class OnlineConfig(TrainingConfig):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and response together."""
-        return self.prompt_cap + self.generation.response_length
+        """Most tokens of prompt and response together, or of an episode."""
+        return self.prompt_cap + self.generation.longest_episode
 
     def with_rows(self, rows: int | None) -> OnlineConfig:
         """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data.
@@ -434,7 +434,7 @@ class OnlineConfig(TrainingConfig):
             "prompts": self.num_batches * self.batch_size if known else of_data,
             "longest prompt in tokens": self.prompt_cap
             if self.max_prompt_length is not None
-            else f"{PROMPT_CAP}, or the model's positions less {self.generation.response_length} if that is less",
+            else f"{PROMPT_CAP}, or the model's positions less {self.generation.longest_episode} if that is less",
             "optimiser steps": self.num_optimizer_steps if known else f"{steps} for each batch",
             "lag in batches": f"0 at batch 1, rising to {lag}",
             "lag in optimiser steps": f"0 at the first step, at most {(lag + 1) * steps - 1}",

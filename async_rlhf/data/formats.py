@@ -57,10 +57,12 @@ class RowReader:
     Args:
         tokenizer: its chat template turns chats into text; None if there are no chats.
         key: the configuration key that errors name.
+        tools: schemas of functions that the template tells the model about.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     key: str
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def demonstrations(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Demonstration]:
         """Prompts with the answer to learn, one after the other: from `query_reference_response` (with `query`, its
@@ -89,6 +91,10 @@ class RowReader:
         if is_chat(value):
             return self._template(_without_answer(value, place), place)
         return _text(value, place)
+
+    def chat(self, value: Any, place: str) -> Messages | None:
+        """The messages that :meth:`prompt` spells; None of a text."""
+        return _without_answer(value, place) if is_chat(value) else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
@@ -159,7 +165,10 @@ class RowReader:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in chat], tokenize=False, add_generation_prompt=not answered
+                    [dict(message) for message in chat],
+                    tools=list(self.tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=not answered,
                 )
             )
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:

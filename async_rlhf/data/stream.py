@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
-from async_rlhf.data.formats import RowReader, is_chat
+from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, check_columns
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.distributed.collectives import Ranks
@@ -59,6 +59,7 @@ class PromptStream:
         seed: of the order.
         shuffle: False keeps the order of the rows.
         key: name of the data set in errors.
+        tools: schemas of functions that the chat template tells the policy about.
 
     Raises:
         ConfigError: a row has no prompt, or none is left.
@@ -74,13 +75,14 @@ class PromptStream:
         seed: int = 0,
         shuffle: bool = True,
         key: str = "train_dataset",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         if not hasattr(rows, "__len__") or isinstance(rows, Mapping):
             raise ConfigError(f"{key}: got a {type(rows).__name__}; must be a list of rows, or one split of a data set")
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
         check_columns(rows, [prompt_field], key)
-        reader = RowReader(tokenizer, key)
+        reader = RowReader(tokenizer, key, tools)
 
         def read(row: Mapping[str, Any], number: int) -> Part:
             return Part((reader.prompt(row[prompt_field], f"{key}: {prompt_field!r} of row {number}"),))
@@ -91,7 +93,8 @@ class PromptStream:
         self._reader = reader
         self._field = prompt_field
         self._longest = max_length
-        self._encoded = encode_parts(tokenizer, rows, f"prompts in {prompt_field!r}", read, key)
+        what = f"prompts in {prompt_field!r}{f' with {_COLUMNS.encode(tools)}' if tools else ''}"
+        self._encoded = encode_parts(tokenizer, rows, what, read, key)
         (self._tokens,) = self._encoded.tokens
         lengths = self._tokens.lengths()
         self._kept = np.flatnonzero((lengths > 0) & (lengths <= max_length)).astype(_index_type(len(rows)))
@@ -138,9 +141,11 @@ class PromptStream:
         epoch, position = divmod(draw, len(self))
         row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
-        if is_chat(columns[self._field]):  # readers of the columns see the text that the policy sees
-            columns[self._field] = self._reader.prompt(columns[self._field], f"{self._field!r} of row {row + 1}")
-        return Prompt(draw, row, self._tokens[row], columns)
+        place = f"{self._field!r} of row {row + 1}"
+        messages = self._reader.chat(columns[self._field], place)
+        if messages is not None:  # readers of the columns see the text that the policy sees
+            columns[self._field] = self._reader.prompt(columns[self._field], place)
+        return Prompt(draw, row, self._tokens[row], columns, messages)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
         """The prompts of batch ``index``, which counts from 1."""

@@ -43,6 +43,7 @@ class UnsizedPrompts:
         prompt_field: see :class:`~async_rlhf.data.stream.PromptStream`.
         max_length: the same.
         key: the same.
+        tools: the same.
 
     Raises:
         ConfigError: the first prompt cannot be read; later, another one, or the rows of an iterator have ended.
@@ -57,8 +58,9 @@ class UnsizedPrompts:
         prompt_field: str = "query",
         max_length: int = 512,
         key: str = "train_dataset",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._rows, self._tokenizer, self._reader = rows, tokenizer, RowReader(tokenizer, key)
+        self._rows, self._tokenizer, self._reader = rows, tokenizer, RowReader(tokenizer, key, tools)
         self._window, self._field, self._longest, self._key = window, prompt_field, max_length, key
         self._recent: dict[int, Prompt] = {}
         self._next = 0
@@ -124,7 +126,8 @@ class UnsizedPrompts:
             right = f"must have a prompt there (prompt_field); it has {', '.join(map(repr, columns))}"
             raise ConfigError(f"{place} is {'null' if self._field in columns else 'missing'}; {right}")
         columns[self._field] = text = self._reader.prompt(value, place)
-        return Prompt(draw, row, tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]), columns)
+        tokens = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return Prompt(draw, row, tokens, columns, self._reader.chat(value, place))
 
     def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every row with its number in its epoch, from 0."""

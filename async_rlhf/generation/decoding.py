@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from async_rlhf.generation.decode_cache import add_rows, forget_left, keep_rows
 from async_rlhf.generation.protocol import Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.truncation import truncated
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import Prompt, Sample, Turn
 
 _SPARE = 8
 """Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
@@ -99,6 +100,12 @@ class _Rows:
         )
 
 
+def _repeats(rows: Sequence[tuple[int, ...]]) -> int:
+    """n, if the rows are some different ones n times each, such as the first turns of a prompt's episodes; else 1."""
+    lengths = {len(list(group)) for _, group in groupby(rows)}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
 class Decoding:
     """Decodes prompts in a fixed number of places.
 
@@ -121,6 +128,7 @@ class Decoding:
         self._logprobs_RT = torch.zeros(places, most, device=device)
         self._versions_RT = np.zeros((places, most), np.int32)
         self._steps_R = np.zeros(places, np.int64)
+        self._limits_R = np.full(places, most)
         self._stops = torch.tensor(self.params.stop_token_ids, device=device)
         self._ended: list[tuple[int, bool]] = []
         """Places of completions that have ended, and whether by a stop token."""
@@ -178,13 +186,17 @@ class Decoding:
         places_B = torch.tensor(places).to(device)
         self._uniforms_RT[places_B] = torch.from_numpy(uniforms).reshape(count, -1).to(device)
         self._steps_R[places] = 0
+        limits = [prompt.limit if isinstance(prompt, Turn) else self.params.response_length for prompt in prompts]
+        self._limits_R[places] = np.repeat(limits, samples)
         lengths = [len(prompt.tokens) for prompt in prompts]
         lengths_B = torch.tensor(lengths).repeat_interleave(samples).to(device)
-        logits_BV, cache = self.model.prefill([prompt.tokens for prompt in prompts], samples)
+        rows = [prompt.tokens for prompt in prompts]
+        alike = _repeats(rows) if isinstance(prompts[0], Turn) else 1
+        logits_BV, cache = self.model.prefill(rows[::alike], samples * alike)
         none_B = torch.zeros_like(places_B)
-        rows = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.model.version)
-        self._draw(rows, logits_BV)
-        return rows
+        begun = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.model.version)
+        self._draw(begun, logits_BV)
+        return begun
 
     def _draw(self, rows: _Rows, logits_BV: Tensor) -> None:
         """Draw a token for each row, and drop the rows that have ended."""
@@ -196,7 +208,7 @@ class Decoding:
         self._steps_R[rows.places] += 1
         rows.tokens_B, rows.steps_B = tokens_B, rows.steps_B + 1
         stopped = torch.isin(tokens_B, self._stops).tolist()  # all that the host waits for
-        full = (self._steps_R[rows.places] == params.response_length).tolist()
+        full = (self._steps_R[rows.places] == self._limits_R[rows.places]).tolist()
         ended = [stop or last for stop, last in zip(stopped, full, strict=True)]
         if any(ended):
             self._ended += [(rows.places[row], stopped[row]) for row, now in enumerate(ended) if now]

@@ -19,6 +19,7 @@ from async_rlhf.config.engines import find
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.engines import ModelSpec, make_engine
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, SamplingParams, Version, drawing
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.validate_response import check_completions
@@ -29,8 +30,8 @@ from async_rlhf.system import random_state
 from async_rlhf.system.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
 
-PlainPrompts = list[tuple[int, int, np.ndarray]]
-"""Draw, row and tokens of some prompts, without their columns: these may be large, and only rewards need them."""
+PlainPrompts = list[tuple[Prompt, np.ndarray]]
+"""Some prompts, and their tokens apart; without their columns: these may be large, and only rewards need them."""
 
 
 class PolicyEngine(TransformersEngine):
@@ -50,7 +51,7 @@ class PolicyEngine(TransformersEngine):
         self, config: OnlineConfig, policy: PreTrainedModel, params: SamplingParams, parallel: Parallel
     ) -> None:
         super().__init__(policy, params, autocast=autocast_dtype(config), device=parallel.device)
-        self.parallel = parallel
+        self.parallel, self.ranks = parallel, parallel.ranks
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it.
@@ -62,18 +63,19 @@ class PolicyEngine(TransformersEngine):
         Returns:
             All completions on rank 0, none on the others.
         """
-        ranks = self.parallel.ranks
+        ranks = self.ranks
         if ranks.count == 1:
             return super().generate(prompts, progress)
         mine = ranks.scatter("sampling", lambda: self._shares(prompts))
-        found = super().generate([Prompt(draw, row, tuple(tokens.tolist())) for draw, row, tokens in mine])
+        found = super().generate([replace(prompt, tokens=tuple(tokens.tolist())) for prompt, tokens in mine])
         if self.parallel.is_sharded:
             return found if ranks.is_main else []
         return [completions for part in ranks.collect("completions", found) for completions in part]
 
     def _shares(self, prompts: Sequence[Prompt]) -> list[PlainPrompts]:
         """What each rank samples for."""
-        plain = [(prompt.draw, prompt.row, np.array(prompt.tokens, np.int32)) for prompt in prompts]
+        bare = [replace(prompt, tokens=(), columns={}, messages=None) for prompt in prompts]
+        plain = [(each, np.array(prompt.tokens, np.int32)) for each, prompt in zip(bare, prompts, strict=True)]
         count = self.parallel.ranks.count
         if self.parallel.is_sharded:
             return [plain] * count
@@ -127,6 +129,7 @@ class InlineGenerator:
 
     def __init__(self, engine: Engine, trace: Trace, agreement: Agreement, staleness: int = 0) -> None:
         self.engine = engine
+        self.sampler = EpisodeSampler(engine, getattr(engine, "ranks", None))
         self.trace = trace
         self.agreement = agreement
         self.at_once = staleness > 0
@@ -168,7 +171,8 @@ class InlineGenerator:
         vocabulary = self._policy.get_input_embeddings().num_embeddings
         check_completions(f"the engine answered batch {index}", prompts, completions, self.engine.params, vocabulary)
         groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
-        return Batch(index, version, groups, ended - started, (version,), self._measure(index, groups))
+        metrics = self._measure(index, groups) | self.sampler.metrics()
+        return Batch(index, version, groups, ended - started, (version,), metrics)
 
     def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Note what to sample; :meth:`collect_evaluation` does it."""
@@ -190,7 +194,7 @@ class InlineGenerator:
         self._sampled.clear()
 
     def _generate(self, prompts: Sequence[Prompt]) -> Completions:
-        return self.engine.generate(prompts)
+        return self.sampler.generate(prompts)
 
     def _measure(self, index: int, groups: tuple[Group, ...]) -> dict[str, float]:
         assert self._policy is not None
@@ -232,7 +236,7 @@ class InlineCopyGenerator(InlineGenerator):
             self._asleep = False
         if self.engine.version != self._version:
             self._load(self._policy, self._version)
-        completions = self.engine.generate(prompts)
+        completions = self.sampler.generate(prompts)
         if self._sleeps:
             self.engine.sleep()
             self.engine.version, self._asleep = -1, True

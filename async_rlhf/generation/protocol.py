@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
@@ -33,6 +34,8 @@ class SamplingParams:
     top_p: float = 1.0
     """See :class:`~async_rlhf.models.truncation.Distribution`."""
     top_k: int = 0
+    episodes: EpisodeSpec | None = None
+    """How an environment answers the policy, if there is one."""
     seed_per_request: bool = True
     """Whether an engine with random numbers of its own takes a seed for each prompt; without, a run cannot be
     repeated."""
@@ -232,6 +235,8 @@ class Reply:
     """Of the batch, as in the request."""
     occupancy: tuple[int, int] = (0, 0)
     """Places that were taken, and places that there were, in all steps of decoding since the worker's last reply."""
+    environment_seconds: float = 0.0
+    """That environments took since then, those of all episodes added."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,15 +187,17 @@ class RemoteGenerator:
         size = self._size if params is None else self.config.prompts_per_request
         parts = cut(prompts, min(self.config.shares, len(prompts)), size)
         self._asked[index] = _Asked(prompts, [0, *accumulate(map(len, parts))][: len(parts)], {})
-        requests = []
+        # The workers have what episodes need since their start.
+        sent_params, requests = params and replace(params, episodes=None), []
         for number, part in enumerate(parts):
             own = version[number] if isinstance(version, tuple) else version
-            # The columns stay here: they may be large, and only rewards need them.
-            stripped = tuple(replace(prompt, columns={}) for prompt in part)
+            # The columns stay here: they may be large, and only rewards and environments need them.
+            bare = (replace(prompt, columns={}, messages=None) for prompt in part)
+            sent = tuple(bare if self.params.episodes is None else part)
             probe = self.config.probe_steps if (own is None or own in self._probes) and params is None else 0
             in_flight = self.config.in_flight and params is None
             after = self._newest if own is None else own
-            requests.append(Request(index, number, own, stripped, probe, in_flight, params, self._submitted, after))
+            requests.append(Request(index, number, own, sent, probe, in_flight, sent_params, self._submitted, after))
         self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:
@@ -210,6 +212,8 @@ class RemoteGenerator:
         self._trace_lanes(index, replies)
         groups = self._groups(index, replies)
         metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
+        if self.params.episodes is not None:
+            metrics["time/environment"] = sum(reply.environment_seconds for _, reply in replies)
         return Batch(index, min(versions), groups, seconds, versions, metrics)
 
     def taken(self, worker: Worker, reply: Reply) -> Request:
@@ -481,7 +485,8 @@ class RemoteGenerator:
         who = f"{worker.label} answered {work(reply.batch)}"
         if reply.asked != fingerprint(request.prompts):
             raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        check_completions(who, request.prompts, reply.completions, request.params or self.params, self.vocabulary)
+        params = replace(request.params or self.params, episodes=self.params.episodes)
+        check_completions(who, request.prompts, reply.completions, params, self.vocabulary)
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
             wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])

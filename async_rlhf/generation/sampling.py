@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.system.determinism import cumulative_sums
-from async_rlhf.types import Prompt
+from async_rlhf.types import Prompt, Turn
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -50,9 +50,15 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndar
 
 
 def row_uniforms(seed: int, prompts: Sequence[Prompt], samples: int, positions: int) -> np.ndarray:
-    """One number in [0, 1) for each (prompt, sample, position): float64, shape (P, K, positions)."""
-    draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)[:, None, None]
-    return _uniforms(seed, draw_P, np.arange(samples, dtype=np.uint64)[None, :, None], np.arange(positions))
+    """One number in [0, 1) for each (prompt, sample, position): float64, shape (P, K, positions). Those of a turn begin
+    with its sample and its offset.
+    """
+    first = [(each.sample, each.offset) if isinstance(each, Turn) else (0, 0) for each in prompts]
+    draw_P, first_P2 = np.array([prompt.draw for prompt in prompts], dtype=np.uint64), np.array(first, dtype=np.uint64)
+    sample_PK1 = first_P2[:, :1, None] + np.arange(samples, dtype=np.uint64)[None, :, None]
+    return _uniforms(
+        seed, draw_P[:, None, None], sample_PK1, first_P2[:, 1:, None] + np.arange(positions, dtype=np.uint64)
+    )
 
 
 def sample_uniforms(seed: int, draw: int, sample: int, positions: np.ndarray) -> np.ndarray:
@@ -72,11 +78,14 @@ def _uniforms(seed: int, draws: np.ndarray, samples: np.ndarray, positions: np.n
 
 
 def request_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
-    """A 62-bit seed for each prompt, for engines with random numbers of their own; it depends only on (seed, draw)."""
+    """A 62-bit seed for each prompt, for engines with random numbers of their own; it depends only on (seed, draw), and
+    of a turn on its sample and offset.
+    """
     draw_P = np.array([prompt.draw for prompt in prompts], dtype=np.uint64)
-    zero = np.uint64(0)
-    # A sample number that row_uniforms never reaches.
-    counter = np.broadcast_arrays(zero, _LOW, draw_P & _LOW, draw_P >> _32)
+    # Sample numbers that row_uniforms never reaches.
+    of = [(each.offset, each.sample + 1) if isinstance(each, Turn) else (0, 0) for each in prompts]
+    offset_P, below_P = np.array(of, dtype=np.uint64).reshape(-1, 2).T
+    counter = np.broadcast_arrays(offset_P, _LOW - below_P, draw_P & _LOW, draw_P >> _32)
     high, low, _, _ = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     return ((high >> np.uint64(2) << _32) | low).tolist()
 

@@ -20,7 +20,7 @@ from async_rlhf.config.secrets import API_KEY_VARIABLE, apart, masked
 from async_rlhf.generation.audit import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
-from async_rlhf.types import Sample
+from async_rlhf.types import Prompt, Sample
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 """No limit for sampling: the generator has its own."""
@@ -71,14 +71,15 @@ class ServerClient:
         await self._http.aclose()
 
     async def generate(
-        self, tokens: Sequence[int], params: SamplingParams, seed: int | None, prefix: str
+        self, prompt: Prompt, params: SamplingParams, seed: int | None, prefix: str
     ) -> tuple[Sample, ...]:
         """K completions of a prompt. The label of their weights must be ``prefix`` followed by the version.
 
         Raises:
             ServerGoneError: some tokens come from weights with another label.
         """
-        fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed)}
+        tokens = prompt.tokens
+        fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed, prompt)}
         async with self._prompts:
             answer = await self._post("/inference/v1/generate", json=fields)
         return tuple(_sample(tokens, choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))

@@ -16,6 +16,7 @@ import uuid
 from asyncio import Condition, Event, Queue, Runner, Task, TaskGroup, current_task, new_event_loop, sleep, to_thread
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from async_rlhf.config.secrets import masked
 from async_rlhf.generation.audit import probe_tokens
 from async_rlhf.generation.broadcast import Sender, gpu_of
 from async_rlhf.generation.dispatch import Worker
+from async_rlhf.generation.episodes.playing import Player
 from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, work
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
@@ -34,7 +36,7 @@ from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
-from async_rlhf.types import Prompt, Sample, drawn_versions
+from async_rlhf.types import Prompt, Sample, Turn, drawn_versions
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,7 @@ class ServerWorker(Worker):
         self._transport, self._key = generator.transports[number], key_of(generator.config)
         self._prefix = f"{generator.run}:"
         """Distinguishes this run's weights from those of other runs."""
+        self._player = None if self.params.episodes is None else Player(self.params.episodes)
         self._probed: tuple[int, list[float]] | None = None
         self._version, self._held = -1, dict[int, dict[str, str]]()
         self._weights = Condition()
@@ -349,11 +352,22 @@ class ServerWorker(Worker):
     async def _generate(
         self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams
     ) -> list[tuple[Sample, ...]]:
-        seeds = seeds_of(params, prompts)
-        return await _together(
-            client.generate(prompt.tokens, params, seed, self._prefix)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        )
+        async def samples(prompt: Prompt, params: SamplingParams = params) -> tuple[Sample, ...]:
+            (seed,) = seeds_of(params, [prompt])
+            return await client.generate(prompt, params, seed, self._prefix)
+
+        player = self._player
+        if player is None:
+            return await _together(map(samples, prompts))
+
+        async def ask(turn: Turn) -> Sample:
+            (answer,) = await samples(turn, replace(params, samples_per_prompt=1))
+            return answer
+
+        count = params.samples_per_prompt
+        episodes = [(prompt, number) for prompt in prompts for number in range(count)]
+        found = await _together(player.play(prompt, number, params, ask) for prompt, number in episodes)
+        return [tuple(found[first : first + count]) for first in range(0, len(found), count)]
 
 
 async def _together(coroutines: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:

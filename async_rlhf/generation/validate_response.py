@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -48,27 +49,55 @@ def check_completions(
             )
         asked = np.array(prompt.tokens, dtype=np.int64)
         for number, sample in enumerate(samples):
-            wrong = _wrong_form(sample, asked) or _wrong_tokens(
-                sample.tokens[len(asked) :],
-                sample.logprobs[len(asked) :],
-                sample.finish_reason,
-                longest=params.response_length,
-                stops=stops,
-                vocabulary=vocabulary,
-            )
+            limits: dict[str, Any] = {"longest": params.response_length, "stops": stops, "vocabulary": vocabulary}
+            if params.episodes is not None:
+                wrong = _wrong_sizes(sample, 0) or _wrong_episode(sample, params.episodes.length, **limits)
+            else:
+                wrong = _wrong_form(sample, asked) or _wrong_tokens(
+                    sample.tokens[len(asked) :], sample.logprobs[len(asked) :], sample.finish_reason, **limits
+                )
             if wrong:
                 raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
 
 
-def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
-    """What is wrong with a sample's arrays or prompt; "" if nothing is."""
+def _wrong_episode(sample: Sample, length: int, **limits: Any) -> str:
+    """What is wrong with the answers of an episode, each of which begins behind a prompt or an observation."""
+    (starts,) = np.nonzero(sample.sampled & ~np.roll(sample.sampled, 1))
+    (ends,) = np.nonzero(sample.sampled & ~np.roll(sample.sampled, -1))
+    if not len(starts) or sample.sampled[0] or not sample.sampled[-1]:
+        return "it must have a prompt, and end with an answer"
+    if len(sample) - starts[0] > length:
+        return f"there are {len(sample) - starts[0]} tokens after the prompt; must be at most {length} (episode_length)"
+    unknown = (sample.tokens < 0) | (sample.tokens >= limits["vocabulary"])
+    if unknown.any():
+        return f"a token is {sample.tokens[unknown][0]}; it must be from 0 to {limits['vocabulary'] - 1}"
+    for start, end in zip(starts, ends + 1, strict=True):
+        answer, last = sample.tokens[start:end], end == len(sample)
+        finish: FinishReason = "stop" if answer[-1] in limits["stops"] else "length"
+        if finish == "length" and (not last or sample.finish_reason == "stop"):
+            return f"the answer before token {end} ends with {answer[-1]}; stop tokens are {limits['stops']}"
+        # The last answer may be shorter: there is room for so many tokens in the whole episode.
+        if wrong := _wrong_tokens(answer, sample.logprobs[start:end], finish, **limits, cut=last):
+            return wrong
+    return ""
+
+
+def _wrong_sizes(sample: Sample, before: int) -> str:
+    """What is wrong with the sizes of a sample's arrays, the first ``before`` tokens of which are the prompt's."""
     sizes = [len(array) for array in (sample.tokens, sample.sampled, sample.logprobs, sample.versions)]
     if len(set(sizes)) > 1:
-        after = [max(0, size - len(asked)) for size in sizes]
+        after = [max(0, size - before) for size in sizes]
         return (
             f"there are {after[0]} tokens, {after[2]} log-probabilities and {after[3]} versions; "
             "each token must have one of each"
         )
+    return ""
+
+
+def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
+    """What is wrong with a sample's arrays or prompt; "" if nothing is."""
+    if wrong := _wrong_sizes(sample, len(asked)):
+        return wrong
     if not np.array_equal(sample.tokens[: len(asked)], asked):
         return f"the prompt is {sample.tokens[: len(asked)].tolist()}; it must be as asked, {asked.tolist()}"
     if sample.sampled[: len(asked)].any() or not sample.sampled[len(asked) :].all():
@@ -84,8 +113,9 @@ def _wrong_tokens(
     longest: int,
     stops: Sequence[int],
     vocabulary: int,
+    cut: bool = False,
 ) -> str:
-    """What is wrong with the drawn tokens; "" if nothing is."""
+    """What is wrong with the drawn tokens; "" if nothing is. With ``cut`` there may have been room for fewer."""
     if not 1 <= len(tokens) <= longest:
         return f"the number of tokens is {len(tokens)}; it must be from 1 to response_length, {longest}"
     if not (tokens.min() >= 0 and tokens.max() < vocabulary):
@@ -103,6 +133,6 @@ def _wrong_tokens(
         return f"token {place} is the stop token {tokens[place]}, and {len(tokens) - place - 1} follow it"
     if (finish_reason == "stop") != (len(ends) > 0):
         return f"finish_reason is {finish_reason!r} and the last token {tokens[-1]}; stop tokens are {stops}"
-    if finish_reason == "length" and len(tokens) < longest:
+    if finish_reason == "length" and len(tokens) < longest and not cut:
         return f"finish_reason is 'length' after {len(tokens)} tokens; response_length is {longest}"
     return ""

@@ -173,7 +173,7 @@ class VLLMEngine:
             prompts = more(places - len(under_way)) if len(under_way) < places else ()
             for prompt in prompts:
                 (seed,) = seeds_of(self.params, [prompt])
-                params = VLLMParams(**request_fields(self.params, seed), detokenize=False)
+                params = VLLMParams(**request_fields(self.params, seed, prompt), detokenize=False)
                 under_way[self._add(prompt.tokens, params)] = next(numbers), prompt
             if not under_way:
                 return

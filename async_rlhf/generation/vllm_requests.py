@@ -9,7 +9,7 @@ from typing import Any
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import Prompt, Sample, Turn
 
 
 class OtherWeightsError(RuntimeError):
@@ -28,7 +28,7 @@ def own_seed() -> int:
     return secrets.randbits(31)
 
 
-def request_fields(params: SamplingParams, seed: int | None) -> dict[str, Any]:
+def request_fields(params: SamplingParams, seed: int | None, prompt: Prompt | None = None) -> dict[str, Any]:
     """Fields of vLLM's sampling parameters; all defaults that would change the distribution are off."""
     return {
         "n": params.samples_per_prompt,
@@ -37,7 +37,7 @@ def request_fields(params: SamplingParams, seed: int | None) -> dict[str, Any]:
         "top_k": params.top_k,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        "max_tokens": params.response_length,
+        "max_tokens": prompt.limit if isinstance(prompt, Turn) else params.response_length,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,  # the stop tokens are the run's own, not those of the model's configuration
         "logprobs": 0,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.engines import ModelSpec, make_engine
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import (
     Completions,
     EngineLostError,
@@ -76,6 +77,7 @@ class RequestHandler:
         seed_all(params.seed)
         self.weights = weights
         self.engine = make_engine(spec, params)
+        self.sampler = EpisodeSampler(self.engine, heartbeat=heartbeat)
         self._heartbeat = heartbeat
         self.engine.heartbeat_with(heartbeat)
         self._held: dict[int, dict[str, str]] = {}
@@ -90,7 +92,7 @@ class RequestHandler:
         loaded = time.monotonic()
         engine.refresh = (lambda: self.load(self.weights.newest)) if request.in_flight else None
         with drawing(engine, request.params):
-            completions = engine.generate(request.prompts)
+            completions = self.sampler.generate(request.prompts)
         reply = self.reply(request, completions, version, started, loaded)
         self.forget_before(engine.version)
         return reply
@@ -120,6 +122,7 @@ class RequestHandler:
             probe=self._probe() if request.probe and engine.version % request.probe == 0 else None,
             number=request.number,
             occupancy=(occupancy.taken, occupancy.places),
+            environment_seconds=self.sampler.take_seconds(),
         )
 
     def _probe(self) -> tuple[int, list[float]]:
@@ -202,7 +205,7 @@ class Stream:
             handler.wait_for(self._waiting[0][0].request.after)
             handler.engine.refresh = lambda: handler.load(handler.weights.newest)
             self._numbers = count()
-            for number, samples in handler.engine.stream(self._more):
+            for number, samples in handler.sampler.stream(self._more):
                 self._note(*self._taken.pop(number), samples)
         return self._next if self._ended else self.requests.get()
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from async_rlhf.config import ConfigError, OnlineConfig, PairsConfig
+from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig, PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.config.online import PROMPT_CAP
@@ -25,9 +25,14 @@ def with_prompt_cap(config: OnlineConfig, model: Model) -> OnlineConfig:
     """
     if config.max_prompt_length is not None:
         return config
-    length, trust = config.generation.response_length, config.trust_remote_code
-    cap = prompt_cap({"model": model}, "generation.response_length", length, trust)
+    key, length = f"generation.{length_key(config.generation)}", config.generation.longest_episode
+    cap = prompt_cap({"model": model}, key, length, config.trust_remote_code)
     return replace(config, max_prompt_length=cap)
+
+
+def length_key(config: GenerationConfig) -> str:
+    """The key that says how many tokens may follow a prompt."""
+    return "response_length" if config.max_turns is None else "episode_length"
 
 
 def sampling_prompt_cap(config: HeldOutConfig | PairsConfig, models: Mapping[str, str]) -> int:
@@ -101,11 +106,13 @@ def longest_row(model: PreTrainedModel, max_length: int) -> int:
     return min(max_length, positions_of(model) or max_length)
 
 
-def check_positions(model: PreTrainedModel, prompt_length: int, response_length: int) -> None:
-    """Require room for the longest prompt with the longest response."""
+def check_positions(
+    model: PreTrainedModel, prompt_length: int, response_length: int, key: str = "response_length"
+) -> None:
+    """Require room for the longest prompt with the longest response, which ``key`` says."""
     limit, why = _positions(model.config)
     if limit is not None and prompt_length + response_length > limit:
         raise ConfigError(
-            f"max_prompt_length: prompts of {prompt_length} tokens are too long; with response_length "
+            f"max_prompt_length: prompts of {prompt_length} tokens are too long; with {key} "
             f"{response_length} it must be at most {limit - response_length}, for the model has {limit} positions{why}"
         )

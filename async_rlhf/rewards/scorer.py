@@ -102,6 +102,7 @@ class Scorer:
         self.reward_funcs = _by_name(reward_funcs, _taken(reward_model is not None))
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
+        self._episodes = config.generation.max_turns is not None
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
         require(
             len(weights) == len(names),
@@ -325,10 +326,15 @@ class Scorer:
         """Rewards by function: None where it does not apply, NaN where it failed."""
         prompts = [group.prompt for group in groups for _ in group.samples]
         names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        if self._episodes:
+            samples = [sample for group in groups for sample in group.samples]
+            columns |= {"messages": [list(sample.messages or ()) for sample in samples]}
+            columns |= {"metrics": [dict(sample.metrics) for sample in samples]}
         return self._call_functions(
             prompts=[str(prompt.columns[self.prompt_field]) for prompt in prompts],
             completions=decode_samples(self.tokenizer, [sample for group in groups for sample in group.samples]),
-            columns={name: [prompt.columns.get(name) for prompt in prompts] for name in names},
+            columns=columns,
             samples=len(groups[0].samples),
         )
 
@@ -408,11 +414,24 @@ def _metrics(
     means |= {f"reward/{name}": rewards_R.nanmean() for name, rewards_R in rewards.items()}
     lengths = _lengths(samples)
     return {
+        **_of_episodes(samples),
         **{name: value.item() for name, value in means.items() if value.isfinite()},
         "val/num_eos_tokens": float(ended_R.sum()),
         "val/ended_share": ended_R.float().mean().item(),
         "val/response_length": sum(lengths) / len(lengths),
     }
+
+
+def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of what episodes were measured by, each over those that have it; nothing of plain completions."""
+    if all(sample.messages is None for sample in samples):
+        return {}
+    names = dict.fromkeys(name for sample in samples for name in sample.metrics)
+    found = {name: [sample.metrics[name] for sample in samples if name in sample.metrics] for name in names}
+    found["observed_tokens"] = [float((~sample.sampled[sample.sampled.argmax() :]).sum()) for sample in samples]
+    found["reward"] = [_given(sample) for sample in samples]
+    failed = sum(found.pop("failed", ()))
+    return {"episode/failed": failed, **{f"episode/{name}": float(np.nanmean(each)) for name, each in found.items()}}
 
 
 def _ended(samples: Sequence[Sample]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -25,6 +25,7 @@ from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.distributed.parallel import Parallel
+from async_rlhf.generation.episodes.spec import World, episodes_of, tools_of
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.learner.launch import rank_device, start_ranks
@@ -33,7 +34,7 @@ from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models.budget import with_checkpointing
-from async_rlhf.models.context_length import check_positions, with_prompt_cap
+from async_rlhf.models.context_length import check_positions, length_key, with_prompt_cap
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
@@ -78,6 +79,8 @@ class Inputs:
     algorithm: Algorithm | None = None
     reward_model: Model | None = None
     reward_funcs: Sequence[RewardFunction] = ()
+    world: World = field(default_factory=World)
+    """What answers the policy, if something does."""
     ref_model: Model | None = None
     value_model: Model | None = None
     processing_class: PreTrainedTokenizerBase | None = None
@@ -91,8 +94,9 @@ class Inputs:
     """What :func:`begin` returned, where inputs were read after it."""
 
     def __post_init__(self) -> None:
-        given = self.reward_model is not None or len(self.reward_funcs) > 0
-        require(given, "reward_model", None, "give a reward_model, reward_funcs, or both")
+        given = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
+        right = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
+        require(given, "reward_model", None, right)
         optimizer, scheduler = self.optimizers
         alone = scheduler is None or optimizer is not None
         require(alone, "optimizers", type(scheduler).__name__, "must have an optimiser with the schedule")
@@ -190,6 +194,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     seed_all(config.seed)
     algorithm = _algorithm(config, inputs.algorithm)
     _check_stop(config, inputs)
+    inputs.world.check(config.generation.max_turns)
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None
     check_bits(config.reward_model_bits, inputs.reward_model, copied)
     right = "must be null with a model that is loaded already; give its name"
@@ -259,6 +264,8 @@ def _build(
     temperature = config.eval_temperature or config.generation.temperature
     evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
+    if models.params.episodes is not None:
+        fingerprints["environment"] = models.params.episodes.environment.name
     if inputs.optimizers[0] is not None:
         fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:
@@ -327,6 +334,7 @@ def _read_prompts(
 ) -> tuple[SharedPrompts, SharedPrompts | None]:
     """The training prompts and the held-out ones, if any. Rank 0 reads them."""
     what: dict[str, Any] = {"prompt_field": inputs.prompt_field, "max_length": config.prompt_cap}
+    what["tools"] = tools_of(inputs.world)
 
     def training() -> Prompts:
         rows = inputs.train_dataset
@@ -373,8 +381,8 @@ def _load_models(
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
     on_meta = _reads_shares(inputs, parallel)
     policy = _policy(config, inputs.model, device, on_meta)
-    check_positions(policy, config.prompt_cap, config.generation.response_length)
-    params = _sampling(config, policy, tokenizer)
+    check_positions(policy, config.prompt_cap, config.generation.longest_episode, length_key(config.generation))
+    params = _sampling(config, policy, tokenizer, inputs)
     # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward = None
@@ -457,7 +465,9 @@ def _value(
     return value
 
 
-def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+def _sampling(
+    config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: Inputs
+) -> SamplingParams:
     generation = config.generation
     return SamplingParams(
         samples_per_prompt=config.samples_per_prompt,
@@ -469,6 +479,7 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrain
         top_p=generation.top_p,
         top_k=generation.top_k,
         seed_per_request=generation.seed_per_request,
+        episodes=episodes_of(config, inputs.world, tokenizer),
     )
 
 

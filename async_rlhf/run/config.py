@@ -11,6 +11,7 @@ from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig, RepeatableConfig
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_bits, check_functions
+from async_rlhf.generation.episodes.spec import World
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ class RunConfig(Checked):
     """Instead of or besides reward_model, Python functions as "module:function" or "file.py:function", optionally with
     literal keyword arguments, called as f(prompts=..., completions=..., **columns) and returning one number per
     completion. They may be async; all are called at the same time."""
+    environment: str | None = key(None, main="data and models")
+    """What answers the policy's messages until an episode is over, "module:Class" or "file.py:Class", optionally with
+    literal keyword arguments. It may give rewards; train.generation.max_turns says most answers of the policy."""
+    tools: list[str] = key([])
+    """Instead of an environment, functions that the policy may call, as "module:function" or "file.py:function". Some
+    come along, in async_rlhf.generation.episodes.builtin."""
+    agent: str | None = None
+    """Instead, an agent, "module:function" or "file.py:function": an async function of a client and a row, which asks
+    the policy by an OpenAI-compatible endpoint and returns a reward."""
     ref_model: str | None = None
     """The reference policy; null takes the policy's starting weights."""
     value_model: str | None = None
@@ -105,11 +115,20 @@ class RunConfig(Checked):
             "must be 0 without data.eval or data.eval_fraction",
         )
         require(
-            self.reward_model is not None or len(self.reward_funcs) > 0,
+            self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards,
             "reward_model",
             self.reward_model,
-            "give a reward_model, reward_funcs, or both",
+            "give a reward_model, reward_funcs, an environment or an agent, or several of them",
         )
+        check_functions(self.tools, "tools")
+        for name in ("environment", "agent"):
+            check_functions([] if getattr(self, name) is None else [getattr(self, name)], name)
+        self.world.check(self.train.generation.max_turns, "train.")
+
+    @property
+    def world(self) -> World:
+        """What answers the policy, by its names."""
+        return World(self.environment, self.tools, self.agent)
 
 
 @dataclass(frozen=True)

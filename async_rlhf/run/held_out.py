@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import drawing
 from async_rlhf.run.build import Run
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.types import Batch, Group, ScoredBatch
+from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
 
 @dataclass
@@ -89,7 +92,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], ScoredBatch]:
     assert run.eval_prompts is not None
     prompts = run.eval_prompts.all()
     with drawing(run.engine, run.eval_params):
-        completions = run.engine.generate(prompts)
+        completions = EpisodeSampler(run.engine, run.ranks).generate(prompts)
     groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
     return _scored(run, run.callbacks.state.global_step, groups)
 
@@ -97,6 +100,15 @@ def evaluate(run: Run) -> tuple[dict[str, float], ScoredBatch]:
 def _scored(run: Run, version: int, groups: tuple[Group, ...]) -> tuple[dict[str, float], ScoredBatch]:
     scored = run.scorer(Batch(-version, version, groups, 0.0))  # the number that its requests have
     return {f"eval_{name}": value for name, value in scored.metrics.items()}, scored
+
+
+def conversation(sample: Sample) -> dict[str, Any]:
+    """What an episode's row in a file of samples has besides: its messages, the rewards of its turns, its metrics."""
+    if sample.messages is None:
+        return {}
+    rewards = np.zeros(0) if sample.rewards is None else sample.rewards[sample.rewards != 0]
+    given = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
+    return {"messages": sample.messages, "rewards": given, "metrics": dict(sample.metrics)}
 
 
 def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:
@@ -115,4 +127,5 @@ def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:
                 "prompt": prompt,
                 "completion": next(texts),
                 "finish_reason": sample.finish_reason,
+                **conversation(sample),
             }

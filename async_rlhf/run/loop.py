@@ -23,7 +23,7 @@ from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
-from async_rlhf.run.held_out import Evaluations, answer_rows
+from async_rlhf.run.held_out import Evaluations, answer_rows, conversation
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning
@@ -324,7 +324,7 @@ class TrainingLoop(Loop):
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
-            self.logs[SAMPLES].write(row)
+            self.logs[SAMPLES].write(row | conversation(sample))
             lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())
             table.append({**row, "episode": self.run.callbacks.state.episode, "lag": lag})
         self.run.callbacks.table("completions", table)

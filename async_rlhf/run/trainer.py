@@ -20,6 +20,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.unsized import Stream, is_unsized
+from async_rlhf.generation.episodes.spec import World
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
@@ -55,6 +56,11 @@ class OnlineTrainer:
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
         reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
             is the reward.
+        environment: makes an environment for each episode, which answers the policy's messages: a class or a function
+            without arguments; see :class:`~async_rlhf.Environment`. TRL's ``environment_factory`` works, too.
+        tools: instead, functions that the policy may call, with types and a docstring that explains every parameter.
+        agent: instead, an async function of a :class:`~async_rlhf.generation.episodes.endpoint.Client` and a row that
+            asks the policy as often as it likes and returns a reward.
         ref_model: the reference policy; None takes the policy's starting weights.
         value_model: for PPO, the value model to start from: a model, or the value_model folder of an earlier run's
             checkpoint; None takes the reward model, or without one the policy's body.
@@ -86,6 +92,9 @@ class OnlineTrainer:
         *,
         reward_model: Model | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+        environment: Callable[[], Any] | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        agent: Callable[..., Any] | None = None,
         ref_model: Model | None = None,
         value_model: Model | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
@@ -108,6 +117,7 @@ class OnlineTrainer:
             algorithm=self.algorithm or algorithm,
             reward_model=reward_model,
             reward_funcs=(reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs),
+            world=World(environment, tools, agent),
             ref_model=ref_model,
             value_model=value_model,
             processing_class=processing_class,

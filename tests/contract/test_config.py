@@ -140,6 +140,7 @@ LONGER_OR_KEPT |= {
     "stop_patience",
     "num_train_epochs",
     "reward_timeout",
+    "generation.step_timeout",
     "replay_from",
 }
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, get_type_hints
 
+import environments
 import pytest
 import torch
 import torch.distributed as dist
@@ -203,6 +204,12 @@ def _trains(inputs: Inputs) -> None:
     run_train(inputs.run("grpo", "grpo", kl=KLConfig(where="loss", estimator="k3", corrected=True), **exact))
     old = OffPolicyConfig(level="sequence", importance="masked")
     run_train(inputs.run("rloo", "rloo", off_policy=old, num_mini_batches=2, per_device_train_batch_size=2))
+    world = {"environment": f"{Path(environments.__file__)}:Echo", "reward_funcs": []}
+    turns = {"response_length": 6, "num_threads": 1, "max_turns": 2, "episode_length": 30}
+    run_train(inputs.run("episodes", "grpo", world, generation=turns))
+    run_train(
+        inputs.run("tools", "grpo", {"tools": [f"async_rlhf.generation.episodes.builtin:calculate"]}, generation=turns)
+    )
     for name in BUILT_IN:
         if name not in ("online_dpo", "ppo", "grpo", "rloo"):
             run_train(inputs.run(name, name))

@@ -15,6 +15,7 @@ from tiny import StopAfter, count_letters
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.learner.learner import Learner
@@ -62,21 +63,25 @@ def assert_same_run(ours, theirs) -> None:
         assert torch.equal(tensor, their_weights[name]), name
 
 
-def sequential_oracle(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo"):
-    """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back."""
+def sequential_oracle(
+    make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo", rewards=(count_letters,), **more
+):
+    """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back.
+    ``more`` says how to sample, beyond what every run has.
+    """
     policy = make_policy()
     value = new_value_model(policy) if algorithm == "ppo" else None
     learner = Learner(policy, None, find(algorithm), args, value)
-    scorer = Scorer(tokenizer, args, None, [count_letters])
+    scorer = Scorer(tokenizer, args, None, rewards)
     stream = PromptStream(prompts, tokenizer, max_length=args.max_prompt_length, seed=args.seed)
-    params = SamplingParams(
-        args.samples_per_prompt, args.generation.temperature, args.generation.response_length, (256,), args.seed
-    )
+    generation, more = args.generation, {"stop_token_ids": (256,), **more}
+    sizes = (args.samples_per_prompt, generation.temperature, generation.response_length)
+    params = SamplingParams(*sizes, seed=args.seed, **more)
     past, metrics = [copy.deepcopy(policy)], []
     for b in range(1, args.num_batches + 1):
         sampler = past[max(0, b - 1 - args.staleness)]
         drawn = [stream.prompt(n) for n in range((b - 1) * args.batch_size, b * args.batch_size)]
-        completions = TransformersEngine(sampler, params).generate(drawn)
+        completions = EpisodeSampler(TransformersEngine(sampler, params)).generate(drawn)
         groups = tuple(Group(p, c) for p, c in zip(drawn, completions, strict=True))
         scored = scorer(Batch(b, 0, groups, 0.0))
         experience, objective = learner.annotate(scored)

@@ -157,14 +157,18 @@ class Stream:
 def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     """By the names of their fields."""
 
-    first = replace(two_turns(rewards=rewards), logprobs=np.full(9, np.float32(-1 / 3)))
+    said = (
+        {"messages": [{"role": "assistant", "content": "b"}], "metrics": {"turns": 2.0}} if rewards is not None else {}
+    )
+    first = replace(two_turns(rewards=rewards), logprobs=np.full(9, np.float32(-1 / 3)), **said)
     group = Group(Prompt(5, 5, (7,)), (first, two_turns(second="d")))
     batch = Batch(4, 3, (group,), 1.5, (3,), {"engine/kl": 0.1})
     state = ResumeState(3, {}, {}, {}, {}, ahead=[batch])
     state.write(tmp_path)
     (line,) = (tmp_path / "resume" / "rollouts.jsonl").read_text().splitlines()
     row = json.loads(line)["groups"][0]["samples"][0]
-    assert row.keys() == {"tokens", "sampled", "logprobs", "versions", "finish_reason", "rewards"}
+    arrays = {"tokens", "sampled", "logprobs", "versions", "rewards"}
+    assert row.keys() == arrays | {"finish_reason", "messages", "metrics"}
     read = ResumeState.read(tmp_path)
     read.read_ahead(tmp_path, Stream(7))
     assert read.ahead == [batch]

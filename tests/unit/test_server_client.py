@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.server_client import ServerClient
+from async_rlhf.types import Prompt
 
 PROMPTS = 300
 """More than are asked for at the same time."""
@@ -71,7 +72,9 @@ def test_new_weights_do_not_wait_for_prompts_that_are_under_way():
     async def run() -> None:
         async with serving() as (slow, client):
             params = SamplingParams(1, 1.0, 1, (), 0)
-            prompts = [asyncio.create_task(client.generate((7,), params, i, "run:")) for i in range(PROMPTS)]
+            prompts = [
+                asyncio.create_task(client.generate(Prompt(i, 0, (7,)), params, i, "run:")) for i in range(PROMPTS)
+            ]
             async with asyncio.timeout(60):
                 while slow.under_way < 256:
                     await asyncio.sleep(0.01)

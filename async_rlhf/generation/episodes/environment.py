@@ -36,7 +36,9 @@ class Environment(Protocol):
     be a coroutine, as all episodes of a process share one thread.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | None | Awaitable[Sequence[Message] | None]:
+    def reset(
+        self, row: Mapping[str, Any], seed: int
+    ) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
         """Begin an episode.
 
         Args:

@@ -1,0 +1,157 @@
+"""Agents: code that owns its loop and asks the policy as an OpenAI-compatible endpoint, ``/v1/chat/completions``.
+
+What was sampled is kept as tokens. A request whose history goes on from an earlier answer continues with those very
+tokens; one that has another history starts anew, which is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from async_rlhf.generation.episodes.environment import Message
+
+Answer = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Awaitable[tuple[Message, str, int, int]]]
+"""Has the policy answer messages, with schemas of tools. Returns its message, the reason why it ended, and how many
+tokens it read and wrote.
+
+Raises:
+    RefusedError: it cannot.
+"""
+
+
+class RefusedError(Exception):
+    """A request that cannot be answered. An agent may catch it, and end with what it has.
+
+    Args:
+        code: as OpenAI's API has it.
+        message: what is wrong.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Client:
+    """The policy, for the agent of one episode: by :meth:`chat`, or by any OpenAI client with these three."""
+
+    base_url: str
+    """On this host alone."""
+    api_key: str
+    """Names the episode."""
+    answer: Answer = field(repr=False)
+    model: str = "policy"
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Message:
+        """The policy's next message.
+
+        Args:
+            messages: the whole conversation.
+            tools: schemas of functions that it may call.
+
+        Raises:
+            RefusedError: the episode has no room or no turn left.
+        """
+        return (await self.answer(messages, tools))[0]
+
+
+class Endpoint:
+    """Serves the agents of the episodes that are under way, within one event loop."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, Client] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._port = 0
+
+    async def open(self, answer: Answer) -> Client:
+        """Make a client for an episode."""
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        client = Client(f"http://127.0.0.1:{self._port}/v1", secrets.token_urlsafe(24), answer)
+        self._agents[client.api_key] = client
+        return client
+
+    def forget(self, client: Client) -> None:
+        """Answer an episode's agent no more."""
+        del self._agents[client.api_key]
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/v1/chat/completions", self._completions)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        client = self._agents.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        if client is None:
+            return _refused(
+                401, "invalid_api_key", "must be the api_key that the agent was given, while its episode lasts"
+            )
+        try:
+            asked = await request.json()
+            messages, tools = asked["messages"], asked.get("tools") or ()
+            if asked.get("n", 1) not in (1, None) or asked.get("stream"):
+                raise RefusedError("unsupported_value", "n must be 1, and stream false")
+            message, reason, read, written = await client.answer(messages, tools)
+        except RefusedError as error:
+            return _refused(400, error.code, str(error))
+        except (ValueError, KeyError, TypeError) as error:
+            return _refused(400, "invalid_request", f"{type(error).__name__}: {error}")
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        choice = {"index": 0, "message": _spoken(message), "finish_reason": reason, "logprobs": None}
+        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": int(time.time())}
+        return web.json_response({**head, "model": client.model, "choices": [choice], "usage": usage})
+
+
+def _refused(status: int, code: str, message: str) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)
+
+
+def _spoken(message: Message) -> Message:
+    """A message of the policy as OpenAI's API has it: calls with ids, and arguments as text."""
+    calls = [
+        {
+            "id": f"call_{number:09}",
+            "type": "function",
+            "function": {**one["function"], "arguments": json.dumps(one["function"]["arguments"])},
+        }
+        for number, one in enumerate(message.get("tool_calls", ()))
+    ]
+    return {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+
+
+def as_rendered(message: Mapping[str, Any]) -> Message:
+    """A message of a client as chat templates take it: text, and arguments that are mappings."""
+    content = message.get("content") or ""
+    if isinstance(content, list):  # parts
+        content = "".join(part.get("text", "") for part in content)
+    plain: Message = {**message, "role": message["role"], "content": content}
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append(
+            {**call, "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
+        )
+    return {**plain, "tool_calls": calls} if calls else {n: x for n, x in plain.items() if n != "tool_calls"}

@@ -1,0 +1,106 @@
+"""One episode while it is played: its tokens, who wrote them, and what is known of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from async_rlhf.generation.episodes.environment import Message, Observation
+from async_rlhf.generation.episodes.spec import EpisodeSpec
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.types import FinishReason, Prompt, Sample, Turn
+
+
+class Episode:
+    """What an episode has so far."""
+
+    def __init__(self, spec: EpisodeSpec, params: SamplingParams, prompt: Prompt, number: int) -> None:
+        self.prompt, self.number, self.chat = prompt, number, prompt.messages is not None
+        self.turns: list[Sample] = []
+        self.finish_reason: FinishReason = "length"
+        self._params, self._room = params, spec.length
+        self._tokens: tuple[int, ...] = prompt.tokens
+        self._opening = len(self._tokens)
+        self._answers: list[tuple[int, Sample]] = []
+        """Where each answer begins, and its turn."""
+        self._rewards: dict[int, float] = {}
+        self._messages: list[Message] = []
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return self._tokens[-1]
+
+    def open(self, tokens: tuple[int, ...], messages: Sequence[Message]) -> None:
+        """Begin with the prompt and what follows it."""
+        self._room -= len(tokens) - len(self._tokens)
+        if self._room < 1:
+            raise ValueError("what reset() returned leaves no room for an answer (generation.episode_length)")
+        self._tokens, self._opening = tokens, len(tokens)
+        self._messages += messages
+
+    def turn(self) -> Turn:
+        """What the policy is to go on with."""
+        offset, prompt = len(self._tokens) - self._opening, self.prompt
+        limit = min(self._params.response_length, self._room - offset)
+        return Turn(prompt.draw, prompt.row, self._tokens, sample=self.number, offset=offset, limit=limit)
+
+    def add(self, turn: Sample) -> tuple[int, ...]:
+        """Add an answer of the policy's. Returns its tokens without the stop token."""
+        start, self._tokens = len(self._tokens), tuple(turn.tokens.tolist())
+        self._answers.append((start, turn))
+        self.turns.append(turn)
+        self.finish_reason = turn.finish_reason
+        answer = self._tokens[start:]
+        return answer[:-1] if turn.finish_reason == "stop" else answer
+
+    def note(self, message: Message, observed: Observation) -> None:
+        """Note the policy's message, and what the environment says of it."""
+        reward = float(observed.reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"step() gave the reward {observed.reward!r}; must be a finite number")
+        self._rewards[len(self._tokens) - 1] = reward
+        self._metrics |= {name: float(value) for name, value in observed.metrics.items()}
+        self._messages += [message, *observed.messages]
+
+    def say(self, messages: Sequence[Message]) -> None:
+        """Note messages of the conversation."""
+        self._messages += messages
+
+    def end(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """Give a reward for the last answer, and metrics, at the end."""
+        self._rewards[len(self._tokens) - 1] = reward
+        self._metrics |= metrics
+
+    def observe(self, tokens: tuple[int, ...]) -> bool:
+        """Add what the policy reads next; False if that leaves no room for an answer."""
+        if not tokens:
+            raise ValueError("step() gave no message to go on with; must give one, or done=True")
+        fits = len(self._tokens) + len(tokens) - self._opening < self._room
+        if fits:
+            self._tokens += tokens
+        else:
+            self.finish_reason = "length"
+        return fits
+
+    def fail(self) -> None:
+        """It has no reward."""
+        self.finish_reason = "length"
+        self._rewards[len(self._tokens) - 1] = math.nan
+        self._metrics["failed"] = 1.0
+
+    def sample(self) -> Sample:
+        """The whole episode: up to its last answer."""
+        tokens = np.array(self._tokens, np.int32)
+        sampled, rewards = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
+        logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), -1, np.int32)
+        for start, turn in self._answers:
+            own = slice(start, len(turn.tokens))
+            sampled[own], logprobs[own], versions[own] = True, turn.logprobs[start:], turn.versions[start:]
+        for place, reward in self._rewards.items():
+            rewards[place] = reward
+        metrics = {"turns": float(len(self.turns)), **self._metrics}
+        return Sample(tokens, sampled, logprobs, versions, self.finish_reason, rewards, self._messages, metrics)

@@ -1,0 +1,206 @@
+"""Plays episodes: the policy writes a message, its environment answers, the policy goes on.
+
+An episode is a coroutine that asks for one answer of the policy after the other; who samples these, and which of them
+together, is up to :class:`EpisodeSampler` or a server's client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from async_rlhf.config import ConfigError
+from async_rlhf.generation.episodes.agents import Session
+from async_rlhf.generation.episodes.endpoint import Endpoint
+from async_rlhf.generation.episodes.environment import Message, Observation
+from async_rlhf.generation.episodes.episode import Episode
+from async_rlhf.generation.episodes.rendering import Renderer
+from async_rlhf.generation.episodes.spec import EpisodeSpec, World, tools_of
+from async_rlhf.generation.episodes.tools import as_environment
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.sampling import request_seeds
+from async_rlhf.system.errors import UserCodeError
+from async_rlhf.types import Prompt, Sample, Turn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ask = Callable[[Turn], Awaitable[Sample]]
+"""Has the policy answer: returns the turn's tokens with the answer behind them."""
+
+
+class _FailedError(Exception):
+    """Code of the user's raised this error, or gave something wrong."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def _blamed() -> Iterator[None]:
+    """Within, every error is the environment's."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _FailedError(error) from error
+
+
+class EpisodeError(UserCodeError):
+    """An environment has failed. The message names it and the row."""
+
+
+class Player:
+    """Plays episodes.
+
+    Args:
+        spec: how.
+
+    Raises:
+        ConfigError: there are tools, and the chat template changes earlier answers when a tool's follows.
+    """
+
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self.spec, self.seconds = spec, 0.0
+        """Seconds that environments took, all together."""
+        schemas = [] if spec.is_agent else tools_of(World(spec.environment))
+        self._renderer = Renderer(spec.tokenizer, schemas)
+        if schemas and spec.tokenizer.chat_template is not None:
+            self._renderer.check("tool")
+        self._endpoint: Endpoint | None = None
+
+    async def close(self) -> None:
+        """Stop what was started in this event loop."""
+        if self._endpoint is not None:
+            endpoint, self._endpoint = self._endpoint, None
+            await endpoint.close()
+
+    async def play(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
+        """One episode, the prompt's sample of that number.
+
+        A truncated episode keeps the rewards that it has had. Its last answer was cut off, or there was no room for the
+        next, or there had been ``max_turns`` of them.
+
+        Raises:
+            EpisodeError: the environment failed, and ``skip`` is false.
+        """
+        if self.spec.is_agent:
+            return await self._play_agent(prompt, number, params, ask)
+        episode = Episode(self.spec, params, prompt, number)
+        environment: Any = None
+        try:
+            seed = request_seeds(params.seed, [prompt])[0]
+            with _blamed():
+                environment = as_environment(self.spec.environment())
+            opened = await self._call(environment.reset, dict(prompt.columns), seed)
+            with _blamed():
+                episode.open(self._renderer.opening(prompt, opened or ()), opened or ())
+            goes_on = True
+            while goes_on:
+                turn = episode.turn()
+                message = self._renderer.message(episode.add(await ask(turn)), turn.tokens)
+                goes_on = episode.finish_reason == "stop" and await self._step(environment, message, episode)
+        except _FailedError as failed:
+            await self._failed(episode, failed.error, ask)
+        finally:
+            if environment is not None:
+                await self._close(environment)
+        return episode.sample()
+
+    async def _step(self, environment: Any, message: Message, episode: Episode) -> bool:
+        """Have the environment answer; returns whether the policy is to go on."""
+        observed = await self._call(environment.step, message)
+        with _blamed():
+            if not isinstance(observed, Observation):
+                raise TypeError(f"step() returned {observed!r:.200}; must be an Observation")
+            episode.note(message, observed)
+            if observed.done or len(episode.turns) == self.spec.max_turns:
+                episode.finish_reason = "stop" if observed.done else "length"
+                return False
+            return episode.observe(self._renderer.observation(observed.messages, episode.last, episode.chat))
+
+    async def _play_agent(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
+        """Have an agent play; its sample is that of its last conversation."""
+        self._endpoint = self._endpoint or Endpoint()
+        session = Session(lambda: Episode(self.spec, params, prompt, number), self._renderer, self.spec.max_turns, ask)
+        client = await self._endpoint.open(session.answer)
+        try:
+            try:
+                given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
+                with _blamed():
+                    return session.sample(float(given or 0.0))
+            except _FailedError as failed:
+                if session.error is not None:
+                    raise session.error from None
+                if session.refused:  # it was told that there is no room: the episode is cut off
+                    return session.sample(0.0)
+                episode = session.last()
+                await self._failed(episode, failed.error, ask)
+                return episode.sample()
+        finally:
+            self._endpoint.forget(client)
+
+    async def _failed(self, episode: Episode, error: Exception, ask: Ask) -> None:
+        what = f"raised {type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError) and self.spec.step_timeout is not None:
+            what = f"was not done after {self.spec.step_timeout:g} s (generation.step_timeout)"
+        name = self.spec.environment.name
+        message = f"the environment {name} {what} (row {episode.prompt.row}, turn {len(episode.turns)})"
+        if not self.spec.skip:
+            raise EpisodeError(message) from error
+        logger.warning("WARNING: %s; the episode has no reward", message)
+        if not episode.turns:  # a sample has to have something that was sampled
+            episode.add(await ask(episode.turn()))
+        episode.fail()
+
+    async def _close(self, environment: Any) -> None:
+        try:
+            await self._call(environment.close)
+        except _FailedError as failed:
+            logger.warning("WARNING: close() of an environment raised %r", failed.error)
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any, session: Session | None = None) -> Any:
+        """Call a method of an environment, or an agent: a coroutine here, a plain function in a thread, which may hang.
+        What an agent waits for the policy does not count.
+        """
+        started = time.monotonic()
+        try:
+            with _blamed():
+                async with asyncio.timeout(self.spec.step_timeout) as limit:
+                    if session is not None:
+                        session.limit, session.seconds = limit, self.spec.step_timeout
+                    here = inspect.iscoroutinefunction(function)
+                    found = await (function(*arguments) if here else _in_thread(function, arguments))
+                    return await found if inspect.isawaitable(found) else found
+        finally:
+            self.seconds += time.monotonic() - started - (0.0 if session is None else session.waited)
+
+
+def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[T]:
+    """Call it in a thread of its own, for which no process waits when it ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        result, failed = None, None
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            failed = error
+        with suppress(RuntimeError):  # nobody waits for it any more
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    return future

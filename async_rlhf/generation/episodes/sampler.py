@@ -1,0 +1,238 @@
+"""Which answers of which episodes an engine samples together.
+
+Within a request of an exact run, episodes take turns together: all that go on are decoded in one call, then all
+environments answer, however long each takes. So what is decoded together depends on no time, and the run is exact. In
+flight an answer gets a place as soon as its environment is done, and others decode meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.generation.episodes.playing import Player
+from async_rlhf.generation.protocol import Completions, Sampler, drawing
+from async_rlhf.types import Prompt, Sample, Turn
+
+T = TypeVar("T")
+_LOOK_SECONDS = 0.5
+_TICKS = 4
+"""Steps of the event loop between two steps of decoding: an answer passes through a few of them."""
+
+
+class EpisodeSampler:
+    """Samples the episodes of prompts, K of each.
+
+    Without an environment each of them ends with the policy's first answer.
+
+    Args:
+        engine: samples the policy's answers; its ``params`` say how episodes are played.
+        ranks: of the learner, if they sample together; rank 0 alone plays.
+        heartbeat: called often while environments are waited for: a sign of life.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks | None = None, heartbeat: Callable[[], None] = lambda: None) -> None:
+        episodes = engine.params.episodes
+        self.engine, self.player = engine, None if episodes is None else Player(episodes)
+        self._ranks, self._heartbeat = ranks or Ranks(), heartbeat
+
+    def generate(self, prompts: Sequence[Prompt]) -> Completions:
+        """See :class:`~async_rlhf.generation.protocol.Sampler`."""
+        if self.player is None:
+            return self.engine.generate(prompts)
+        if self._ranks.is_main:
+            return _run(self._take_turns(self.player, prompts))
+        while self._ranks.broadcast("another turn", lambda: False):
+            self._answers([])
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """What :meth:`take_seconds` returns, for a batch."""
+        return {} if self.player is None else {"time/environment": self.take_seconds()}
+
+    def take_seconds(self) -> float:
+        """Seconds that environments took since this was last called, those of all episodes added."""
+        if self.player is None:
+            return 0.0
+        seconds, self.player.seconds = self.player.seconds, 0.0
+        return seconds
+
+    def _answers(self, turns: Sequence[Turn]) -> list[Sample]:
+        with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
+            return [sample for (sample,) in self.engine.generate(turns)]
+
+    async def _take_turns(self, player: Player, prompts: Sequence[Prompt]) -> Completions:
+        under_way = _UnderWay(player, self.engine)
+        try:
+            for prompt in prompts:
+                under_way.begin(prompt)
+            while under_way.left:
+                while len(under_way.asked) < under_way.left:
+                    await under_way.changed_within(_LOOK_SECONDS)
+                    self._heartbeat()
+                if under_way.left and self._ranks.broadcast("another turn", lambda: True):
+                    turns = under_way.take(len(under_way.asked))
+                    for turn, sample in zip(turns, self._answers(turns), strict=True):
+                        under_way.answer(turn, sample)
+            self._ranks.broadcast("another turn", lambda: False)
+        finally:
+            await under_way.end()
+        return [samples for _, samples in sorted(under_way.complete())]
+
+    def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        """See :class:`~async_rlhf.generation.protocol.Engine`."""
+        if self.player is None:
+            yield from self.engine.stream(more)
+            return
+        loop = asyncio.new_event_loop()
+        under_way = _UnderWay(self.player, self.engine)
+        try:
+            yield from self._stream(under_way, loop, more)
+        finally:
+            loop.run_until_complete(under_way.end())
+            loop.close()
+
+    def _stream(
+        self, under_way: _UnderWay, loop: asyncio.AbstractEventLoop, more: Callable[[int], Sequence[Prompt]]
+    ) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        decoding: dict[int, Turn] = {}
+        """Turns that the engine has, by its number."""
+        numbers, samples_per_prompt = 0, self.engine.params.samples_per_prompt
+
+        def tick() -> None:
+            for _ in range(_TICKS):
+                loop.run_until_complete(asyncio.sleep(0))
+
+        async def begin(places: int) -> None:
+            for prompt in more(max(0, places - len(under_way.asked)) // samples_per_prompt):
+                under_way.begin(prompt)
+
+        def turns(places: int) -> Sequence[Turn]:
+            nonlocal numbers
+            loop.run_until_complete(begin(places))
+            tick()
+            while not decoding and not under_way.asked and under_way.left:
+                loop.run_until_complete(under_way.changed_within(_LOOK_SECONDS))
+                self._heartbeat()
+            taken = under_way.take(places)
+            decoding.update(enumerate(taken, start=numbers))
+            numbers += len(taken)
+            return taken
+
+        going = True
+        while going:
+            numbers = 0
+            with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
+                for number, (sample,) in self.engine.stream(turns):
+                    under_way.answer(decoding.pop(number), sample)
+                    tick()
+                    yield from under_way.complete()
+            tick()
+            yield from under_way.complete()
+            going = under_way.left > 0
+
+
+@dataclass
+class _Group:
+    """A prompt's episodes."""
+
+    number: int
+    ended: dict[int, Sample] = field(default_factory=dict)
+
+
+class _UnderWay:
+    """Episodes that have begun, and what they wait for. Used within one event loop."""
+
+    def __init__(self, player: Player, engine: Sampler) -> None:
+        self._player, self._params = player, engine.params
+        self.asked: dict[tuple[int, int], tuple[Turn, asyncio.Future[Sample]]] = {}
+        """Turns that wait for an engine, by the prompt's and the sample's number."""
+        self._decoding: dict[int, asyncio.Future[Sample]] = {}
+        """Who waits for a turn that an engine has, by the turn's id."""
+        self.left = 0
+        """Episodes that have not ended."""
+        self._begun = 0
+        self._complete: list[tuple[int, tuple[Sample, ...]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def begin(self, prompt: Prompt) -> None:
+        """Begin the K episodes of a prompt."""
+        group = _Group(self._begun)
+        self._begun += 1
+        for number in range(self._params.samples_per_prompt):
+            self.left += 1
+            task = asyncio.get_running_loop().create_task(self._play(prompt, number, group))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    async def _play(self, prompt: Prompt, number: int, group: _Group) -> None:
+        def ask(turn: Turn) -> asyncio.Future[Sample]:
+            future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+            self.asked[group.number, number] = turn, future
+            self._changed.set()
+            return future
+
+        group.ended[number] = await self._player.play(prompt, number, self._params, ask)
+        count = self._params.samples_per_prompt
+        if len(group.ended) == count:
+            self._complete.append((group.number, tuple(group.ended[k] for k in range(count))))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.left -= 1
+        if not task.cancelled():
+            self._error = self._error or task.exception()
+        self._changed.set()
+
+    async def changed_within(self, seconds: float) -> None:
+        """Wait until an episode asks or ends, but not for long. Raises what one has raised."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+
+    def take(self, most: int) -> list[Turn]:
+        """The first of the turns that wait, in the order of the prompts."""
+        if self._error is not None:
+            raise self._error
+        turns = []
+        for key in sorted(self.asked)[:most]:
+            turn, future = self.asked.pop(key)
+            self._decoding[id(turn)] = future
+            turns.append(turn)
+        return turns
+
+    def answer(self, turn: Turn, sample: Sample) -> None:
+        """Give the policy's answer to whom asked for it."""
+        self._decoding.pop(id(turn)).set_result(sample)
+
+    def complete(self) -> list[tuple[int, tuple[Sample, ...]]]:
+        """The prompts whose episodes have all ended since it was last called, by their numbers."""
+        found, self._complete = self._complete, []
+        return found
+
+    async def end(self) -> None:
+        """Cancel what has not ended; its environments are closed."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._player.close()
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also where a loop is running already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, main).result()

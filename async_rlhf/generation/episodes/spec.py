@@ -1,0 +1,145 @@
+"""How episodes are played, as it reaches every process that samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cloudpickle
+from transformers import PreTrainedTokenizerBase
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import require
+from async_rlhf.config.import_by_name import load_attribute
+from async_rlhf.config.rewards import FunctionName
+from async_rlhf.generation.episodes.tools import ToolEnvironment, as_environment, schemas_of
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Something of the user's that other processes need: they load it by its name or, without one, get it by value."""
+
+    value: Any
+    load: Callable[[], Any] | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, value: Any) -> Sent:
+        """A class, a function or an object, with its name for messages."""
+        return (
+            value if isinstance(value, Sent) else cls(value, name=getattr(value, "__qualname__", type(value).__name__))
+        )
+
+    def __call__(self) -> Any:
+        """What the environment's class or function makes."""
+        return self.value()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.load or cloudpickle.dumps(self.value), self.name)
+
+
+def _received(what: Any, name: str) -> Sent:
+    return Sent(what(), what, name) if callable(what) else Sent(cloudpickle.loads(what), name=name)
+
+
+def named(name: str, key: str) -> Sent:
+    """What a configuration names: "module:attribute" or "file.py:attribute", with arguments those that are filled in.
+
+    Raises:
+        ConfigError: there is no such thing; the error names the key.
+    """
+    load = partial(_load, name, key)
+    return Sent(load(), load, name)
+
+
+def _load(name: str, key: str) -> Any:
+    wanted = FunctionName.parse(name, key)
+    found = load_attribute(wanted.place, wanted.attribute, key, "function")
+    require(callable(found), key, name, "must be a class or a function")
+    return found if wanted.arguments is None else partial(found, **wanted.arguments)
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """How episodes are played."""
+
+    environment: Sent
+    """Makes an environment for each episode."""
+    tokenizer: PreTrainedTokenizerBase
+    max_turns: int
+    """Most answers of the policy."""
+    length: int
+    """Most tokens after the prompt, observations included."""
+    step_timeout: float | None
+    """Seconds for each call of an environment; None for no limit."""
+    skip: bool
+    """Give an episode that fails no reward, instead of ending the run."""
+    is_agent: bool = False
+    """The environment is an agent: a function of a client and a row, which asks the policy itself."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What answers the policy, as a user gives it: an environment, an agent, tools, or nothing."""
+
+    environment: Any = None
+    """Makes an environment for each episode."""
+    tools: Sequence[Any] = ()
+    """Functions that the policy may call."""
+    agent: Any = None
+    """A function of a client and a row that asks the policy itself."""
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether a run needs no other rewards."""
+        return self.environment is not None or self.agent is not None
+
+    def check(self, max_turns: int | None, prefix: str = "") -> None:
+        """Require that there is one of them at most, and that the length of episodes is said if there is one.
+
+        Raises:
+            ConfigError: the error names the key, with a prefix those of the training.
+        """
+        given = [name for name in ("environment", "tools", "agent") if getattr(self, name)]
+        right = (
+            f"must be left out with {given[0] if given else ''}: only one of environment, tools and agent may be given"
+        )
+        require(len(given) < 2, given[-1] if given else "", "something", right)
+        right = "must be given with an environment, tools or an agent, and null without"
+        require(bool(given) == (max_turns is not None), f"{prefix}generation.max_turns", max_turns, right)
+
+
+def _maker(world: World) -> Sent | None:
+    if world.gives_rewards:
+        return Sent.of(world.environment or world.agent)
+    tools = world.tools
+    functions = [Sent.of(tool) for tool in tools]
+    names = ", ".join(function.name for function in functions)
+    return Sent(partial(_with_tools, functions), name=names) if functions else None
+
+
+def _with_tools(functions: Sequence[Sent]) -> ToolEnvironment:
+    return ToolEnvironment([function.value for function in functions])
+
+
+def tools_of(world: World) -> list[dict[str, Any]]:
+    """Schemas of the functions that the policy may call; those of an agent are its own.
+
+    Raises:
+        ConfigError: the environment cannot be made, or a function has no types or explanations.
+    """
+    made = _maker(world)
+    return [] if made is None or world.agent is not None else schemas_of(getattr(as_environment(made()), "tools", ()))
+
+
+def episodes_of(config: OnlineConfig, world: World, tokenizer: PreTrainedTokenizerBase) -> EpisodeSpec | None:
+    """How a run plays its episodes; None if nothing answers the policy."""
+    made, generation = _maker(world), config.generation
+    if made is None:
+        return None
+    assert generation.max_turns is not None
+    skip = config.reward_errors == "skip"
+    length, timeout = generation.longest_episode, generation.step_timeout
+    return EpisodeSpec(made, tokenizer, generation.max_turns, length, timeout, skip, world.agent is not None)

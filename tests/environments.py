@@ -1,0 +1,44 @@
+"""Environments for tests of episodes: answers that depend on everything the policy wrote, with rewards and lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_rlhf.generation.episodes.environment import Message, Observation
+
+SLOW: list[float] = []
+"""Seconds that a step of :class:`Echo` may take; nothing for none. Set by tests, in the process that plays."""
+
+
+class Echo:
+    """Answers each message with a checksum of all of them and gives a part of it as the reward; ends after 2 to 4."""
+
+    opening: Sequence[Message] = ()
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        self.seen, self.turns = f"{row['name']} {seed}", 0
+        return self.opening
+
+    async def step(self, message: Message) -> Observation:
+        self.seen, self.turns = f"{self.seen} {message['content']}", self.turns + 1
+        number = zlib.crc32(self.seen.encode())
+        if SLOW:
+            await asyncio.sleep(random.choice(SLOW))
+        answer = [{"role": "user", "content": f"[{number % 1000}]"}]
+        return Observation(
+            answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics={"last": number % 5}
+        )
+
+    def close(self) -> None:
+        assert not getattr(self, "closed", False)
+        self.closed = True
+
+
+class Greeting(Echo):
+    """The same, with an opening of its own."""
+
+    opening = ({"role": "user", "content": "hello "},)

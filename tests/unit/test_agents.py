@@ -1,0 +1,223 @@
+"""Agents: what they say over HTTP or in the process becomes tokens that were sampled, and tokens that were not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from tiny import new_args, new_policy
+
+from async_rlhf.generation.episodes.endpoint import RefusedError
+from async_rlhf.generation.episodes.playing import EpisodeError
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
+from async_rlhf.run.trainer import OnlineTrainer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "!{{ c.function.name }}{{ c.function.arguments }}{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+STOPS = [256, *range(60)]
+
+
+@pytest.fixture
+def chats(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def sampled(tmp_path, tokenizer, agent, count=4, samples=2, **generation):
+    """The samples of some prompts, by a new policy with an agent."""
+    generation = {"response_length": 6, "max_turns": 3, "episode_length": 60, "stop_token_ids": STOPS[1:], **generation}
+    args = new_args(
+        tmp_path, generation=generation, samples_per_prompt=samples, **({"reward_errors": "skip"} if count < 0 else {})
+    )
+    rows = [{"query": [{"role": "user", "content": f"q{i}"}], "number": i} for i in range(8)]
+    policy = new_policy(max_position_embeddings=160)
+    trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=tokenizer)
+    prompts = [trainer.run.prompts.stream.prompt(n) for n in range(abs(count))]
+    return prompts, EpisodeSampler(trainer.run.engine).generate(prompts)
+
+
+def parts(tokenizer, sample):
+    """Runs of tokens by whether they were sampled: [(sampled, text), ...]."""
+    edges = np.flatnonzero(np.diff(sample.sampled)) + 1
+    runs = np.split(np.arange(len(sample)), edges)
+    return [(bool(sample.sampled[run[0]]), tokenizer.decode(sample.tokens[run].tolist())) for run in runs]
+
+
+async def two_questions(client, row):
+    chat = [{"role": "user", "content": f"n{row['number']}"}]
+    chat.append(await client.chat(chat))
+    chat.append({"role": "user", "content": "again"})
+    try:
+        await client.chat(chat)
+    except RefusedError as error:
+        assert error.code == "context_length_exceeded"
+    return row["number"]
+
+
+def test_an_agent_goes_on_with_the_tokens_that_were_sampled(tmp_path, chats):
+    prompts, found = sampled(tmp_path, chats, two_questions)
+    both = 0
+    for prompt, samples in zip(prompts, found, strict=True):
+        for sample in samples:
+            asked, *rest = parts(chats, sample)
+            assert asked == (False, f"<u>n{prompt.columns['number']}<a>")
+            assert sample.rewards.sum() == prompt.columns["number"] == sample.rewards[-1]
+            assert sample.metrics["conversations"] == 1
+            if sample.metrics["turns"] == 2:
+                both += 1
+                (first, _), (second, said), (third, _) = rest
+                assert (first, second, third) == (True, False, True)
+                ended = chats.decode(_run(sample)[-1:].tolist())  # the template's own end of an answer, or another
+                assert said == ("" if ended == "<eos>" else "<eos>") + "<u>again<a>"
+    assert both >= 3
+
+
+def _run(sample):
+    """The first answer."""
+    start = int(sample.sampled.argmax())
+    rest = np.flatnonzero(~sample.sampled[start:])
+    return sample.tokens[start : start + (rest[0] if len(rest) else len(sample))]
+
+
+def over_http(client, row):
+    """A plain function, which waits for a server in a thread of its own."""
+    chat, tools = [{"role": "user", "content": [{"type": "text", "text": "over http"}]}], []
+    for _ in range(2):
+        body = json.dumps({"model": client.model, "messages": chat, "tools": tools, "temperature": 1}).encode()
+        head = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{client.base_url}/chat/completions", body, head)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as error:
+            assert json.load(error)["error"]["code"] == "context_length_exceeded"
+            break
+        (choice,) = found["choices"]
+        assert choice["finish_reason"] in ("stop", "length")
+        assert found["usage"]["completion_tokens"] <= 6
+        chat += [choice["message"], {"role": "user", "content": "more"}]
+    return 0.5
+
+
+def test_over_http_it_is_the_same(tmp_path, chats):
+    async def in_the_process(client, row):
+        chat = [{"role": "user", "content": "over http"}]
+        with pytest.MonkeyPatch.context():
+            for _ in range(2):
+                try:
+                    chat += [await client.chat(chat), {"role": "user", "content": "more"}]
+                except RefusedError:
+                    break
+        return 0.5
+
+    _, ours = sampled(tmp_path, chats, in_the_process)
+    _, theirs = sampled(tmp_path, chats, over_http)
+    assert theirs == ours
+    assert max(sample.metrics["turns"] for samples in ours for sample in samples) == 2
+
+
+def test_a_stranger_gets_no_answer(tmp_path, chats):
+    seen = []
+
+    def agent(client, row):
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+        for key in ("", "Bearer ", "Bearer wrong"):
+            request = urllib.request.Request(f"{client.base_url}/chat/completions", body, {"Authorization": key})
+            with pytest.raises(urllib.error.HTTPError) as found:
+                urllib.request.urlopen(request, timeout=60)
+            seen.append(found.value.code)
+        return over_http(client, row)
+
+    sampled(tmp_path, chats, agent, count=1, samples=2)
+    assert seen == [401] * 6
+
+
+def test_a_history_that_is_rewritten_begins_another_conversation(tmp_path, chats):
+    async def agent(client, row):
+        first = await client.chat([{"role": "user", "content": "one"}])
+        await client.chat([{"role": "user", "content": "changed"}, first, {"role": "user", "content": "two"}])
+        return 1.0
+
+    _, found = sampled(tmp_path, chats, agent)
+    for samples in found:
+        for sample in samples:
+            assert sample.metrics["conversations"] == 2
+            assert sample.metrics["turns"] == 2
+            (asked, text), (answered, _) = parts(chats, sample)
+            assert (asked, answered) == (False, True)
+            assert text.startswith("<u>changed<a>")
+            assert text.endswith("<eos><u>two<a>")
+
+
+def test_turns_are_limited_and_a_refused_agent_may_end_as_it_likes(tmp_path, chats):
+    async def agent(client, row):
+        for turn in range(5):
+            await client.chat([{"role": "user", "content": f"try {turn}"}])
+        return 1.0
+
+    _, found = sampled(tmp_path, chats, agent)
+    samples = [sample for each in found for sample in each]
+    assert {sample.metrics["turns"] for sample in samples} == {3.0}
+    assert {sample.finish_reason for sample in samples} == {"length"}
+    assert {float(sample.rewards.sum()) for sample in samples} == {0.0}
+
+
+async def _raises(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    raise KeyError("no such thing")
+
+
+async def _silent(client, row):
+    return 1.0
+
+
+async def _not_a_number(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    return float("nan")
+
+
+async def _hangs(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("agent", "why"),
+    [
+        (_raises, r"_raises raised KeyError: 'no such thing' \(row \d+, turn 1\)"),
+        (_silent, "raised ValueError: the agent asked the policy nothing"),
+        (_not_a_number, "the agent returned nan; must be a finite number"),
+        (_hangs, r"_hangs was not done after 0.5 s \(generation.step_timeout\)"),
+    ],
+)
+def test_an_agent_that_fails_ends_the_run_or_its_episode(tmp_path, chats, agent, why):
+    with pytest.raises(EpisodeError, match=why):
+        sampled(tmp_path, chats, agent, step_timeout=0.5)
+    _, found = sampled(tmp_path, chats, agent, count=-2, step_timeout=0.5)
+    for samples in found:
+        for sample in samples:
+            assert np.isnan(sample.rewards).sum() == 1
+            assert sample.metrics["failed"] == 1
+
+
+def test_what_it_waits_for_the_policy_does_not_count(tmp_path, chats, monkeypatch):
+    async def agent(client, row):
+        await client.chat([{"role": "user", "content": "x"}])
+        return 1.0
+
+    def slow(self, turns, inner=EpisodeSampler._answers):
+        import time
+
+        time.sleep(0.6)
+        return inner(self, turns)
+
+    monkeypatch.setattr(EpisodeSampler, "_answers", slow)
+    _, found = sampled(tmp_path, chats, agent, step_timeout=0.5)
+    assert all(sample.rewards.sum() == 1 for samples in found for sample in samples)
