@@ -18,6 +18,7 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.episodes import World
 from async_rlhf.config.rewards import check_bits
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
@@ -25,7 +26,7 @@ from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.distributed.parallel import Parallel
-from async_rlhf.generation.episodes.spec import World, episodes_of, tools_of
+from async_rlhf.generation.episodes.spec import episodes_of, tools_of
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.learner.launch import rank_device, start_ranks

@@ -9,9 +9,9 @@ from typing import Any
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig, RepeatableConfig
+from async_rlhf.config.episodes import World
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_bits, check_functions
-from async_rlhf.generation.episodes.spec import World
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunConfig(Checked):
     literal keyword arguments. It may give rewards; train.generation.max_turns says most answers of the policy."""
     tools: list[str] = key([])
     """Instead of an environment, functions that the policy may call, as "module:function" or "file.py:function". Some
-    come along, in async_rlhf.generation.episodes.builtin."""
+    come along, in async_rlhf.tasks.tools."""
     agent: str | None = None
     """Instead, an agent, "module:function" or "file.py:function": an async function of a client and a row, which asks
     the policy by an OpenAI-compatible endpoint and returns a reward."""

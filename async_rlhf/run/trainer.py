@@ -18,9 +18,9 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.algorithms.reinforce import RLOO
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.episodes import World
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.unsized import Stream, is_unsized
-from async_rlhf.generation.episodes.spec import World
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator

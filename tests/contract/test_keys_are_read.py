@@ -207,9 +207,7 @@ def _trains(inputs: Inputs) -> None:
     world = {"environment": f"{Path(environments.__file__)}:Echo", "reward_funcs": []}
     turns = {"response_length": 6, "num_threads": 1, "max_turns": 2, "episode_length": 30}
     run_train(inputs.run("episodes", "grpo", world, generation=turns))
-    run_train(
-        inputs.run("tools", "grpo", {"tools": [f"async_rlhf.generation.episodes.builtin:calculate"]}, generation=turns)
-    )
+    run_train(inputs.run("tools", "grpo", {"tools": ["async_rlhf.tasks.tools:calculate"]}, generation=turns))
     for name in BUILT_IN:
         if name not in ("online_dpo", "ppo", "grpo", "rloo"):
             run_train(inputs.run(name, name))

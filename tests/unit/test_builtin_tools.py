@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.config import ConfigError
-from async_rlhf.generation.episodes import builtin
-from async_rlhf.generation.episodes.builtin import CHARACTERS, Search, calculate, python
 from async_rlhf.generation.episodes.tools import ToolEnvironment, schemas_of
+from async_rlhf.tasks import tools as builtin
+from async_rlhf.tasks.tools import CHARACTERS, Search, calculate, python
 
 ONLY_ARITHMETIC = "Error: only numbers, + - * / // % ** and parentheses can be computed"
 TOO_LARGE = "Error: the number is too large"
@@ -168,7 +168,7 @@ def test_there_is_no_network():
 @needs_namespaces
 def test_a_program_ends_though_its_caller_is_killed():
     source = (
-        "from async_rlhf.generation.episodes import builtin\nbuiltin.SECONDS = 1\n"
+        "from async_rlhf.tasks import tools as builtin\nbuiltin.SECONDS = 1\n"
         f'builtin.python(\'import os; os.execvp("sleep", ["sleep", "{mark(3)}"])\')'
     )
     caller = subprocess.Popen([sys.executable, "-c", source])

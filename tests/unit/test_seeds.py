@@ -99,7 +99,9 @@ def test_training(place, make_args, tokenizer):
 
 
 def test_generators(monkeypatch):
-    monkeypatch.setattr(worker, "make_engine", lambda *_: SimpleNamespace(heartbeat_with=lambda _: None))
+    monkeypatch.setattr(
+        worker, "make_engine", lambda _, params: SimpleNamespace(heartbeat_with=lambda _: None, params=params)
+    )
     found = []
     for seed in (5, 5, 6):
         forget()

@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.episodes import World
 from async_rlhf.generation.episodes.agents import Session
 from async_rlhf.generation.episodes.endpoint import Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
 from async_rlhf.generation.episodes.episode import Episode
 from async_rlhf.generation.episodes.rendering import Renderer
-from async_rlhf.generation.episodes.spec import EpisodeSpec, World, tools_of
+from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
 from async_rlhf.generation.episodes.tools import as_environment
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds

@@ -1,0 +1,40 @@
+"""What answers the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.config.base import require
+
+
+@dataclass(frozen=True)
+class World:
+    """What answers the policy, as a user gives it: an environment, an agent, tools, or nothing."""
+
+    environment: Any = None
+    """Makes an environment for each episode."""
+    tools: Sequence[Any] = ()
+    """Functions that the policy may call."""
+    agent: Any = None
+    """A function of a client and a row that asks the policy itself."""
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether a run needs no other rewards."""
+        return self.environment is not None or self.agent is not None
+
+    def check(self, max_turns: int | None, prefix: str = "") -> None:
+        """Require that there is one of them at most, and that the length of episodes is said if there is one.
+
+        Raises:
+            ConfigError: the error names the key, with a prefix those of the training.
+        """
+        given = [name for name in ("environment", "tools", "agent") if getattr(self, name)]
+        right = (
+            f"must be left out with {given[0] if given else ''}: only one of environment, tools and agent may be given"
+        )
+        require(len(given) < 2, given[-1] if given else "", "something", right)
+        right = "must be given with an environment, tools or an agent, and null without"
+        require(bool(given) == (max_turns is not None), f"{prefix}generation.max_turns", max_turns, right)
