@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_rlhf.generation.episodes.environment import Message, Observation
-
-SLOW: list[float] = []
-"""Seconds that a step of :class:`Echo` may take; nothing for none. Set by tests, in the process that plays."""
 
 
 class Echo:
@@ -20,21 +18,20 @@ class Echo:
     opening: Sequence[Message] = ()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        self.seen, self.turns = f"{row['name']} {seed}", 0
+        self.seen, self.turns, self.closed = f"{row['name']} {seed}", 0, False
         return self.opening
 
     async def step(self, message: Message) -> Observation:
         self.seen, self.turns = f"{self.seen} {message['content']}", self.turns + 1
         number = zlib.crc32(self.seen.encode())
-        if SLOW:
-            await asyncio.sleep(random.choice(SLOW))
+        if slow := os.environ.get("SLOW_STEPS"):  # seconds that a step may take
+            await asyncio.sleep(float(random.SystemRandom().choice(slow.split())))
         answer = [{"role": "user", "content": f"[{number % 1000}]"}]
-        return Observation(
-            answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics={"last": number % 5}
-        )
+        last = {"last": number % 5}
+        return Observation(answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics=last)
 
     def close(self) -> None:
-        assert not getattr(self, "closed", False)
+        assert not self.closed
         self.closed = True
 
 
@@ -42,3 +39,13 @@ class Greeting(Echo):
     """The same, with an opening of its own."""
 
     opening = ({"role": "user", "content": "hello "},)
+
+
+class Fickle(Echo):
+    """Says something else each time that it is asked."""
+
+    async def step(self, message: Message) -> Observation:
+        observed = await super().step(message)
+        number = random.SystemRandom().randrange(100)
+        more = [{"role": "user", "content": f"<{number}>"}]
+        return Observation(more, number / 100, done=number < 30, metrics={**observed.metrics, "number": float(number)})

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.generation.episodes.replies import rewards_of_turns
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import drawing
 from async_rlhf.run.build import Run
@@ -106,9 +105,7 @@ def conversation(sample: Sample) -> dict[str, Any]:
     """What an episode's row in a file of samples has besides: its messages, the rewards of its turns, its metrics."""
     if sample.messages is None:
         return {}
-    rewards = np.zeros(0) if sample.rewards is None else sample.rewards[sample.rewards != 0]
-    given = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
-    return {"messages": sample.messages, "rewards": given, "metrics": dict(sample.metrics)}
+    return {"messages": sample.messages, "rewards": rewards_of_turns(sample), "metrics": dict(sample.metrics)}
 
 
 def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:

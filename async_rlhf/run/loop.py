@@ -16,6 +16,7 @@ import numpy as np
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.generation.episodes.replies import EPISODES, episode_rows
 from async_rlhf.models.async_save import Write
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
@@ -245,6 +246,8 @@ class TrainingLoop(Loop):
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         if SCHEDULE in self.logs:
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
+        for row in episode_rows(scored.batch.groups) if EPISODES in self.logs else ():
+            self.logs[EPISODES].write(row)
         if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
             logger.warning("%s", warning)
         if everything:
@@ -288,6 +291,8 @@ class TrainingLoop(Loop):
         rows = list(answer_rows(self.run, scored))
         for row in rows:
             self.logs[EVAL_SAMPLES].write(row)
+        for row in episode_rows(scored.batch.groups, batch) if EPISODES in self.logs else ():
+            self.logs[EPISODES].write(row)
         callbacks.table("eval_completions", rows[:TABLE_ROWS], batch)
         callbacks.log(self._log_metrics(metrics, batch), batch)
         callbacks.evaluated(metrics, batch)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
@@ -22,6 +23,7 @@ from async_rlhf.generation.episodes.endpoint import Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
 from async_rlhf.generation.episodes.episode import Episode
 from async_rlhf.generation.episodes.rendering import Renderer
+from async_rlhf.generation.episodes.replies import Replies
 from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
 from async_rlhf.generation.episodes.tools import as_environment
 from async_rlhf.generation.protocol import SamplingParams
@@ -76,6 +78,7 @@ class Player:
         self._renderer = Renderer(spec.tokenizer, schemas)
         if schemas and spec.tokenizer.chat_template is not None:
             self._renderer.check("tool")
+        self._replies = None if spec.replies is None else Replies(Path(spec.replies))
         self._endpoint: Endpoint | None = None
 
     async def close(self) -> None:
@@ -84,8 +87,10 @@ class Player:
             endpoint, self._endpoint = self._endpoint, None
             await endpoint.close()
 
-    async def play(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
-        """One episode, the prompt's sample of that number.
+    async def play(
+        self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask, evaluated: int | None = None
+    ) -> Sample:
+        """One episode, the prompt's sample of that number; in an evaluation, of the version ``evaluated``.
 
         A truncated episode keeps the rewards that it has had. Its last answer was cut off, or there was no room for the
         next, or there had been ``max_turns`` of them.
@@ -100,7 +105,8 @@ class Player:
         try:
             seed = request_seeds(params.seed, [prompt])[0]
             with _blamed():
-                environment = as_environment(self.spec.environment())
+                recorded = None if self._replies is None else self._replies.of(evaluated, prompt.draw, number)
+                environment = recorded or as_environment(self.spec.environment())
             opened = await self._call(environment.reset, dict(prompt.columns), seed)
             with _blamed():
                 episode.open(self._renderer.opening(prompt, opened or ()), opened or ())

@@ -41,12 +41,12 @@ class EpisodeSampler:
         self.engine, self.player = engine, None if episodes is None else Player(episodes)
         self._ranks, self._heartbeat = ranks or Ranks(), heartbeat
 
-    def generate(self, prompts: Sequence[Prompt]) -> Completions:
-        """See :class:`~async_rlhf.generation.protocol.Sampler`."""
+    def generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
+        """See :class:`~async_rlhf.generation.protocol.Sampler`; in an evaluation, ``evaluated`` is the version."""
         if self.player is None:
             return self.engine.generate(prompts)
         if self._ranks.is_main:
-            return _run(self._take_turns(self.player, prompts))
+            return _run(self._take_turns(self.player, prompts, evaluated))
         while self._ranks.broadcast("another turn", lambda: False):
             self._answers([])
         return []
@@ -66,8 +66,8 @@ class EpisodeSampler:
         with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
             return [sample for (sample,) in self.engine.generate(turns)]
 
-    async def _take_turns(self, player: Player, prompts: Sequence[Prompt]) -> Completions:
-        under_way = _UnderWay(player, self.engine)
+    async def _take_turns(self, player: Player, prompts: Sequence[Prompt], evaluated: int | None) -> Completions:
+        under_way = _UnderWay(player, self.engine, evaluated)
         try:
             for prompt in prompts:
                 under_way.begin(prompt)
@@ -148,8 +148,8 @@ class _Group:
 class _UnderWay:
     """Episodes that have begun, and what they wait for. Used within one event loop."""
 
-    def __init__(self, player: Player, engine: Sampler) -> None:
-        self._player, self._params = player, engine.params
+    def __init__(self, player: Player, engine: Sampler, evaluated: int | None = None) -> None:
+        self._player, self._params, self._evaluated = player, engine.params, evaluated
         self.asked: dict[tuple[int, int], tuple[Turn, asyncio.Future[Sample]]] = {}
         """Turns that wait for an engine, by the prompt's and the sample's number."""
         self._decoding: dict[int, asyncio.Future[Sample]] = {}
@@ -179,7 +179,7 @@ class _UnderWay:
             self._changed.set()
             return future
 
-        group.ended[number] = await self._player.play(prompt, number, self._params, ask)
+        group.ended[number] = await self._player.play(prompt, number, self._params, ask, self._evaluated)
         count = self._params.samples_per_prompt
         if len(group.ended) == count:
             self._complete.append((group.number, tuple(group.ended[k] for k in range(count))))

@@ -77,6 +77,8 @@ class EpisodeSpec:
     """Seconds for each call of an environment; None for no limit."""
     skip: bool
     """Give an episode that fails no reward, instead of ending the run."""
+    replies: str | None = None
+    """A file of what environments said in an earlier run, which is said again."""
     is_agent: bool = False
     """The environment is an agent: a function of a client and a row, which asks the policy itself."""
 
@@ -112,4 +114,5 @@ def episodes_of(config: OnlineConfig, world: World, tokenizer: PreTrainedTokeniz
     assert generation.max_turns is not None
     skip = config.reward_errors == "skip"
     length, timeout = generation.longest_episode, generation.step_timeout
-    return EpisodeSpec(made, tokenizer, generation.max_turns, length, timeout, skip, world.agent is not None)
+    replies, is_agent = generation.replies_from, world.agent is not None
+    return EpisodeSpec(made, tokenizer, generation.max_turns, length, timeout, skip, replies, is_agent)
