@@ -523,8 +523,10 @@ class RemoteGenerator:
 
 
 def _in_flight(size: int | None, params: SamplingParams) -> int:
-    """Requests that fill the places of a worker, and an eighth more that wait for places that become free."""
-    prompts = max(1, params.batch_size // params.samples_per_prompt)
+    """Requests that fill the places of a worker, and an eighth more that wait for places that become free; twice as
+    many with environments, for which some wait at any time.
+    """
+    prompts = max(1, params.batch_size // params.samples_per_prompt) * (1 if params.episodes is None else 2)
     requests = math.ceil(prompts / (size or 1))
     return requests + max(1, requests // 8)
 

@@ -246,7 +246,7 @@ class TrainingLoop(Loop):
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         if SCHEDULE in self.logs:
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
-        for row in episode_rows(scored.batch.groups) if EPISODES in self.logs else ():
+        for row in episode_rows(scored.batch.index, scored.batch.groups) if EPISODES in self.logs else ():
             self.logs[EPISODES].write(row)
         if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
             logger.warning("%s", warning)
@@ -291,7 +291,7 @@ class TrainingLoop(Loop):
         rows = list(answer_rows(self.run, scored))
         for row in rows:
             self.logs[EVAL_SAMPLES].write(row)
-        for row in episode_rows(scored.batch.groups, batch) if EPISODES in self.logs else ():
+        for row in episode_rows(batch, scored.batch.groups, batch) if EPISODES in self.logs else ():
             self.logs[EPISODES].write(row)
         callbacks.table("eval_completions", rows[:TABLE_ROWS], batch)
         callbacks.log(self._log_metrics(metrics, batch), batch)

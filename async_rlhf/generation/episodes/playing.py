@@ -6,10 +6,10 @@ together, is up to :class:`EpisodeSampler` or a server's client.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import inspect
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -209,5 +209,5 @@ def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asynci
         with suppress(RuntimeError):  # nobody waits for it any more
             loop.call_soon_threadsafe(settle, result, failed)
 
-    threading.Thread(target=work, name="environment", daemon=True).start()
+    _thread.start_new_thread(work, ())  # threading.Thread would wait until it runs, and for its end
     return future

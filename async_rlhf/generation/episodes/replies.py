@@ -17,16 +17,17 @@ EPISODES = "episodes.jsonl"
 """All episodes of a run, of its evaluations too."""
 
 
-def episode_rows(groups: Sequence[Group], evaluated: int | None = None) -> Iterator[dict[str, Any]]:
+def episode_rows(batch: int, groups: Sequence[Group], evaluated: int | None = None) -> Iterator[dict[str, Any]]:
     """A row for each episode.
 
     Args:
+        batch: its number, or that of the batch after which they were asked for.
         groups: prompts and their episodes.
         evaluated: the version that was evaluated with them; None for a batch.
     """
     for group in groups:
         for number, sample in enumerate(group.samples):
-            place = {"evaluated": evaluated, "draw": group.prompt.draw, "sample": number}
+            place = {"batch": batch, "evaluated": evaluated, "draw": group.prompt.draw, "sample": number}
             yield place | {
                 "messages": list(sample.messages or ()),
                 "rewards": rewards_of_turns(sample),
