@@ -32,6 +32,8 @@ from overlap import tokenizer
 from waiting import counting_policy
 
 from async_rlhf import GenerationConfig, Observation, RLOOConfig, RLOOTrainer
+from async_rlhf.generation.sampling import request_seeds
+from async_rlhf.types import Prompt
 
 PLACES, SAMPLES, TURNS, TOKENS = 64, 2, 4, 12
 SMALLEST = {"batches": 10, "episodes": 16, "step_seconds": 0.002}
@@ -39,9 +41,9 @@ EDGE = 4  # batches at either end that do not count
 PROMPT = "w21 w22 w23"
 
 
-def waited(draw: int, turn: int, mean: float) -> float:
+def waited(seed: int, turn: int, mean: float) -> float:
     """Seconds that the environment of a prompt takes in a turn: the same in every run, and for all its samples."""
-    return mean * math.exp(random.Random(draw * TURNS + turn).gauss(-0.5, 1))
+    return mean * math.exp(random.Random(seed + turn).gauss(-0.5, 1))
 
 
 class Waits:
@@ -51,10 +53,10 @@ class Waits:
         self.mean = mean
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        self.row, self.turn = row, 0
+        self.seed, self.turn = seed, 0
 
     async def step(self, message: Mapping[str, Any]) -> Observation:
-        await asyncio.sleep(waited(self.row["number"], self.turn, self.mean))
+        await asyncio.sleep(waited(self.seed, self.turn, self.mean))
         self.turn += 1
         return Observation([{"role": "user", "content": f" w{TOKENS}"}], float(self.turn == 1), self.turn == TURNS)
 
@@ -64,7 +66,7 @@ class Waits:
 
 def run(batches: int, episodes: int, step_seconds: float, in_flight: bool) -> dict[str, float]:
     """Means over batches of the times of each phase."""
-    rows = [{"query": f"{PROMPT} w{TOKENS}", "number": number} for number in range(batches * episodes // SAMPLES)]
+    rows = [{"query": f"{PROMPT} w{TOKENS}"}] * (batches * episodes // SAMPLES)
     length = TURNS * (TOKENS + 3)
     with tempfile.TemporaryDirectory() as folder:
         args = RLOOConfig(
@@ -102,11 +104,12 @@ def run(batches: int, episodes: int, step_seconds: float, in_flight: bool) -> di
 def bounds(batches: int, episodes: int, step_seconds: float) -> tuple[float, float]:
     """Seconds of a batch, means over those that count: in flight, and if all episodes of a batch take turns."""
     places, prompts, mean = min(PLACES, episodes // 2), episodes // SAMPLES, TOKENS * step_seconds / 2
-    decoding = TURNS * TOKENS * step_seconds * episodes / places
+    decoding = TURNS * (TOKENS - 1) * step_seconds * episodes / places  # a pass over the prompt draws the first token
     of_batches = []
     for batch in range(EDGE, batches - EDGE):
-        draws = range(batch * prompts, (batch + 1) * prompts)
-        of_batches.append(sum(max(waited(draw, turn, mean) for draw in draws) for turn in range(TURNS)))
+        drawn = [Prompt(draw, 0, ()) for draw in range(batch * prompts, (batch + 1) * prompts)]
+        seeds = request_seeds(0, drawn)
+        of_batches.append(sum(max(waited(seed, turn, mean) for seed in seeds) for turn in range(TURNS)))
     return decoding, decoding + statistics.fmean(of_batches)
 
 

@@ -101,7 +101,7 @@ def _scored(run: Run, version: int, groups: tuple[Group, ...]) -> tuple[dict[str
     return {f"eval_{name}": value for name, value in scored.metrics.items()}, scored
 
 
-def conversation(sample: Sample) -> dict[str, Any]:
+def episode_fields(sample: Sample) -> dict[str, Any]:
     """What an episode's row in a file of samples has besides: its messages, the rewards of its turns, its metrics."""
     if sample.messages is None:
         return {}
@@ -124,5 +124,5 @@ def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:
                 "prompt": prompt,
                 "completion": next(texts),
                 "finish_reason": sample.finish_reason,
-                **conversation(sample),
+                **episode_fields(sample),
             }

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.generation.episodes.replies import EPISODES, episode_rows
+from async_rlhf.generation.episodes.replies import EPISODES, conversation, episode_rows
 from async_rlhf.models.async_save import Write
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
@@ -24,7 +24,7 @@ from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
-from async_rlhf.run.held_out import Evaluations, answer_rows, conversation
+from async_rlhf.run.held_out import Evaluations, answer_rows, episode_fields
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning
@@ -329,7 +329,9 @@ class TrainingLoop(Loop):
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
-            self.logs[SAMPLES].write(row | conversation(sample))
+            more = episode_fields(sample)
+            self.logs[SAMPLES].write(row | more)
+            row |= {"completion": conversation(more["messages"], more["rewards"])} if more else {}
             lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())
             table.append({**row, "episode": self.run.callbacks.state.episode, "lag": lag})
         self.run.callbacks.table("completions", table)
