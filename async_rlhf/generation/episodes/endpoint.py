@@ -12,11 +12,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.generation.episodes.environment import Message
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 Answer = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Awaitable[tuple[Message, str, int, int]]]
 """Has the policy answer messages, with schemas of tools. Returns its message, the reason why it ended, and how many
@@ -93,6 +94,8 @@ class Endpoint:
             self._runner = None
 
     async def _start(self) -> None:
+        from aiohttp import web
+
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self._completions)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -120,12 +123,18 @@ class Endpoint:
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         choice = {"index": 0, "message": _spoken(message), "finish_reason": reason, "logprobs": None}
         head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": int(time.time())}
-        return web.json_response({**head, "model": client.model, "choices": [choice], "usage": usage})
+        return _json({**head, "model": client.model, "choices": [choice], "usage": usage})
 
 
 def _refused(status: int, code: str, message: str) -> web.Response:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
+    return _json({"error": error}, status)
+
+
+def _json(found: Mapping[str, Any], status: int = 200) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(found, status=status)
 
 
 def _spoken(message: Message) -> Message:

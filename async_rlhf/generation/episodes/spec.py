@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import cloudpickle
@@ -115,4 +116,6 @@ def episodes_of(config: OnlineConfig, world: World, tokenizer: PreTrainedTokeniz
     skip = config.reward_errors == "skip"
     length, timeout = generation.longest_episode, generation.step_timeout
     replies, is_agent = generation.replies_from, world.agent is not None
+    right = "must be left out, or aiohttp must be installed: pip install aiohttp"
+    require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
     return EpisodeSpec(made, tokenizer, generation.max_turns, length, timeout, skip, replies, is_agent)
