@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
-from async_rlhf.generation.episodes.replies import EPISODES
 from async_rlhf.run.config import RunConfig
+from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.folder import METRICS
 from async_rlhf.run.record import RUN_FILE, unnamed_in
 from async_rlhf.system.errors import DiffersError

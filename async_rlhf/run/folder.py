@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.generation.episodes.replies import EPISODES
+from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.manifest import CheckpointError, delete_whole, stranger_in, verify
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import Hold, hold, refuse_in_use

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.generation.episodes.replies import rewards_of_turns
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import drawing
 from async_rlhf.run.build import Run
+from async_rlhf.run.episodes import episode_fields
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.types import Batch, Group, Sample, ScoredBatch
+from async_rlhf.types import Batch, Group, ScoredBatch
 
 
 @dataclass
@@ -99,13 +99,6 @@ def evaluate(run: Run) -> tuple[dict[str, float], ScoredBatch]:
 def _scored(run: Run, version: int, groups: tuple[Group, ...]) -> tuple[dict[str, float], ScoredBatch]:
     scored = run.scorer(Batch(-version, version, groups, 0.0))  # the number that its requests have
     return {f"eval_{name}": value for name, value in scored.metrics.items()}, scored
-
-
-def episode_fields(sample: Sample) -> dict[str, Any]:
-    """What an episode's row in a file of samples has besides: its messages, the rewards of its turns, its metrics."""
-    if sample.messages is None:
-        return {}
-    return {"messages": sample.messages, "rewards": rewards_of_turns(sample), "metrics": dict(sample.metrics)}
 
 
 def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:

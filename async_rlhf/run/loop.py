@@ -16,15 +16,15 @@ import numpy as np
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.generation.episodes.replies import EPISODES, conversation, episode_rows
 from async_rlhf.models.async_save import Write
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
+from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
-from async_rlhf.run.held_out import Evaluations, answer_rows, episode_fields
+from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from async_rlhf.generation.episodes.environment import Message, Observation
-from async_rlhf.types import Group, Sample
-
-EPISODES = "episodes.jsonl"
-"""All episodes of a run, of its evaluations too."""
-
-
-def episode_rows(batch: int, groups: Sequence[Group], evaluated: int | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each episode.
-
-    Args:
-        batch: its number, or that of the batch after which they were asked for.
-        groups: prompts and their episodes.
-        evaluated: the version that was evaluated with them; None for a batch.
-    """
-    for group in groups:
-        for number, sample in enumerate(group.samples):
-            place = {"batch": batch, "evaluated": evaluated, "draw": group.prompt.draw, "sample": number}
-            yield place | {
-                "messages": list(sample.messages or ()),
-                "rewards": rewards_of_turns(sample),
-                "finish_reason": sample.finish_reason,
-                "metrics": dict(sample.metrics),
-            }
-
-
-def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]) -> str:
-    """An episode for people to read: who says what, with calls of tools, and the rewards of the policy's messages."""
-    lines, left = [], iter(rewards)
-    for message in messages:
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        said = [str(message["content"]), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
-        reward = next(left, None) if message["role"] == "assistant" else None
-        given = "" if reward is None else f" [{reward:g}]"
-        lines.append(f"{message['role']}: {' '.join(filter(None, said))}{given}")
-    return "\n".join(lines)
-
-
-def rewards_of_turns(sample: Sample) -> list[float | None]:
-    """The reward at the end of each answer; None where the environment failed."""
-    if sample.rewards is None:
-        return []
-    ends = sample.sampled & ~np.append(sample.sampled[1:], False)
-    return [None if np.isnan(reward) else reward for reward in sample.rewards[ends].tolist()]
 
 
 class Replies:
-    """Reads :data:`EPISODES` of a run, an episode at a time."""
+    """Reads a run's episodes.jsonl (run/episodes.py), an episode at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._places = path, dict[tuple[int | None, int, int], int]()
@@ -80,7 +35,7 @@ class Recorded:
     """An environment that says once more what another said.
 
     Args:
-        row: as :func:`episode_rows` has it.
+        row: of that file.
     """
 
     def __init__(self, row: Mapping[str, Any]) -> None:

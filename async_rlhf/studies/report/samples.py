@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from async_rlhf.generation.episodes.replies import conversation
+from async_rlhf.run.episodes import conversation
 from async_rlhf.studies.report.reading import Evaluation, ReadRun
 
 LONGEST = 3000
