@@ -13,6 +13,7 @@ from environments import Echo, Greeting
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
 from tiny import StopAfter, new_args, new_policy
 
+from async_rlhf.config.episodes import World
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
@@ -50,7 +51,7 @@ def run_trainer(tokenizer, prompts, args, environment=Echo, stop_after=None, **m
 
 
 def oracle(tokenizer, prompts, args, algorithm, environment=Echo):
-    episodes = episodes_of(args, environment, (), tokenizer)
+    episodes = episodes_of(args, World(environment), tokenizer)
     more = {"stop_token_ids": (256, *STOPS), "episodes": episodes}
     return sequential_oracle(policy_of, tokenizer, prompts, args, algorithm, rewards=(), **more)
 
