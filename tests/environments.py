@@ -42,3 +42,11 @@ class Greeting(Echo):
     """The same, with an opening of its own."""
 
     opening = ({"role": "user", "content": "hello "},)
+
+
+class Sleepy(Echo):
+    """The same, but each step takes up to 50 ms, in whichever process it is."""
+
+    async def step(self, message: Message) -> Observation:
+        await asyncio.sleep(random.uniform(0, 0.05))
+        return await super().step(message)
