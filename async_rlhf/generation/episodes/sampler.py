@@ -109,7 +109,9 @@ class EpisodeSampler:
                 loop.run_until_complete(asyncio.sleep(0))
 
         async def begin(places: int) -> None:
-            for prompt in more(max(0, places - len(under_way.asked)) // samples_per_prompt):
+            wanted = max(0, places - len(under_way.asked)) // samples_per_prompt
+            # The samples of one prompt may be more than all places: they take turns.
+            for prompt in more(max(wanted, int(not under_way.left))):
                 under_way.begin(prompt)
 
         def turns(places: int) -> Sequence[Turn]:
