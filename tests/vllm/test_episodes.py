@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -158,3 +159,6 @@ def test_in_flight_every_token_is_of_the_weights_that_it_names(where, request, m
         assert row["engine/logprob_difference"] < 1e-4
         assert row["episode/turns"] > 1
     assert several > 0
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    slept = [json.loads(line)["time/environment"] for line in lines]  # 25 ms for each step on average, added up
+    assert sum(slept) > 16 * count * 0.01

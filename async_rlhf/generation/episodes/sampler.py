@@ -57,10 +57,7 @@ class EpisodeSampler:
 
     def take_seconds(self) -> float:
         """Seconds that environments took since this was last called, those of all episodes added."""
-        if self.player is None:
-            return 0.0
-        seconds, self.player.seconds = self.player.seconds, 0.0
-        return seconds
+        return 0.0 if self.player is None else self.player.take_seconds()
 
     def _answers(self, turns: Sequence[Turn]) -> list[Sample]:
         with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
