@@ -49,3 +49,11 @@ class Fickle(Echo):
         number = random.SystemRandom().randrange(100)
         more = [{"role": "user", "content": f"<{number}>"}]
         return Observation(more, number / 100, done=number < 30, metrics={**observed.metrics, "number": float(number)})
+
+
+class Sleepy(Echo):
+    """The same as Echo, but each step takes up to 50 ms, in whichever process it is."""
+
+    async def step(self, message: Message) -> Observation:
+        await asyncio.sleep(random.uniform(0, 0.05))
+        return await super().step(message)

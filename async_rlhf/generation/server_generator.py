@@ -319,8 +319,20 @@ class ServerWorker(Worker):
             if request.probe > 0 and self._version % request.probe == 0:
                 probe = await self._probe(client, self._version)
         self.trouble, asked = "", fingerprint(request.prompts)
-        seconds = loaded - started
-        self.arrive(Reply(request.batch, version, held, asked, groups, started, ended, seconds, probe, request.number))
+        reply = Reply(
+            request.batch,
+            version,
+            held,
+            asked,
+            groups,
+            started,
+            ended,
+            loaded - started,
+            probe,
+            request.number,
+            environment_seconds=0.0 if self._player is None else self._player.take_seconds(),
+        )
+        self.arrive(reply)
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
         """What the server says of the fixed sequences: computed once for weights that it was given."""

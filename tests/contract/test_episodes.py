@@ -12,7 +12,9 @@ import environments
 import numpy as np
 import pytest
 import torch
-from environments import Echo, Greeting
+from checked_episodes import check_episode, models_of, watch
+from environments import Echo, Greeting, Sleepy
+from faulty_worker import run_slow_worker
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
 from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
 
@@ -22,6 +24,7 @@ from async_rlhf.commands.rerun import ReplayDiffersError
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
+from async_rlhf.generation import process
 from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.playing import EpisodeError
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
@@ -331,3 +334,49 @@ def test_a_template_that_drops_earlier_thoughts_is_refused_by_name(tmp_path, tok
     tools = {"environment": None, "tools": [calculate], "reward_funcs": count_letters} if role == "tool" else {}
     with pytest.raises(ConfigError, match=f"tokenizer: its chat template changes earlier answers .* role '{role}'"):
         run_trainer(tokenizer, chats, episode_args(tmp_path), **tools)
+
+
+FLYING = {"response_length": 30, "max_turns": 4, "episode_length": 110, "stop_token_ids": STOPS[:10]}
+
+
+def fly(tmp_path, tokenizer, prompts, monkeypatch, generation, **changes):
+    """A run in flight whose environments and forward passes take their time; every episode is checked.
+
+    Returns its metrics, and how many episodes have tokens of several versions.
+    """
+    monkeypatch.setattr(process, "run_worker", run_slow_worker)
+    batches, weights = watch(monkeypatch)
+    options = {"staleness": 2, "staleness_mode": "bounded", "total_episodes": 64, **changes}
+    generation = {**FLYING, "placement": "process", "in_flight": True, "mismatch_steps": 1, **generation}
+    args = episode_args(tmp_path, generation=generation, **options)
+    _, metrics = run_trainer(tokenizer, prompts, args, Sleepy)
+    models, several = models_of(weights, policy_of), 0
+    assert [batch.index for batch in batches] == list(range(1, args.num_batches + 1))
+    for batch in batches:
+        assert len(batch.samples) == 8 * args.samples_per_prompt
+        for group in batch.groups:
+            for sample in group.samples:
+                check_episode(group.prompt, sample, tokenizer, models, FLYING)
+                versions = sample.versions[sample.sampled]
+                assert max(0, batch.index - 3) <= versions[0] <= versions[-1] < batch.index
+                several += len(set(versions)) > 1
+    return metrics, several
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_in_flight_a_slow_environment_keeps_the_bound(tmp_path, tokenizer, prompts, monkeypatch, workers):
+    """New weights come between two turns and between two tokens: each token is of those that it names."""
+    metrics, several = fly(tmp_path, tokenizer, prompts, monkeypatch, {"workers": workers})
+    assert several > 0
+    for row in metrics:
+        assert row["engine/logprob_difference_max"] < 1e-4
+        assert row["schedule/lag"] <= 2
+        assert row["episode/turns"] > 1
+
+
+@pytest.mark.timeout(60)
+def test_in_flight_there_may_be_fewer_places_than_samples(tmp_path, tokenizer, prompts, monkeypatch):
+    """The samples of a prompt then take turns with the places, as they do without an environment."""
+    changes = {"algorithm": "rloo", "samples_per_prompt": 4, "completions_per_batch": 32, "total_episodes": 8}
+    metrics, _ = fly(tmp_path, tokenizer, prompts, monkeypatch, {"batch_size": 2}, **changes)
+    assert [row["batch"] for row in metrics] == [1]

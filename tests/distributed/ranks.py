@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from environments import Echo
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
@@ -138,6 +139,7 @@ def train(
     models: str | None = None,
     whole: bool = False,
     publishing: str | None = None,
+    episodes: bool = False,
     **changes,
 ) -> None:
     """One run, as its arguments say.
@@ -160,11 +162,13 @@ def train(
         lora=LoRAConfig(rank=lora, target_modules=lora_targets or []),
         **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
     )
+    sizes = {"max_position_embeddings": 160} if episodes else {}
     trainer = OnlineTrainer(
-        new_policy() if named is None else str(named / "policy"),
+        new_policy(**sizes) if named is None else str(named / "policy"),
         args,
         PROMPTS,
-        reward_funcs=unsteady(slow_rewards, no_reward_at, missing_rewards),
+        reward_funcs=() if episodes else unsteady(slow_rewards, no_reward_at, missing_rewards),
+        environment=Echo if episodes else None,
         reward_model=None if not reward_model else str(named / "reward_model") if named else new_reward_model(),
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,

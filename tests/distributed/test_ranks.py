@@ -19,6 +19,17 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 ASYNC = {"staleness": 1, "reward_model": True, "annotate_batch_size": 8}
 """So small that every rank has passes without gradient to make, and some of the reward model's."""
+EPISODES = {
+    "episodes": True,
+    "generation": {
+        "response_length": 8,
+        "max_turns": 3,
+        "episode_length": 40,
+        "stop_token_ids": list(range(60)),
+        "mismatch_steps": 1,
+    },
+}
+"""With an environment that answers the policy; every batch is compared."""
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     # What it changes, and under what it is tried.
     "dpo": (
@@ -86,6 +97,12 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"algorithm": "rloo", "staleness": 1, "lora": 2, "lora_targets": ["dense", "lm_head"], "head_rows": 5},
         ["ddp", "fsdp", "zero3"],
     ),
+    # Rank 0 alone plays, and all ranks sample its turns: their shares, or all of them if the weights are sharded.
+    "episodes": (
+        {**EPISODES, "algorithm": "grpo", "samples_per_prompt": 4, "normalization": "token"},
+        ["ddp", "fsdp", "zero3"],
+    ),
+    "episodes beside": ({**EPISODES, "staleness": 1}, ["ddp", "fsdp"]),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
 
@@ -121,6 +138,9 @@ def test_two_ranks_train_as_one(alone, spread, case, strategy):
     ours, theirs = metrics_of(spread / f"{case}-{strategy}"), metrics_of(alone / case)
     assert len(ours) == len(theirs)
     clipped_together = strategy.startswith("zero") and CASES[case][0].get("algorithm") == "ppo"
+    if "episodes" in CASES[case][0]:
+        assert min(row["episode/turns"] for row in theirs) > 1
+        assert max(row["engine/logprob_difference"] for row in ours) < 1e-4
     for mine, one in zip(ours, theirs, strict=True):
         left_out = {"grad_norm", "value_grad_norm"} if clipped_together else set()
         assert mine.keys() - left_out == one.keys() - left_out

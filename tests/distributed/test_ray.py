@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from environments import Echo
 from tiny import count_letters
 from transformers import TrainerCallback
 
@@ -196,6 +197,25 @@ def test_a_run_by_actors_is_bitwise_one_on_this_host_and_resumes_anywhere(cluste
     assert_same(by_actors, undisturbed["outcome"])
     resumed = run("here", resume_from=str(tmp_path / "actors" / "checkpoint-3"))
     assert_same((resumed[0], resumed[1], ""), (by_actors[0], by_actors[1][3:], ""))
+
+
+def test_episodes_by_actors_are_bitwise_those_on_this_host(cluster, make_policy, tokenizer, prompts, make_args):
+    """The environments are with the actors, which import their module. Batch 2 is sampled by the first weights."""
+    outcomes, variables = {}, {"PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+    there = RayConfig(address=cluster.address, labels=ACTORS, runtime_env={"env_vars": variables})
+    for name in ("here", "there"):
+        ray = {"launch": "ray", "ray": there} if name == "there" else {}
+        sizes = {"response_length": 8, "max_turns": 3, "episode_length": 40, "stop_token_ids": list(range(60))}
+        args = make_args(name, {**sizes, "workers": 2, "mismatch_steps": 1}, staleness=1, total_episodes=32, **ray)
+        policy = make_policy(max_position_embeddings=160)
+        trainer = OnlineDPOTrainer(policy, args, prompts, environment=Echo, processing_class=tokenizer)
+        trainer.train()
+        outcomes[name] = outcome(trainer)
+    assert_same(outcomes["there"], outcomes["here"])
+    rows = outcomes["there"][1]
+    assert [row["schedule/version"] for row in rows] == [0, 0, 1, 2]
+    assert min(row["episode/turns"] for row in rows) > 1
+    assert max(row["engine/logprob_difference"] for row in rows) < 1e-4
 
 
 class LoseTheNode(TrainerCallback):

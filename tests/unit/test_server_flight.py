@@ -59,8 +59,8 @@ class FakeClient:
     async def __aexit__(self, *error: object) -> None:
         """Do nothing."""
 
-    async def generate(self, tokens, params, seed, prefix) -> tuple[Sample, ...]:
-        (number,) = tokens
+    async def generate(self, prompt, params, seed, prefix) -> tuple[Sample, ...]:
+        (number,) = prompt.tokens
         self._at.begun.append(number)
         first = int(self._at.label.removeprefix(prefix))
         while number in self._at.held_back:
@@ -68,7 +68,7 @@ class FakeClient:
             if self._at.is_gone:
                 raise ServerGoneError("does not answer")
         last = int(self._at.label.removeprefix(prefix))
-        return (Sample.answer(tokens, (1, 9), (-1.0, -1.0), (first, last), "stop"),)
+        return (Sample.answer(prompt.tokens, (1, 9), (-1.0, -1.0), (first, last), "stop"),)
 
     async def weight_version(self) -> str:
         return self._at.label

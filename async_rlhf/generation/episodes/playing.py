@@ -81,6 +81,11 @@ class Player:
         self._replies = None if spec.replies is None else Replies(Path(spec.replies))
         self._endpoint: Endpoint | None = None
 
+    def take_seconds(self) -> float:
+        """Seconds that environments took since this was last called."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
     async def close(self) -> None:
         """Stop what was started in this event loop."""
         if self._endpoint is not None:

@@ -57,10 +57,7 @@ class EpisodeSampler:
 
     def take_seconds(self) -> float:
         """Seconds that environments took since this was last called, those of all episodes added."""
-        if self.player is None:
-            return 0.0
-        seconds, self.player.seconds = self.player.seconds, 0.0
-        return seconds
+        return 0.0 if self.player is None else self.player.take_seconds()
 
     def _answers(self, turns: Sequence[Turn]) -> list[Sample]:
         with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
@@ -109,7 +106,9 @@ class EpisodeSampler:
                 loop.run_until_complete(asyncio.sleep(0))
 
         async def begin(places: int) -> None:
-            for prompt in more(max(0, places - len(under_way.asked)) // samples_per_prompt):
+            wanted = max(0, places - len(under_way.asked)) // samples_per_prompt
+            # The samples of one prompt may be more than all places: they take turns.
+            for prompt in more(max(wanted, int(not under_way.left))):
                 under_way.begin(prompt)
 
         def turns(places: int) -> Sequence[Turn]:

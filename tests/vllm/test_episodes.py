@@ -1,0 +1,164 @@
+"""Episodes by vLLM, wherever it runs: what is said to be sampled was, by the weights that it names, turn after turn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from checked_episodes import check_episode, models_of, watch
+from conftest import LONGEST, PARAMS, metrics_of, new_args, new_policy, same_metrics, served_by
+from environments import SLOW, Echo, Sleepy
+from tiny import PROMPTS
+
+from async_rlhf import OnlineDPOTrainer
+from async_rlhf.config.episodes import World
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
+from async_rlhf.generation.episodes.spec import episodes_of
+
+pytestmark = pytest.mark.vllm
+
+STOPS = list(range(60))
+"""So many stop tokens that a tiny model ends most answers by itself."""
+EPISODES = {"response_length": 8, "max_turns": 3, "episode_length": 40, "stop_token_ids": STOPS}
+LONG_EPISODES = {"response_length": 60, "max_turns": 4, "episode_length": 200, "stop_token_ids": STOPS[:10]}
+BATCHES = 3
+EXACT = {"staleness": 1, "total_episodes": 8 * BATCHES, "learning_rate": 5e-3}
+
+
+def train(args, tokenizer, environment=Echo, **sizes: int) -> list[dict[str, float]]:
+    """Train; the metrics of every batch."""
+    policy = new_policy(**sizes)
+    OnlineDPOTrainer(policy, args, PROMPTS, environment=environment, processing_class=tokenizer).train()
+    return metrics_of(args.output_dir)
+
+
+@contextmanager
+def slowly(*seconds: float):
+    """Within, environments of this process take their time."""
+    SLOW[:] = seconds
+    try:
+        yield
+    finally:
+        SLOW.clear()
+
+
+@pytest.fixture
+def player(engine, tokenizer, tmp_path):
+    """vLLM in this process, with an environment."""
+    spec = episodes_of(new_args(tmp_path, generation=EPISODES), World(Echo), tokenizer)
+    engine.params = replace(PARAMS, response_length=8, stop_token_ids=(256, *STOPS), episodes=spec)
+    return EpisodeSampler(engine)
+
+
+def test_the_same_prompts_give_the_same_episodes_whatever_is_beside_them(player, tokenizer):
+    """Bit for bit: together, in another order, alone, and in flight, where environments take what time they like."""
+    prompts = PromptStream(PROMPTS, tokenizer).batch(1, 12)
+    first = player.generate(prompts)
+    for prompt, samples in zip(prompts, first, strict=True):
+        for sample in samples:
+            check_episode(prompt, sample, tokenizer, {0: new_policy()}, EPISODES)
+    turns = [sample.metrics["turns"] for samples in first for sample in samples]
+    assert set(turns) == {1, 2, 3}
+    assert sum(one.tokens.tolist() != other.tokens.tolist() for one, other in first) >= 11
+    assert player.generate(prompts) == first
+    assert player.generate(prompts[::-1])[::-1] == first
+    assert player.generate(prompts[5:6]) == first[5:6]
+    waiting = list(prompts)
+    with slowly(0.0, 0.01, 0.05):
+        streamed = dict(player.stream(lambda places: [waiting.pop(0) for _ in range(min(places, len(waiting)))]))
+    assert [streamed[number] for number in range(12)] == first
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory, tokenizer):
+    """A run with a generator process at staleness 1: its metrics, batches, and weights by version."""
+    with pytest.MonkeyPatch.context() as patch:
+        batches, weights = watch(patch)
+        metrics = train(new_args(tmp_path_factory.mktemp("exact"), generation=EPISODES, **EXACT), tokenizer)
+    return metrics, batches, weights
+
+
+def test_a_process_plays_by_the_schedule(exact, tokenizer):
+    metrics, batches, weights = exact
+    assert [row["schedule/version"] for row in metrics] == [0, 0, 1]
+    assert max(row["engine/logprob_difference"] for row in metrics) < 1e-4
+    assert max(row["weights/probe_difference"] for row in metrics if "weights/probe_difference" in row) < 1e-4
+    assert min(row["episode/turns"] for row in metrics) > 1
+    assert min(row["grad_norm"] for row in metrics) > 0
+    models = models_of(weights, new_policy)
+    assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
+    for batch, version in zip(batches, [0, 0, 1], strict=True):
+        for group in batch.groups:
+            for sample in group.samples:
+                assert set(sample.versions[sample.sampled]) == {version}
+                check_episode(group.prompt, sample, tokenizer, models, EPISODES)
+
+
+@pytest.mark.parametrize("where", ["two processes", "server"])
+def test_elsewhere_it_is_the_same_run(exact, where, request, make_args, tokenizer):
+    options = {"workers": 2} if where == "two processes" else served_by(request.getfixturevalue("server"))
+    assert same_metrics(train(make_args(generation={**EPISODES, **options}, **EXACT), tokenizer), exact[0])
+
+
+INLINE = """
+import sys
+sys.path[:0] = [{tests!r}, {parent!r}]
+import torch
+from test_episodes import EPISODES, new_args, train
+from tiny import byte_tokenizer
+torch.set_num_threads(1)
+train(new_args({out!r}, "inline", {{**EPISODES, "placement": "inline"}}, **{options!r}), byte_tokenizer())
+"""
+
+
+def test_inline_is_the_same_as_a_process(tmp_path, tokenizer):
+    """In a program of its own: vLLM's end in one process takes every other engine of the process along."""
+    options, here = {**EXACT, "staleness": 0}, Path(__file__).parent
+    script = INLINE.format(tests=str(here), parent=str(here.parent), out=str(tmp_path), options=options)
+    done = subprocess.run([sys.executable, "-c", script], timeout=180, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    process = train(new_args(tmp_path, "process", {**EPISODES, "placement": "process"}, **options), tokenizer)
+    inline = metrics_of(tmp_path / "inline")
+    assert [row["schedule/lag"] for row in inline] == [0] * BATCHES
+    assert min(row["episode/turns"] for row in inline) > 1
+    assert max(row["engine/logprob_difference"] for row in inline) < 1e-4
+    assert same_metrics(inline, [{k: v for k, v in row.items() if k in inline[0]} for row in process])
+
+
+@pytest.mark.parametrize("where", ["process", "server"])
+def test_in_flight_every_token_is_of_the_weights_that_it_names(where, request, make_args, tokenizer, monkeypatch):
+    """New weights come between two turns and between two tokens, none beyond the bound."""
+    options = {} if where == "process" else served_by(request.getfixturevalue("server"))
+    staleness, count, sizes = 2, 6, {"max_position_embeddings": LONGEST}
+    args = make_args(
+        generation={**LONG_EPISODES, "in_flight": True, **options},
+        staleness=staleness,
+        staleness_mode="bounded",
+        total_episodes=8 * count,
+        learning_rate=5e-3,
+    )
+    batches, weights = watch(monkeypatch)
+    metrics = train(args, tokenizer, Sleepy, **sizes)
+    models, several = models_of(weights, partial(new_policy, **sizes)), 0
+    assert [batch.index for batch in batches] == list(range(1, count + 1))
+    for batch, row in zip(batches, metrics, strict=True):
+        for group in batch.groups:
+            for sample in group.samples:
+                check_episode(group.prompt, sample, tokenizer, models, LONG_EPISODES)
+                versions = sample.versions[sample.sampled]
+                assert max(0, batch.index - 1 - staleness) <= versions[0]
+                assert versions[-1] <= batch.index - 1
+                several += len(set(versions)) > 1
+        assert row["engine/logprob_difference"] < 1e-4
+        assert row["episode/turns"] > 1
+    assert several > 0
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    slept = [json.loads(line)["time/environment"] for line in lines]  # 25 ms for each step on average, added up
+    assert sum(slept) > 16 * count * 0.01
