@@ -146,3 +146,16 @@ def test_a_run_with_an_environment_is_its_sequential_oracle(tmp_path, tokenizer,
     assert_same_run(ours, oracle(tokenizer, prompts, args, algorithm))
     assert ours[1][-1]["grad_norm"] > 0
     assert ours[1][-1]["episode/turns"] > 1
+
+
+def test_an_answer_that_is_cut_off_is_the_last_message(tmp_path, tokenizer, prompts):
+    """Reward functions and files of samples see all that the policy wrote."""
+    args = episode_args(tmp_path, samples_per_prompt=3)
+    trainer = OnlineTrainer(policy_of(), args, prompts, environment=Echo, processing_class=tokenizer)
+    stream = trainer.run.prompts.stream
+    found = EpisodeSampler(trainer.run.engine).generate([stream.prompt(n) for n in range(12)])
+    cut = [s for group in found for s in group if s.tokens[-1] not in (256, *STOPS)]
+    assert {len(sample.messages) for sample in cut} >= {1, 3}
+    for sample in cut:
+        answer = sample.tokens[len(sample) - int(sample.sampled[::-1].argmin()) :]
+        assert sample.messages[-1] == {"role": "assistant", "content": tokenizer.decode(answer.tolist())}

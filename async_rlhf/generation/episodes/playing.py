@@ -108,7 +108,10 @@ class Player:
             while goes_on:
                 turn = episode.turn()
                 message = self._renderer.message(episode.add(await ask(turn)), turn.tokens)
-                goes_on = episode.finish_reason == "stop" and await self._step(environment, message, episode)
+                if goes_on := episode.finish_reason == "stop":
+                    goes_on = await self._step(environment, message, episode)
+                else:
+                    episode.say([message])
         except _FailedError as failed:
             await self._failed(episode, failed.error, ask)
         finally:
