@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from environments import Echo, Greeting
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
 from tiny import StopAfter, new_args, new_policy
 
+from async_rlhf.generation.episodes.environment import Observation
+from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
@@ -159,3 +162,28 @@ def test_an_answer_that_is_cut_off_is_the_last_message(tmp_path, tokenizer, prom
     for sample in cut:
         answer = sample.tokens[len(sample) - int(sample.sampled[::-1].argmin()) :]
         assert sample.messages[-1] == {"role": "assistant", "content": tokenizer.decode(answer.tolist())}
+
+
+def test_environments_do_not_account_for_the_time_of_others(tmp_path, tokenizer, prompts, monkeypatch):
+    """A plain function is done long before its episode has its turn again."""
+
+    class Plain:
+        def reset(self, row, seed):
+            pass
+
+        def step(self, message):
+            return Observation([{"role": "user", "content": "go on"}])
+
+        def close(self):
+            pass
+
+    def slow_message(self, tokens, before):
+        time.sleep(0.01)
+        return {"role": "assistant", "content": "x"}
+
+    monkeypatch.setattr(Renderer, "message", slow_message)
+    args = episode_args(tmp_path, samples_per_prompt=3)
+    trainer = OnlineTrainer(policy_of(), args, prompts, environment=Plain, processing_class=tokenizer)
+    sampler = EpisodeSampler(trainer.run.engine)
+    sampler.generate([trainer.run.prompts.stream.prompt(n) for n in range(12)])
+    assert sampler.take_seconds() < 1.0
