@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,9 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
 from async_rlhf.generation import process
 from async_rlhf.generation.episodes.endpoint import RefusedError
+from async_rlhf.generation.episodes.environment import Observation
 from async_rlhf.generation.episodes.playing import EpisodeError
+from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
@@ -380,3 +383,41 @@ def test_in_flight_there_may_be_fewer_places_than_samples(tmp_path, tokenizer, p
     changes = {"algorithm": "rloo", "samples_per_prompt": 4, "completions_per_batch": 32, "total_episodes": 8}
     metrics, _ = fly(tmp_path, tokenizer, prompts, monkeypatch, {"batch_size": 2}, **changes)
     assert [row["batch"] for row in metrics] == [1]
+
+
+def test_an_answer_that_is_cut_off_is_the_last_message(tmp_path, tokenizer, prompts):
+    """Reward functions and files of samples see all that the policy wrote."""
+    args = episode_args(tmp_path, samples_per_prompt=3)
+    trainer = OnlineTrainer(policy_of(), args, prompts, environment=Echo, processing_class=tokenizer)
+    stream = trainer.run.prompts.stream
+    found = EpisodeSampler(trainer.run.engine).generate([stream.prompt(n) for n in range(12)])
+    cut = [s for group in found for s in group if s.tokens[-1] not in (256, *STOPS)]
+    assert {len(sample.messages) for sample in cut} >= {1, 3}
+    for sample in cut:
+        answer = sample.tokens[len(sample) - int(sample.sampled[::-1].argmin()) :]
+        assert sample.messages[-1] == {"role": "assistant", "content": tokenizer.decode(answer.tolist())}
+
+
+def test_environments_do_not_account_for_the_time_of_others(tmp_path, tokenizer, prompts, monkeypatch):
+    """A plain function is done long before its episode has its turn again."""
+
+    class Plain:
+        def reset(self, row, seed):
+            pass
+
+        def step(self, message):
+            return Observation([{"role": "user", "content": "go on"}])
+
+        def close(self):
+            pass
+
+    def slow_message(self, tokens, before):
+        time.sleep(0.01)
+        return {"role": "assistant", "content": "x"}
+
+    monkeypatch.setattr(Renderer, "message", slow_message)
+    args = episode_args(tmp_path, samples_per_prompt=3)
+    trainer = OnlineTrainer(policy_of(), args, prompts, environment=Plain, processing_class=tokenizer)
+    sampler = EpisodeSampler(trainer.run.engine)
+    sampler.generate([trainer.run.prompts.stream.prompt(n) for n in range(12)])
+    assert sampler.take_seconds() < 1.0

@@ -119,7 +119,10 @@ class Player:
             while goes_on:
                 turn = episode.turn()
                 message = self._renderer.message(episode.add(await ask(turn)), turn.tokens)
-                goes_on = episode.finish_reason == "stop" and await self._step(environment, message, episode)
+                if goes_on := episode.finish_reason == "stop":
+                    goes_on = await self._step(environment, message, episode)
+                else:
+                    episode.say([message])
         except _FailedError as failed:
             await self._failed(episode, failed.error, ask)
         finally:
@@ -183,23 +186,25 @@ class Player:
         """Call a method of an environment, or an agent: a coroutine here, a plain function in a thread, which may hang.
         What an agent waits for the policy does not count.
         """
-        started = time.monotonic()
+        started, late = time.monotonic(), 0.0
         try:
             with _blamed():
                 async with asyncio.timeout(self.spec.step_timeout) as limit:
                     if session is not None:
                         session.limit, session.seconds = limit, self.spec.step_timeout
-                    here = inspect.iscoroutinefunction(function)
-                    found = await (function(*arguments) if here else _in_thread(function, arguments))
+                    if inspect.iscoroutinefunction(function):
+                        return await function(*arguments)
+                    found, ended = await _in_thread(function, arguments)
+                    late = time.monotonic() - ended  # others had their turn meanwhile
                     return await found if inspect.isawaitable(found) else found
         finally:
-            self.seconds += time.monotonic() - started - (0.0 if session is None else session.waited)
+            self.seconds += time.monotonic() - started - late - (0.0 if session is None else session.waited)
 
 
-def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[T]:
-    """Call it in a thread of its own, for which no process waits when it ends."""
+def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[tuple[T, float]]:
+    """Call it in a thread of its own, for which no process waits when it ends. Returns when that was done, too."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[tuple[T, float]] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
@@ -212,7 +217,7 @@ def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asynci
         except Exception as error:
             failed = error
         with suppress(RuntimeError):  # nobody waits for it any more
-            loop.call_soon_threadsafe(settle, result, failed)
+            loop.call_soon_threadsafe(settle, (result, time.monotonic()), failed)
 
     _thread.start_new_thread(work, ())  # threading.Thread would wait until it runs, and for its end
     return future
