@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,6 @@ class Echo:
     async def step(self, message: Message) -> Observation:
         self.seen, self.turns = f"{self.seen} {message['content']}", self.turns + 1
         number = zlib.crc32(self.seen.encode())
-        if slow := os.environ.get("SLOW_STEPS"):  # seconds that a step may take
-            await asyncio.sleep(float(random.SystemRandom().choice(slow.split())))
         answer = [{"role": "user", "content": f"[{number % 1000}]"}]
         last = {"last": number % 5}
         return Observation(answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics=last)
@@ -55,5 +52,5 @@ class Sleepy(Echo):
     """The same as Echo, but each step takes up to 50 ms, in whichever process it is."""
 
     async def step(self, message: Message) -> Observation:
-        await asyncio.sleep(random.uniform(0, 0.05))
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.05))
         return await super().step(message)
