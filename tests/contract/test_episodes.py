@@ -31,6 +31,7 @@ from async_rlhf.generation.episodes.playing import EpisodeError
 from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
+from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
@@ -191,6 +192,15 @@ def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, sta
     run_replay(ReplayConfig(str(run)))  # compares all metrics
     assert (run / "replay" / "episodes.jsonl").read_bytes() == (run / "episodes.jsonl").read_bytes()
     run_explain(ExplainConfig(str(run), batch=2))
+    first = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
+    said = next(message for message in first["messages"] if message["role"] == "assistant")
+    said["content"] += "!"
+    others = (run / "episodes.jsonl").read_text().partition("\n")[2]
+    (run / "episodes.jsonl").write_text(json.dumps(first) + "\n" + others)
+    with pytest.raises(
+        (EpisodeError, GeneratorError), match="in the recorded run the policy wrote something else here"
+    ):
+        run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "changed")))
     (run / "episodes.jsonl").rename(run / "elsewhere.jsonl")
     with pytest.raises((ReplayDiffersError, EpisodeError)):
         run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "again")))
@@ -231,7 +241,7 @@ def test_reward_functions_get_the_messages_and_the_metrics(tmp_path, tokenizer, 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_neither_slow_steps_nor_the_number_of_workers_change_a_run(tmp_path, tokenizer, prompts, workers):
-    requests = {"prompts_per_request": 4}
+    requests = {"prompts_per_request": 4, "batch_size": 5}  # which turns are decoded together depends on their order
     args = episode_args(tmp_path, "fast", requests, staleness=1, total_episodes=24)
     ours = run_trainer(tokenizer, prompts, args)
     args = episode_args(tmp_path, "slow", {**requests, "workers": workers}, staleness=1, total_episodes=24)

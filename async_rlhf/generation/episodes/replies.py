@@ -53,7 +53,7 @@ class Recorded:
         """
         rewards, self._turn = self._row["rewards"], self._turn + 1
         if not self._left or self._left.pop(0) != message or rewards[self._turn - 1] is None:
-            raise ValueError(f"the policy wrote something else in the recorded run, or that failed: {message}")
+            raise ValueError(f"in the recorded run the policy wrote something else here, or this failed: {message}")
         done = self._turn == len(rewards) and self._row["finish_reason"] == "stop"
         # Those of the whole episode: of equal names the last counts.
         metrics = {name: value for name, value in self._row["metrics"].items() if name != "turns"}
