@@ -77,7 +77,7 @@ class Player:
         schemas = [] if spec.is_agent else tools_of(World(spec.environment))
         self._renderer = Renderer(spec.tokenizer, schemas)
         if schemas and spec.tokenizer.chat_template is not None:
-            self._renderer.check("tool")
+            self._renderer.before("tool")
         self._replies = None if spec.replies is None else Replies(Path(spec.replies))
         self._endpoint: Endpoint | None = None
 
@@ -148,18 +148,17 @@ class Player:
         session = Session(lambda: Episode(self.spec, params, prompt, number), self._renderer, self.spec.max_turns, ask)
         client = await self._endpoint.open(session.answer)
         try:
-            try:
-                given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
-                with _blamed():
-                    return session.sample(float(given or 0.0))
-            except _FailedError as failed:
-                if session.error is not None:
-                    raise session.error from None
-                if session.refused:  # it was told that there is no room: the episode is cut off
-                    return session.sample(0.0)
-                episode = session.last()
-                await self._failed(episode, failed.error, ask)
-                return episode.sample()
+            given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
+            with _blamed():
+                return session.sample(float(given or 0.0))
+        except _FailedError as failed:
+            if session.error is not None:
+                raise session.error from None
+            if session.refused:  # it was told that there is no room: the episode is cut off
+                return session.sample(0.0)
+            episode = session.last()
+            await self._failed(episode, failed.error, ask)
+            return episode.sample()
         finally:
             self._endpoint.forget(client)
 
