@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import urllib.error
 import urllib.request
@@ -229,6 +230,13 @@ def test_an_agent_that_fails_ends_the_run_or_its_episode(tmp_path, chats, agent,
         for sample in samples:
             assert np.isnan(sample.rewards).sum() == 1
             assert sample.metrics["failed"] == 1
+
+
+def test_many_that_fail_at_once_are_told_of_once(tmp_path, chats, caplog):
+    with pytest.raises(EpisodeError):
+        sampled(tmp_path, chats, _raises)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_what_it_waits_for_the_policy_does_not_count(tmp_path, chats, monkeypatch):
