@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checked_episodes import answers_of
-from conftest import LINES, beside, examples, taught
+from conftest import LINES, apart, beside, examples, taught
 from tiny import count_letters, new_args
 
 from async_rlhf import GRPOTrainer
@@ -27,18 +27,22 @@ def test_the_examples_are_short():
         assert len(code) <= LINES, (name, len(code))
 
 
-def play(folder, tokenizer, policy, rows, prompts=8, room=380, **world):
-    """Episodes of a policy, and then two batches of training on more: the samples, and the metrics of each batch."""
+def trainer_of(folder, tokenizer, policy, rows, samples=SAMPLES, room=380, **world):
     generation = {"response_length": 90, "max_turns": 3, "episode_length": room, "mismatch_steps": 1}
-    sizes = {"samples_per_prompt": SAMPLES, "completions_per_batch": 8 * SAMPLES, "total_episodes": 16}
-    args = new_args(folder, "run", generation, "grpo", max_prompt_length=120, **sizes)
-    trainer = GRPOTrainer(policy, args, rows, processing_class=tokenizer, **world)
+    sizes = {"samples_per_prompt": samples, "completions_per_batch": 8 * samples, "total_episodes": 16}
+    args = new_args(folder, "run", {**generation, "step_timeout": 120.0}, "grpo", max_prompt_length=120, **sizes)
+    return GRPOTrainer(policy, args, rows, processing_class=tokenizer, **world)
+
+
+def play(folder, tokenizer, policy, rows, prompts=8, **more):
+    """Episodes of a policy, and then two batches of training on more: the samples, and the metrics of each batch."""
+    trainer = trainer_of(folder, tokenizer, policy, rows, **more)
     stream = trainer.run.prompts.stream
     found = EpisodeSampler(trainer.run.engine).generate([stream.prompt(n) for n in range(prompts)])
     again = EpisodeSampler(trainer.run.engine).generate([stream.prompt(n) for n in range(prompts)])
     assert found == again
     trainer.train()
-    metrics = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in metrics] == [1, 2]
     assert max(row["engine/logprob_difference"] for row in metrics) < 1e-4
     assert max(row["episode/turns"] for row in metrics) > 1
@@ -168,3 +172,25 @@ def test_the_tools_of_an_mcp_server(tmp_path, tokenizer, example):
             right += 1
     assert right > 0
     assert metrics[0]["episode/tool_calls"] > 0
+
+
+def test_verifiers_asks_by_the_endpoint(tmp_path, tokenizer, example):
+    """Its task, harness and reward run in a Python of their own; what the policy wrote are the very tokens."""
+    python = Path(apart("verifiers", "verifiers==0.4.0", "uv"))
+    example("one_task.py")
+    (tmp_path / "verifiers").symlink_to(python.parents[1])
+    agent = load_attribute(example("by_verifiers.py"), "agent", "agent", "function")
+    texts = ["20+3=It is 23<eos>", "20+3=Dunno<eos>Try again.It is 23<eos>", "20+3=Dunno<eos>Try again.No<eos>"]
+    policy = taught(tokenizer, texts, steps=150)
+    trainer = trainer_of(tmp_path, tokenizer, policy, [{"query": "20+3=", "answer": "23"}], samples=6, agent=agent)
+    (samples,) = EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
+    seen = set()
+    for sample in samples:
+        turns = turns_of(tokenizer, sample)
+        assert turns[0][0] == "20+3="
+        assert [read for read, *_ in turns[1:]] == ["Try again."] * ("23" not in turns[0][1])
+        assert [reward for *_, reward in turns] == [0.0] * (len(turns) - 1) + [float("23" in turns[-1][1])]
+        assert sample.metrics["conversations"] == 1
+        assert sample.metrics["turns"] == len(turns)
+        seen.add((len(turns), turns[-1][2]))
+    assert len(seen) > 1
