@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -194,3 +197,84 @@ def test_verifiers_asks_by_the_endpoint(tmp_path, tokenizer, example):
         assert sample.metrics["turns"] == len(turns)
         seen.add((len(turns), turns[-1][2]))
     assert len(seen) > 1
+
+
+GUESSING = """
+import random, sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+
+class Guess(Action):
+    text: str
+
+
+class Told(Observation):
+    text: str
+
+
+class Guessing(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    number, tries = 0, 0
+
+    def reset(self, seed=None, episode_id=None, **more):
+        self.number, self.tries = random.Random(seed).randint(1, 3), 0
+        return Told(text="Guess.")
+
+    def step(self, action, timeout_s=None, **more):
+        self.tries += 1
+        right = action.text.strip() == str(self.number)
+        text = "Right." if right else f"{action.text} is wrong."
+        return Told(text=text, reward=1.0 if right else -0.25, done=right or self.tries == 3)
+
+    @property
+    def state(self):
+        return State(step_count=self.tries)
+
+
+app = create_fastapi_app(Guessing, Guess, Told, max_concurrent_envs=100)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_of_openenv(tmp_path, tokenizer, example):
+    """A session for each episode, all at the same time; its seed, its words and its rewards arrive."""
+    python = apart("openenv", "openenv==0.10.0")
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    environment = load_attribute(example("by_openenv.py"), "ByOpenEnv", "environment", "class")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    environment.url = f"http://127.0.0.1:{port}/ws"
+    policy = taught(tokenizer, [f"Play:Guess.{a}<eos>{a} is wrong.{b}<eos>" for a in "123" for b in "123"])
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([python, "guessing.py", str(port)], stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 90
+        while not answers(port):
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        samples, _ = play(tmp_path, tokenizer, policy, [{"query": "Play:"}], environment=environment)
+    finally:
+        server.kill()
+        server.wait()
+    lengths = []
+    for number, sample in enumerate(samples):
+        turns = turns_of(tokenizer, sample)
+        assert turns[0][0] == "Play:Guess."
+        wrote = [text.removesuffix("<eos>") for _, text, _ in turns]
+        assert [read for read, *_ in turns[1:]] == [f"{text} is wrong." for text in wrote[:-1]]
+        assert [reward for *_, reward in turns[:-1]] == [-0.25] * (len(turns) - 1)
+        assert turns[-1][2] in (1.0, -0.25) or sample.finish_reason == "length"
+        if turns[-1][2] == 1.0:  # the others of its prompt have the same number to guess
+            others = samples[number // SAMPLES * SAMPLES :][:SAMPLES]
+            known = {turns_of(tokenizer, each)[-1][1] for each in others if each.rewards[-1] == 1.0}
+            assert known == {turns[-1][1]}
+        lengths.append(len(turns))
+    assert {1, 2} <= set(lengths)
+    assert any(sample.rewards[-1] == 1.0 for sample in samples)
