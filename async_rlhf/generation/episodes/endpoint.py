@@ -113,17 +113,19 @@ class Endpoint:
         try:
             asked = await request.json()
             messages, tools = asked["messages"], asked.get("tools") or ()
-            if asked.get("n", 1) not in (1, None) or asked.get("stream"):
-                raise RefusedError("unsupported_value", "n must be 1, and stream false")
+            if asked.get("n", 1) not in (1, None):
+                raise RefusedError("unsupported_value", "n must be 1")
             message, reason, read, written = await client.answer(messages, tools)
         except RefusedError as error:
             return _refused(400, error.code, str(error))
         except (ValueError, KeyError, TypeError) as error:
             return _refused(400, "invalid_request", f"{type(error).__name__}: {error}")
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": client.model}
+        if asked.get("stream"):
+            return _streamed(head, _spoken(message), reason, usage)
         choice = {"index": 0, "message": _spoken(message), "finish_reason": reason, "logprobs": None}
-        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": int(time.time())}
-        return _json({**head, "model": client.model, "choices": [choice], "usage": usage})
+        return _json({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
 
 def _refused(status: int, code: str, message: str) -> web.Response:
@@ -135,6 +137,22 @@ def _json(found: Mapping[str, Any], status: int = 200) -> web.Response:
     from aiohttp import web
 
     return web.json_response(found, status=status)
+
+
+def _streamed(head: Mapping[str, Any], message: Message, reason: str, usage: Mapping[str, int]) -> web.Response:
+    """An answer for a client that reads a stream: all of it at once, then why it ended, then how long it was."""
+    from aiohttp import web
+
+    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+    delta = {**message, **({"tool_calls": calls} if calls else {})}
+    parts = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
+        {"choices": [], "usage": usage},
+    ]
+    events = [json.dumps({**head, "object": "chat.completion.chunk", **part}) for part in parts]
+    text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    return web.Response(text=text, content_type="text/event-stream")
 
 
 def _spoken(message: Message) -> Message:

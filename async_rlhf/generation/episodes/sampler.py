@@ -178,7 +178,8 @@ class _UnderWay:
         self._tasks.discard(task)
         self.left -= 1
         if not task.cancelled():
-            self._error = self._error or task.exception()
+            error = task.exception()  # of every task: asyncio complains of those that nobody asks for
+            self._error = self._error or error
         self._changed.set()
 
     async def changed_within(self, seconds: float) -> None:
