@@ -28,15 +28,7 @@ from async_rlhf.config.base import require
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
 from async_rlhf.generation.dispatch import Answer, Arrived, Dispatcher, Stop, Worker, cut
-from async_rlhf.generation.protocol import (
-    GeneratorError,
-    Ready,
-    Reply,
-    Request,
-    SamplingParams,
-    Version,
-    work,
-)
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, Version, work
 from async_rlhf.generation.validate_response import check_completions, fingerprint
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters

@@ -19,13 +19,7 @@ from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import PassMemory, fitting_tokens
-from async_rlhf.models.forward import (
-    Row,
-    autocast_dtype,
-    padded,
-    score_in_batches,
-    score_padded,
-)
+from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes

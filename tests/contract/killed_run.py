@@ -103,11 +103,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        out: Path,
-        kill: Kill | None = None,
-        measured: dict[str, Any] | None = None,
-        disturb: Kill | None = None,
+        self, out: Path, kill: Kill | None = None, measured: dict[str, Any] | None = None, disturb: Kill | None = None
     ) -> None:
         self.out, self.kill, self.disturb = out, kill, disturb
         self.measured = measured or {"seconds": {}, "operations": {}, "samples": 1}

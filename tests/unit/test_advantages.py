@@ -56,12 +56,7 @@ def flat(groups: list[list[float]]) -> list[float]:
 def make_rewards(seed: int, P: int, K: int) -> Tensor:
     """Groups of small integers with ties, of equal rewards, of wide and of narrow reals."""
     rng = random.Random(seed)
-    kinds = [
-        lambda: float(rng.randint(-1, 1)),
-        lambda: -0.7,
-        lambda: rng.gauss(0, 100),
-        lambda: 5 + rng.gauss(0, 1e-3),
-    ]
+    kinds = [lambda: float(rng.randint(-1, 1)), lambda: -0.7, lambda: rng.gauss(0, 100), lambda: 5 + rng.gauss(0, 1e-3)]
     return torch.tensor([[kinds[p % 4]() for _ in range(K)] for p in range(P)], dtype=torch.float64)
 
 

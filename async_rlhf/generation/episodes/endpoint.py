@@ -145,7 +145,7 @@ def _streamed(head: Mapping[str, Any], message: Message, reason: str, usage: Map
 
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
     delta = {**message, **({"tool_calls": calls} if calls else {})}
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
         {"choices": [], "usage": usage},

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from async_rlhf.config.episodes import World
 from async_rlhf.generation.episodes.agents import Session
 from async_rlhf.generation.episodes.endpoint import Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
-from async_rlhf.generation.episodes.episode import Episode
+from async_rlhf.generation.episodes.episode import Ask, Episode
 from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.replies import Replies
 from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
@@ -29,13 +29,11 @@ from async_rlhf.generation.episodes.tools import as_environment
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.system.errors import UserCodeError
-from async_rlhf.types import Prompt, Sample, Turn
+from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Ask = Callable[[Turn], Awaitable[Sample]]
-"""Has the policy answer: returns the turn's tokens with the answer behind them."""
 
 
 class _FailedError(Exception):
@@ -72,13 +70,14 @@ class Player:
     """
 
     def __init__(self, spec: EpisodeSpec) -> None:
-        self.spec, self.seconds = spec, 0.0
+        self.spec, self._limits, self.seconds = spec, spec.generation, 0.0
         """Seconds that environments took, all together."""
         schemas = [] if spec.is_agent else tools_of(World(spec.environment))
         self._renderer = Renderer(spec.tokenizer, schemas)
         if schemas and spec.tokenizer.chat_template is not None:
             self._renderer.before("tool")
-        self._replies = None if spec.replies is None else Replies(Path(spec.replies))
+        replies = spec.generation.replies_from
+        self._replies = None if replies is None else Replies(Path(replies))
         self._endpoint: Endpoint | None = None
 
     def take_seconds(self) -> float:
@@ -137,7 +136,7 @@ class Player:
             if not isinstance(observed, Observation):
                 raise TypeError(f"step() returned {observed!r:.200}; must be an Observation")
             episode.note(message, observed)
-            if observed.done or len(episode.turns) == self.spec.max_turns:
+            if observed.done or len(episode.turns) == self._limits.max_turns:
                 episode.finish_reason = "stop" if observed.done else "length"
                 return False
             return episode.observe(self._renderer.observation(observed.messages, episode.last, episode.chat))
@@ -145,7 +144,9 @@ class Player:
     async def _play_agent(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
         """Have an agent play; its sample is that of its last conversation."""
         self._endpoint = self._endpoint or Endpoint()
-        session = Session(lambda: Episode(self.spec, params, prompt, number), self._renderer, self.spec.max_turns, ask)
+        session = Session(
+            lambda: Episode(self.spec, params, prompt, number), self._renderer, self._limits.max_turns, ask
+        )
         client = await self._endpoint.open(session.answer)
         try:
             given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
@@ -164,8 +165,8 @@ class Player:
 
     async def _failed(self, episode: Episode, error: Exception, ask: Ask) -> None:
         what = f"raised {type(error).__name__}: {error}"
-        if isinstance(error, TimeoutError) and self.spec.step_timeout is not None:
-            what = f"was not done after {self.spec.step_timeout:g} s (generation.step_timeout)"
+        if isinstance(error, TimeoutError) and self._limits.step_timeout is not None:
+            what = f"was not done after {self._limits.step_timeout:g} s (generation.step_timeout)"
         name = self.spec.environment.name
         message = f"the environment {name} {what} (row {episode.prompt.row}, turn {len(episode.turns)})"
         if not self.spec.skip:
@@ -188,9 +189,9 @@ class Player:
         started, late = time.monotonic(), 0.0
         try:
             with _blamed():
-                async with asyncio.timeout(self.spec.step_timeout) as limit:
+                async with asyncio.timeout(self._limits.step_timeout) as limit:
                     if session is not None:
-                        session.limit, session.seconds = limit, self.spec.step_timeout
+                        session.limit, session.seconds = limit, self._limits.step_timeout
                     if inspect.iscoroutinefunction(function):
                         return await function(*arguments)
                     found, ended = await _in_thread(function, arguments)

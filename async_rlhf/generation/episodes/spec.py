@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
 from async_rlhf.config.import_by_name import load_attribute
@@ -70,16 +70,10 @@ class EpisodeSpec:
     environment: Sent
     """Makes an environment for each episode."""
     tokenizer: PreTrainedTokenizerBase
-    max_turns: int
-    """Most answers of the policy."""
-    length: int
-    """Most tokens after the prompt, observations included."""
-    step_timeout: float | None
-    """Seconds for each call of an environment; None for no limit."""
+    generation: GenerationConfig
+    """Has their limits; with ``max_turns``."""
     skip: bool
     """Give an episode that fails no reward, instead of ending the run."""
-    replies: str | None = None
-    """A file of what environments said in an earlier run, which is said again."""
     is_agent: bool = False
     """The environment is an agent: a function of a client and a row, which asks the policy itself."""
 
@@ -109,13 +103,9 @@ def tools_of(world: World) -> list[dict[str, Any]]:
 
 def episodes_of(config: OnlineConfig, world: World, tokenizer: PreTrainedTokenizerBase) -> EpisodeSpec | None:
     """How a run plays its episodes; None if nothing answers the policy."""
-    made, generation = _maker(world), config.generation
+    made = _maker(world)
     if made is None:
         return None
-    assert generation.max_turns is not None
-    skip = config.reward_errors == "skip"
-    length, timeout = generation.longest_episode, generation.step_timeout
-    replies, is_agent = generation.replies_from, world.agent is not None
-    right = "must be left out, or aiohttp must be installed: pip install aiohttp"
+    is_agent, right = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
     require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
-    return EpisodeSpec(made, tokenizer, generation.max_turns, length, timeout, skip, replies, is_agent)
+    return EpisodeSpec(made, tokenizer, config.generation, config.reward_errors == "skip", is_agent)
