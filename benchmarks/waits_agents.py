@@ -6,8 +6,8 @@
 a device of its own (waiting.py). Clients and endpoint share the engine's thread, as they do in a generator process. The
 two take turns; medians over rounds:
 
-    speed     tokens of answers a second
-    ratio     of that in the process
+    seconds   until all are done
+    ratio     of that to the seconds in the process
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def agents(tokens: int, sessions: list[aiohttp.ClientSession]) -> dict[str, Call
     return {"in process": in_process, "by HTTP": by_http}
 
 
-def speed(agent: Callable[..., Any], tokens: int, sessions: list[aiohttp.ClientSession]) -> float:
-    """Tokens of answers a second."""
+def seconds_of(agent: Callable[..., Any], tokens: int, sessions: list[aiohttp.ClientSession]) -> float:
+    """Seconds until all agents are done."""
     vocabulary, length = tokens + 30, TURNS * (tokens + 4)
     model = counting_policy(vocabulary, 8 + length, STEP_SECONDS, 1e-6).eval()
     limits = GenerationConfig(response_length=tokens + 1, max_turns=TURNS, episode_length=length)
@@ -75,7 +75,8 @@ def speed(agent: Callable[..., Any], tokens: int, sessions: list[aiohttp.ClientS
     for session in sessions:  # its loop has ended
         asyncio.run(session.close())
     sessions.clear()
-    return sum(int(sample.sampled.sum()) for (sample,) in found) / seconds
+    assert all(sample.metrics["turns"] == TURNS for (sample,) in found)
+    return seconds
 
 
 def measure(tokens: int = 96, rounds: int = 3) -> dict[str, dict[str, float]]:
@@ -85,9 +86,9 @@ def measure(tokens: int = 96, rounds: int = 3) -> dict[str, dict[str, float]]:
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, agent in ways.items():
-            found[name].append(speed(agent, tokens, sessions))
+            found[name].append(seconds_of(agent, tokens, sessions))
     ratios = [http / own for http, own in zip(found["by HTTP"], found["in process"], strict=True)]
-    medians = {name: {"speed": statistics.median(each), "ratio": 1.0} for name, each in found.items()}
+    medians = {name: {"seconds": statistics.median(each), "ratio": 1.0} for name, each in found.items()}
     medians["by HTTP"]["ratio"] = statistics.median(ratios)
     return medians
 
