@@ -133,8 +133,8 @@ def _refused(status: int, code: str, message: str) -> web.Response:
 def _streamed(head: Mapping[str, Any], message: Message, reason: str, usage: Mapping[str, int]) -> web.Response:
     """An answer for a client that reads a stream: all of it at once, then why it ended, then how long it was."""
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
-    delta = {**message, **({"tool_calls": calls} if calls else {})}
-    parts = [
+    delta: Message = message | ({"tool_calls": calls} if calls else {})
+    parts: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
         {"choices": [], "usage": usage},
