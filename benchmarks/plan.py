@@ -346,12 +346,7 @@ def size_table(counts: Sequence[int]) -> str:
 def paper_table() -> str:
     """Markdown: the paper's machines and splits, one generator and the rest learning."""
     lines = ["| run | S = 0 | S = 1 | less time | all in turn | less time |", "|---" * 6 + "|"]
-    for name, devices, hardware in (
-        ("410m", 4, A100),
-        ("1B", 4, A100),
-        ("2.8B", 4, A100),
-        ("8B", 8, HardwareConfig()),
-    ):
+    for name, devices, hardware in (("410m", 4, A100), ("1B", 4, A100), ("2.8B", 4, A100), ("8B", 8, HardwareConfig())):
         config = replace(sized(name, devices, hardware), max_staleness=1)
         times = find_times(config).times
         split = try_split(times, Split(1, devices - 1), config).outcomes

@@ -114,12 +114,7 @@ def wall(batches: int, token_seconds: float, size: int | None, fixed: bool = Fal
         generator.submit(0, 0, Prompts().batch(1, PROMPTS))
         generator.collect(0)  # the processes are up
         rollouts = RolloutSchedule(
-            generator,
-            Prompts(),
-            batch_size=PROMPTS,
-            num_batches=batches,
-            staleness=1,
-            trace=trace,
+            generator, Prompts(), batch_size=PROMPTS, num_batches=batches, staleness=1, trace=trace
         )
         ends, idle = [], []
         rollouts.publish(model, 0)

@@ -10,9 +10,6 @@ from typing import Any
 
 from async_rlhf.generation.episodes.environment import Message, Observation
 
-SLOW: list[float] = []
-"""Seconds that a step of :class:`Echo` may take; nothing for none. Set by tests, in the process that plays."""
-
 
 class Echo:
     """Answers each message with a checksum of all of them and gives a part of it as the reward; ends after 2 to 4."""
@@ -20,21 +17,18 @@ class Echo:
     opening: Sequence[Message] = ()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        self.seen, self.turns = f"{row['name']} {seed}", 0
+        self.seen, self.turns, self.closed = f"{row['name']} {seed}", 0, False
         return self.opening
 
     async def step(self, message: Message) -> Observation:
         self.seen, self.turns = f"{self.seen} {message['content']}", self.turns + 1
         number = zlib.crc32(self.seen.encode())
-        if SLOW:
-            await asyncio.sleep(random.choice(SLOW))
         answer = [{"role": "user", "content": f"[{number % 1000}]"}]
-        return Observation(
-            answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics={"last": number % 5}
-        )
+        last = {"last": number % 5}
+        return Observation(answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics=last)
 
     def close(self) -> None:
-        assert not getattr(self, "closed", False)
+        assert not self.closed
         self.closed = True
 
 
@@ -44,9 +38,19 @@ class Greeting(Echo):
     opening = ({"role": "user", "content": "hello "},)
 
 
-class Sleepy(Echo):
-    """The same, but each step takes up to 50 ms, in whichever process it is."""
+class Fickle(Echo):
+    """Says something else each time that it is asked."""
 
     async def step(self, message: Message) -> Observation:
-        await asyncio.sleep(random.uniform(0, 0.05))
+        observed = await super().step(message)
+        number = random.SystemRandom().randrange(100)
+        more = [{"role": "user", "content": f"<{number}>"}]
+        return Observation(more, number / 100, done=number < 30, metrics={**observed.metrics, "number": float(number)})
+
+
+class Sleepy(Echo):
+    """The same as Echo, but each step takes up to 50 ms, in whichever process it is."""
+
+    async def step(self, message: Message) -> Observation:
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.05))
         return await super().step(message)

@@ -21,6 +21,7 @@ from transformers import (
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import GenerationConfig, OnlineConfig
+from async_rlhf.rewards.functions import call_reward_functions, function_name, numbers
 from async_rlhf.types import Prompt, Sample
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -145,3 +146,10 @@ def new_args(
         "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
     }
     return find(algorithm).config(**values | changes)
+
+
+def call_reward_function(function, prompts, completions, columns) -> list[float]:
+    """The rewards of one function, one finite number for each completion."""
+    name = function_name(function)
+    rewards = call_reward_functions({name: function}, prompts, completions, columns)[name]
+    return numbers(rewards, prompts, completions)

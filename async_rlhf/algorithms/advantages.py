@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Steps = Literal["tokens", "turns"]
+"""What a discount is from one to the next of."""
 _GROUP_EPSILON = 1e-4
 _WHITEN_EPSILON = 1e-8
 
@@ -49,7 +51,9 @@ def group_normalized(rewards_PK: Tensor, scale: Literal["group", "batch", "none"
     return centred_PK / (deviation + _GROUP_EPSILON)
 
 
-def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float, lam: float, over: Steps = "tokens"
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al., arXiv 1506.02438, eq. 16.
 
     delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), with V and A 0 after the last token.
@@ -60,6 +64,8 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float,
         sampled_BT: 1 at the tokens that the policy drew.
         gamma: discount.
         lam: lambda.
+        over: whether gamma discounts from each token to the next, or from each turn to the next, between whose tokens
+            there is an observation.
 
     Returns:
         Advantages_BT and returns_BT = advantages + values, both 0 where no token was sampled.
@@ -69,8 +75,11 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, sampled_BT: Tensor, gamma: float,
     next_advantage_B = next_value_B = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(values_BT.shape[1])):
         sampled_B, value_B, reward_B = sampled_BT[:, t] > 0, values_BT[:, t], rewards_BT[:, t]
-        delta_B = reward_B + gamma * next_value_B - value_B
-        next_advantage_B = torch.where(sampled_B, delta_B + gamma * lam * next_advantage_B, next_advantage_B)
+        step: float | Tensor = gamma
+        if over == "turns" and t + 1 < values_BT.shape[1]:
+            step = torch.ones_like(value_B).masked_fill(sampled_BT[:, t + 1] == 0, gamma)
+        delta_B = reward_B + step * next_value_B - value_B
+        next_advantage_B = torch.where(sampled_B, delta_B + step * lam * next_advantage_B, next_advantage_B)
         next_value_B = torch.where(sampled_B, value_B, next_value_B)
         advantages_BT[:, t] = next_advantage_B
     advantages_BT = advantages_BT * sampled_BT

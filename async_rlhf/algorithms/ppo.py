@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
 from async_rlhf.algorithms.record import Algorithm, Needs
@@ -20,6 +21,8 @@ class PPOConfig(RatioConfig):
     """K, completions per prompt; PPO needs only one."""
     gamma: float = key(1.0, inside("[0, 1]"))
     """Discount from token to token."""
+    gamma_over: Literal["tokens", "turns"] = "tokens"
+    """ "turns" discounts from one answer of an episode to the next instead."""
     lam: float = key(0.95, inside("[0, 1]"))
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
     whiten_advantages: bool = True
@@ -77,7 +80,9 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
     rewards_BT = rewards_of_tokens(experience, rest_B, config.kl)
     if config.whiten_rewards:
         rewards_BT = whiten(rewards_of_steps(rewards_BT, sampled_BT), sampled_BT, keep_mean=True)
-    advantages_BT, returns_BT = gae(rewards_BT, experience.values_BT, sampled_BT, config.gamma, config.lam)
+    advantages_BT, returns_BT = gae(
+        rewards_BT, experience.values_BT, sampled_BT, config.gamma, config.lam, config.gamma_over
+    )
     if config.whiten_advantages:
         advantages_BT = whiten(advantages_BT, sampled_BT)
     loss_weights_U = sampled_BT.sum(dim=1)

@@ -51,6 +51,8 @@ class ReinforcePPConfig(RatioConfig):
     """The penalty, in the reward of each token."""
     gamma: float = key(1.0, inside("[0, 1]"))
     """Discount from token to token."""
+    gamma_over: Literal["tokens", "turns"] = "tokens"
+    """ "turns" discounts from one answer of an episode to the next instead."""
     baseline: Literal["none", "group"] = "none"
     """ "group" subtracts the mean reward of the prompt's completions first ("REINFORCE++ with baseline")."""
 
@@ -83,7 +85,8 @@ def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Ex
     if config.baseline == "group":
         scores_B = group_normalized(scores_B.view(-1, config.samples_per_prompt), "none").flatten()
     rewards_BT = rewards_of_tokens(experience, rest_of_score(experience, scores_B), config.kl)
-    left_BT, _ = gae(rewards_BT, rewards_BT.new_zeros(rewards_BT.shape), sampled_BT, config.gamma, lam=1.0)
+    none_BT = rewards_BT.new_zeros(rewards_BT.shape)
+    left_BT, _ = gae(rewards_BT, none_BT, sampled_BT, config.gamma, lam=1.0, over=config.gamma_over)
     advantages_BT = whiten(left_BT, sampled_BT)
     has_gradient_U = teaching(advantages_BT, sampled_BT, config.kl)
     return replace(

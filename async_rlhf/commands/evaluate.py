@@ -383,12 +383,7 @@ def _likelihoods(
 
 
 def _logprobs(
-    model: Any,
-    answers: _Answers,
-    config: EvaluateConfig,
-    distribution: Distribution,
-    parallel: Parallel,
-    label: str,
+    model: Any, answers: _Answers, config: EvaluateConfig, distribution: Distribution, parallel: Parallel, label: str
 ) -> list[float]:
     with progress_bar(f"evaluate: {label}", len(answers.rows), parallel.ranks.is_main) as progress:
         sums_R = response_logprob_sums(

@@ -12,6 +12,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
+from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.folder import METRICS
 from async_rlhf.run.record import RUN_FILE, unnamed_in
 from async_rlhf.system.errors import DiffersError
@@ -53,7 +54,7 @@ def without_uploads(config: OnlineConfig, output_dir: Path, **changes: Any) -> O
     """How a run is repeated in another folder, from its beginning: it saves no checkpoints, and sends nothing anywhere.
 
     Args:
-        config: of the run.
+        config: of the run, whose environments say what they said there.
         output_dir: the other folder.
         changes: more keys, which come before these.
     """
@@ -65,6 +66,9 @@ def without_uploads(config: OnlineConfig, output_dir: Path, **changes: Any) -> O
         "report_to": [],
         "push_to_hub": False,
     }
+    replies = Path(config.output_dir) / EPISODES
+    if replies.is_file():
+        common["generation"] = replace(config.generation, replies_from=str(replies))
     return replace(config, **{"output_dir": str(output_dir), **common, **hub, **changes})
 
 

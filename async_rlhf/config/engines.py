@@ -48,10 +48,7 @@ def _vllm_is_missing() -> str:
 
 
 ENGINES = {
-    "transformers": EngineSpec(
-        "async_rlhf.generation.transformers_engine:make",
-        frozenset({"policy", "redraw"}),
-    ),
+    "transformers": EngineSpec("async_rlhf.generation.transformers_engine:make", frozenset({"policy", "redraw"})),
     "vllm": EngineSpec(
         "async_rlhf.generation.vllm_engine:VLLMEngine",
         frozenset({"server", "adapters", "unseeded", "sleep", "vllm_options"}),

@@ -137,6 +137,9 @@ class GenerationConfig(TruncationConfig):
     step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: see reward_errors."""
+    replies_from: str | None = key(None, role="place")
+    """Do not ask environments: have them say once more what they said in another run, whose file episodes.jsonl this
+    is. ``replay`` and ``explain`` do so."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     stop_token_ids: list[int] = key([], _IDS)

@@ -7,19 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_rlhf.config.base import (
-    DEVICE,
-    FOLDER,
-    SUMS,
-    Checked,
-    Rule,
-    above,
-    at_least,
-    at_most,
-    inside,
-    key,
-    require,
-)
+from async_rlhf.config.base import DEVICE, FOLDER, SUMS, Checked, Rule, above, at_least, at_most, inside, key, require
 from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensPerPass, TrainingConfig
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig

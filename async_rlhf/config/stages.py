@@ -32,11 +32,7 @@ from async_rlhf.config.common import (
     TrainingConfig,
 )
 from async_rlhf.config.generation import Dtype, GenerationConfig
-from async_rlhf.config.online import (
-    LEARNING_RATE,
-    AdapterConfig,
-    OnlineConfig,
-)
+from async_rlhf.config.online import LEARNING_RATE, AdapterConfig, OnlineConfig
 
 _SMALL = "a new model is a small one"
 _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole number, or below 1 a share of all steps")

@@ -255,10 +255,7 @@ def decayed_groups(parameters: list[nn.Parameter], rate: float, weight_decay: fl
         return [{"params": parameters, "lr": rate}]
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     spared = [parameter for parameter in parameters if parameter.dim() <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "lr": rate},
-        {"params": spared, "lr": rate, "weight_decay": 0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": decayed, "lr": rate}, {"params": spared, "lr": rate, "weight_decay": 0}]
     return [group for group in groups if group["params"]]  # adapters have no parameters without decay
 
 

@@ -185,7 +185,7 @@ class InlineGenerator:
             raise ValueError(f"an evaluation asks for version {version}; inline weights are at {self._version}")
         _, prompts, params = asked
         with drawing(self.engine, params):
-            completions = self._generate(prompts)
+            completions = self._generate(prompts, version)
         return tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
 
     def close(self) -> None:
@@ -193,8 +193,8 @@ class InlineGenerator:
         self._requests.clear()
         self._sampled.clear()
 
-    def _generate(self, prompts: Sequence[Prompt]) -> Completions:
-        return self.sampler.generate(prompts)
+    def _generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
+        return self.sampler.generate(prompts, evaluated)
 
     def _measure(self, index: int, groups: tuple[Group, ...]) -> dict[str, float]:
         assert self._policy is not None
@@ -228,7 +228,7 @@ class InlineCopyGenerator(InlineGenerator):
         """Note the policy; its weights do not change until the batch is collected."""
         self._policy, self._version = policy, version
 
-    def _generate(self, prompts: Sequence[Prompt]) -> Completions:
+    def _generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
         """Wake, load the current weights, sample, and sleep again."""
         assert self._policy is not None
         if self._asleep:
@@ -236,7 +236,7 @@ class InlineCopyGenerator(InlineGenerator):
             self._asleep = False
         if self.engine.version != self._version:
             self._load(self._policy, self._version)
-        completions = self.sampler.generate(prompts)
+        completions = self.sampler.generate(prompts, evaluated)
         if self._sleeps:
             self.engine.sleep()
             self.engine.version, self._asleep = -1, True

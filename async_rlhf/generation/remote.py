@@ -28,15 +28,7 @@ from async_rlhf.config.base import require
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
 from async_rlhf.generation.dispatch import Answer, Arrived, Dispatcher, Stop, Worker, cut
-from async_rlhf.generation.protocol import (
-    GeneratorError,
-    Ready,
-    Reply,
-    Request,
-    SamplingParams,
-    Version,
-    work,
-)
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, Version, work
 from async_rlhf.generation.validate_response import check_completions, fingerprint
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters
@@ -523,8 +515,10 @@ class RemoteGenerator:
 
 
 def _in_flight(size: int | None, params: SamplingParams) -> int:
-    """Requests that fill the places of a worker, and an eighth more that wait for places that become free."""
-    prompts = max(1, params.batch_size // params.samples_per_prompt)
+    """Requests that fill the places of a worker, and an eighth more that wait for places that become free; twice as
+    many with environments, for which some wait at any time.
+    """
+    prompts = max(1, params.batch_size // params.samples_per_prompt) * (1 if params.episodes is None else 2)
     requests = math.ceil(prompts / (size or 1))
     return requests + max(1, requests // 8)
 

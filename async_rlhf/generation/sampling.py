@@ -39,12 +39,7 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> tuple[np.ndar
     k0, k1 = (np.uint64(word) for word in key)
     for _ in range(10):
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (product1 >> _32) ^ c1 ^ k0,
-            product1 & _LOW,
-            (product0 >> _32) ^ c3 ^ k1,
-            product0 & _LOW,
-        )
+        c0, c1, c2, c3 = ((product1 >> _32) ^ c1 ^ k0, product1 & _LOW, (product0 >> _32) ^ c3 ^ k1, product0 & _LOW)
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 

@@ -314,7 +314,8 @@ class ServerWorker(Worker):
             await self._hold(client, self.snapshots.newest if request.version is None else request.version)
             loaded = time.monotonic()
         version, probe = self._version, None
-        groups = await self._generate(client, request.prompts, request.params or self.params)
+        evaluated = None if request.params is None else -request.batch
+        groups = await self._generate(client, request.prompts, request.params or self.params, evaluated)
         ended, drawn = time.monotonic(), {version, *drawn_versions(sample for group in groups for sample in group)}
         async with self._weights:
             held = {each: self._held[each] for each in drawn if each in self._held}
@@ -365,7 +366,7 @@ class ServerWorker(Worker):
         return expected
 
     async def _generate(
-        self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams
+        self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams, evaluated: int | None
     ) -> list[tuple[Sample, ...]]:
         async def samples(prompt: Prompt, params: SamplingParams = params) -> tuple[Sample, ...]:
             (seed,) = seeds_of(params, [prompt])
@@ -381,7 +382,7 @@ class ServerWorker(Worker):
 
         count = params.samples_per_prompt
         episodes = [(prompt, number) for prompt in prompts for number in range(count)]
-        found = await _together(player.play(prompt, number, params, ask) for prompt, number in episodes)
+        found = await _together(player.play(prompt, number, params, ask, evaluated) for prompt, number in episodes)
         return [tuple(found[first : first + count]) for first in range(0, len(found), count)]
 
 

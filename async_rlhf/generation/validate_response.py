@@ -51,7 +51,9 @@ def check_completions(
         for number, sample in enumerate(samples):
             limits: dict[str, Any] = {"longest": params.response_length, "stops": stops, "vocabulary": vocabulary}
             if params.episodes is not None:
-                wrong = _wrong_sizes(sample, 0) or _wrong_episode(sample, params.episodes.length, **limits)
+                wrong = _wrong_sizes(sample, 0) or _wrong_episode(
+                    sample, params.episodes.generation.longest_episode, **limits
+                )
             else:
                 wrong = _wrong_form(sample, asked) or _wrong_tokens(
                     sample.tokens[len(asked) :], sample.logprobs[len(asked) :], sample.finish_reason, **limits

@@ -92,7 +92,7 @@ class RequestHandler:
         loaded = time.monotonic()
         engine.refresh = (lambda: self.load(self.weights.newest)) if request.in_flight else None
         with drawing(engine, request.params):
-            completions = self.sampler.generate(request.prompts)
+            completions = self.sampler.generate(request.prompts, None if request.params is None else -request.batch)
         reply = self.reply(request, completions, version, started, loaded)
         self.forget_before(engine.version)
         return reply

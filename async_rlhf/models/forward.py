@@ -287,10 +287,7 @@ def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, par
 
 
 def score_in_batches(
-    score: Callable[[list[list[Row]]], Sequence[Tensor]],
-    rows: Sequence[Row],
-    passes: Passes,
-    ranks: int = 1,
+    score: Callable[[list[list[Row]]], Sequence[Tensor]], rows: Sequence[Row], passes: Passes, ranks: int = 1
 ) -> Tensor:
     """Scores of rows of any lengths, in batches of similar length.
 
@@ -319,10 +316,7 @@ def score_in_batches(
 
 
 def score_batch(
-    model: PreTrainedModel,
-    rows: Sequence[Row],
-    autocast: torch.dtype | None = None,
-    device: torch.device | None = None,
+    model: PreTrainedModel, rows: Sequence[Row], autocast: torch.dtype | None = None, device: torch.device | None = None
 ) -> Tensor:
     """Scores (B,) of rows, float32 on the CPU; see :func:`score_padded`."""
     return score_padded(model, **padded(rows), autocast=autocast, device=device)

@@ -39,13 +39,8 @@ def selected_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return -F.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
-def entropies(logits_NV: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits), one per row; tokens of probability 0 add nothing."""
-    return torch.cat([entropies_of(torch.log_softmax(part_NV, dim=-1)) for part_NV in logits_NV.split(_ENTROPY_ROWS)])
-
-
 def entropies_of(logprobs_NV: Tensor) -> Tensor:
-    """The same from log-probabilities; without gradient."""
+    """Entropy in nats of each row of log-probabilities, without gradient; tokens of probability 0 add nothing."""
     least = torch.finfo(logprobs_NV.dtype).min
     parts = logprobs_NV.detach().split(_ENTROPY_ROWS)
     return torch.cat([-part.exp().mul_(part.clamp(min=least)).sum(dim=-1) for part in parts])

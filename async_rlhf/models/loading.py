@@ -27,12 +27,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
-from async_rlhf.models.sharded_loading import (
-    is_on_meta,
-    share_digests,
-    unread_model,
-    weight_digests,
-)
+from async_rlhf.models.sharded_loading import is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
 from async_rlhf.system.hub import is_path, why_nowhere
@@ -173,12 +168,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def load_policy(
-    name: str,
-    device: torch.device | str = "cpu",
-    key: str = "model",
-    *,
-    trust: bool = False,
-    on_meta: bool = False,
+    name: str, device: torch.device | str = "cpu", key: str = "model", *, trust: bool = False, on_meta: bool = False
 ) -> PreTrainedModel:
     """A causal language model in float32 with dropout off.
 
@@ -231,12 +221,8 @@ def load_reward_model(
     if bits is None:
         model = check_reward_model(_load(kind, name, key, trust, on_meta, num_labels=1), key)
         return placed(model, device, dtype).eval()
-    options = {
-        "quantization_config": quantised(bits, dtype, ["score"]),
-        "device_map": {"": torch.device(device)},
-        "dtype": dtype,
-    }
-    return check_reward_model(_load(kind, name, key, trust, num_labels=1, **options), key).eval()
+    options = {"quantization_config": quantised(bits, dtype, ["score"]), "device_map": {"": torch.device(device)}}
+    return check_reward_model(_load(kind, name, key, trust, num_labels=1, dtype=dtype, **options), key).eval()
 
 
 def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> PreTrainedModel:

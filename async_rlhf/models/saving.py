@@ -8,11 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, save_adapters

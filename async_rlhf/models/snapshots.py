@@ -169,12 +169,7 @@ class SnapshotRing(Snapshots):
 
     @classmethod
     def for_model(
-        cls,
-        model: nn.Module,
-        dtype: torch.dtype,
-        slots: int,
-        adapters_only: bool = False,
-        parallel: Parallel = ALONE,
+        cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False, parallel: Parallel = ALONE
     ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)

@@ -86,19 +86,6 @@ def function_name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call_reward_function(
-    function: RewardFunction, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-) -> list[float]:
-    """The rewards of one function, one finite number for each completion; see :func:`call_reward_functions`.
-
-    Raises:
-        RewardError: also for None, as no other function is there to judge that completion.
-    """
-    name = function_name(function)
-    rewards = call_reward_functions({name: function}, prompts, completions, columns)[name]
-    return numbers(rewards, prompts, completions)
-
-
 def numbers(rewards: Sequence[float | None], prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """The rewards, after checking that every completion has one.
 

@@ -224,10 +224,7 @@ class _Unusable:
 
 
 def _serve(
-    pipe: Connection,
-    leash: Connection,
-    source: Source,
-    surroundings: tuple[str, list[str], dict[str, str], int],
+    pipe: Connection, leash: Connection, source: Source, surroundings: tuple[str, list[str], dict[str, str], int]
 ) -> None:
     """Answer calls until the learner is gone."""
     # When the learner dies, the kernel ends this process even if its function never returns to Python: at end of

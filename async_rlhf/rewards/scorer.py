@@ -19,13 +19,7 @@ from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import PassMemory, fitting_tokens
-from async_rlhf.models.forward import (
-    Row,
-    autocast_dtype,
-    padded,
-    score_in_batches,
-    score_padded,
-)
+from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
 from async_rlhf.models.passes import Passes
@@ -102,7 +96,6 @@ class Scorer:
         self.reward_funcs = _by_name(reward_funcs, _taken(reward_model is not None))
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
-        self._episodes = config.generation.max_turns is not None
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
         require(
             len(weights) == len(names),
@@ -325,15 +318,15 @@ class Scorer:
     def _function_scores(self, groups: Sequence[Group]) -> dict[str, list[float | None]]:
         """Rewards by function: None where it does not apply, NaN where it failed."""
         prompts = [group.prompt for group in groups for _ in group.samples]
+        samples = [sample for group in groups for sample in group.samples]
         names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        if self._episodes:
-            samples = [sample for group in groups for sample in group.samples]
-            columns |= {"messages": [list(sample.messages or ()) for sample in samples]}
-            columns |= {"metrics": [dict(sample.metrics) for sample in samples]}
+        if self.config.generation.max_turns is not None:
+            columns["messages"] = [list(sample.messages or ()) for sample in samples]
+            columns["metrics"] = [dict(sample.metrics) for sample in samples]
         return self._call_functions(
             prompts=[str(prompt.columns[self.prompt_field]) for prompt in prompts],
-            completions=decode_samples(self.tokenizer, [sample for group in groups for sample in group.samples]),
+            completions=decode_samples(self.tokenizer, samples),
             columns=columns,
             samples=len(groups[0].samples),
         )

@@ -51,13 +51,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 """Version of the resume format. Raise it with every change that an older or newer version could not read."""
 _SHARDED_FORMAT = f"{FORMAT}, sharded"
-_SAMPLE_TYPES = {
-    "tokens": "int32",
-    "sampled": "bool",
-    "logprobs": "float32",
-    "versions": "int32",
-    "rewards": "float32",
-}
+_SAMPLE_TYPES = {"tokens": "int32", "sampled": "bool", "logprobs": "float32", "versions": "int32", "rewards": "float32"}
 
 
 @dataclass

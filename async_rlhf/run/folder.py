@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.manifest import CheckpointError, delete_whole, stranger_in, verify
 from async_rlhf.system.files import whole_file
 from async_rlhf.system.lock import Hold, hold, refuse_in_use
@@ -35,7 +36,9 @@ REPORT_MARK = '<meta name="generator" content="async-rlhf report">'
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
-_LOG = re.compile(r"(metrics|samples|eval_samples|schedule)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html")
+_LOG = re.compile(
+    r"(metrics|samples|eval_samples|schedule|episodes)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html"
+)
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
 
@@ -64,6 +67,7 @@ def refuse_second(folder: Path) -> None:
 def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
     """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
     more = [SCHEDULE] if config.staleness_mode == "bounded" else []
+    more += [EPISODES] if config.generation.max_turns is not None else []
     return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import drawing
 from async_rlhf.run.build import Run
+from async_rlhf.run.episodes import episode_fields
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.types import Batch, Group, Sample, ScoredBatch
+from async_rlhf.types import Batch, Group, ScoredBatch
 
 
 @dataclass
@@ -102,15 +101,6 @@ def _scored(run: Run, version: int, groups: tuple[Group, ...]) -> tuple[dict[str
     return {f"eval_{name}": value for name, value in scored.metrics.items()}, scored
 
 
-def conversation(sample: Sample) -> dict[str, Any]:
-    """What an episode's row in a file of samples has besides: its messages, the rewards of its turns, its metrics."""
-    if sample.messages is None:
-        return {}
-    rewards = np.zeros(0) if sample.rewards is None else sample.rewards[sample.rewards != 0]
-    given = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
-    return {"messages": sample.messages, "rewards": given, "metrics": dict(sample.metrics)}
-
-
 def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:
     """The answers of an evaluation, as eval_samples.jsonl has them."""
     groups = scored.batch.groups
@@ -127,5 +117,5 @@ def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:
                 "prompt": prompt,
                 "completion": next(texts),
                 "finish_reason": sample.finish_reason,
-                **conversation(sample),
+                **episode_fields(sample),
             }

@@ -22,8 +22,9 @@ from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
+from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
-from async_rlhf.run.held_out import Evaluations, answer_rows, conversation
+from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning
@@ -245,6 +246,8 @@ class TrainingLoop(Loop):
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         if SCHEDULE in self.logs:
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
+        for row in episode_rows(scored.batch.index, scored.batch.groups) if EPISODES in self.logs else ():
+            self.logs[EPISODES].write(row)
         if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
             logger.warning("%s", warning)
         if everything:
@@ -288,6 +291,8 @@ class TrainingLoop(Loop):
         rows = list(answer_rows(self.run, scored))
         for row in rows:
             self.logs[EVAL_SAMPLES].write(row)
+        for row in episode_rows(batch, scored.batch.groups, batch) if EPISODES in self.logs else ():
+            self.logs[EPISODES].write(row)
         callbacks.table("eval_completions", rows[:TABLE_ROWS], batch)
         callbacks.log(self._log_metrics(metrics, batch), batch)
         callbacks.evaluated(metrics, batch)
@@ -324,7 +329,9 @@ class TrainingLoop(Loop):
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
-            self.logs[SAMPLES].write(row | conversation(sample))
+            more = episode_fields(sample)
+            self.logs[SAMPLES].write(row | more)
+            row |= {"completion": conversation(more["messages"], more["rewards"])} if more else {}
             lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())
             table.append({**row, "episode": self.run.callbacks.state.episode, "lag": lag})
         self.run.callbacks.table("completions", table)

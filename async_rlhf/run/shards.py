@@ -76,10 +76,7 @@ def make_stager(device: torch.device) -> DefaultStager:
     pinned = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=pinned,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=pinned,
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
         )
     )
 

@@ -26,6 +26,7 @@ ELSEWHERE = {
             "peers",
             "publish",
             "rows",
+            "waits_environment",
             "waits_evaluation",
             "waits_publish",
             "waits_queue",

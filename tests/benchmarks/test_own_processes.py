@@ -11,6 +11,7 @@ from printed import by_itself, columns, markdown, named, require
 
 WAITING = {
     "waits_evaluation.py": ({"none", "generators", "learner"}, "wall sampling training waited ratio predicted"),
+    "waits_environment.py": ({"in flight", "exact"}, "places wall bound over"),
     "waits_publish.py": ({"nothing", "in publish()", "beside"}, "wall publish wait stall predicted"),
     "waits_queue.py": ({"one queue", "batch by batch"}, "places wall predicted"),
     "waits_rewards.py": (

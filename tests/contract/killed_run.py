@@ -60,7 +60,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rloo": {"samples_per_prompt": 2},
     "ppo": {"samples_per_prompt": 1, "value_learning_rate": 3e-3},
     "grpo": {"samples_per_prompt": 3},
+    "episodes": {"samples_per_prompt": 3},
 }
+EPISODES: dict[str, Any] = {"response_length": 10, "max_turns": 3, "stop_token_ids": list(range(60))}
+"""Of runs by GRPO with an environment, whose algorithm is called "episodes" here."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        out: Path,
-        kill: Kill | None = None,
-        measured: dict[str, Any] | None = None,
-        disturb: Kill | None = None,
+        self, out: Path, kill: Kill | None = None, measured: dict[str, Any] | None = None, disturb: Kill | None = None
     ) -> None:
         self.out, self.kill, self.disturb = out, kill, disturb
         self.measured = measured or {"seconds": {}, "operations": {}, "samples": 1}
@@ -296,6 +295,7 @@ def watched(watch: Watch) -> Iterator[None]:
 def train(arguments: argparse.Namespace) -> None:
     """Train the tiny policy of the tests; equal arguments give equal runs."""
     import torch
+    from environments import Echo
     from tiny import byte_tokenizer, count_letters, tiny_config
     from transformers import GPTNeoXForCausalLM
 
@@ -310,7 +310,9 @@ def train(arguments: argparse.Namespace) -> None:
         for parameter in policy.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)  # so that samples differ
-    config = find(arguments.algorithm).config(
+    has_world = arguments.algorithm == "episodes"
+    generation = {"response_length": 40, "num_threads": 1, "max_restarts": 100, **(EPISODES if has_world else {})}
+    config = find("grpo" if has_world else arguments.algorithm).config(
         output_dir=str(arguments.out),
         resume=True,
         staleness=arguments.staleness,
@@ -325,12 +327,13 @@ def train(arguments: argparse.Namespace) -> None:
         num_samples_logged=100,
         progress=False,
         num_threads=1,
-        generation=GenerationConfig(response_length=40, num_threads=1, max_restarts=100),
+        generation=GenerationConfig(**generation),
         **OPTIONS[arguments.algorithm],
     )
     prompts = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
     measured = json.loads(arguments.measured.read_text()) if arguments.measured else None
-    trainer = OnlineTrainer(policy, config, prompts, reward_funcs=count_letters, processing_class=byte_tokenizer())
+    judged = {"environment": Echo} if has_world else {"reward_funcs": count_letters}
+    trainer = OnlineTrainer(policy, config, prompts, processing_class=byte_tokenizer(), **judged)
     with watched(Watch(arguments.out, arguments.kill, measured, arguments.disturb)):
         trainer.train()
 

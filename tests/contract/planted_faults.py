@@ -579,9 +579,7 @@ def planted_end(patch, engine):
 @fault("log-probabilities of samples k = 1 are off by 1 nat", 1, 1, "other log-probabilities")
 def off_by_a_nat(patch, engine):
     answered_by(
-        patch,
-        engine,
-        each(lambda r, k: r._replace(logprobs=tuple(x - 1 for x in r.logprobs)) if k == 1 else r),
+        patch, engine, each(lambda r, k: r._replace(logprobs=tuple(x - 1 for x in r.logprobs)) if k == 1 else r)
     )
 
 
@@ -788,9 +786,7 @@ def prompt_cut(patch, engine):
 def dropout(patch, engine):
     forward = engine._forward
     patch.setattr(
-        engine,
-        "_forward",
-        lambda *inputs, **options: torch.nn.functional.dropout(forward(*inputs, **options), 0.01),
+        engine, "_forward", lambda *inputs, **options: torch.nn.functional.dropout(forward(*inputs, **options), 0.01)
     )
 
 

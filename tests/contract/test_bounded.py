@@ -178,10 +178,7 @@ def test_a_record_that_does_not_fit_is_named(tmp_path, make_policy, tokenizer, p
     def error(text: str, **generation: int) -> str:
         (tmp_path / "schedule.jsonl").write_text(text)
         args = make_args(
-            generation=generation,
-            staleness=1,
-            staleness_mode="bounded",
-            replay_from=str(tmp_path / "schedule.jsonl"),
+            generation=generation, staleness=1, staleness_mode="bounded", replay_from=str(tmp_path / "schedule.jsonl")
         )
         with pytest.raises(ConfigError) as caught:
             run(make_policy, tokenizer, prompts, args)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+import json
+import time
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
+import environments
 import numpy as np
 import pytest
 import torch
@@ -13,14 +17,26 @@ from checked_episodes import check_episode, models_of, watch
 from environments import Echo, Greeting, Sleepy
 from faulty_worker import run_slow_worker
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
-from tiny import StopAfter, new_args, new_policy
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
 
+from async_rlhf.commands.replay import run_replay
+from async_rlhf.commands.rerun import ReplayDiffersError
+from async_rlhf.commands.train import run_train
+from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
 from async_rlhf.generation import process
+from async_rlhf.generation.episodes.endpoint import RefusedError
+from async_rlhf.generation.episodes.environment import Observation
+from async_rlhf.generation.episodes.playing import EpisodeError
+from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
+from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
+from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.explain.command import run_explain
+from async_rlhf.studies.explain.config import ExplainConfig
 
 pytestmark = pytest.mark.quick
 STOPS = list(range(60))
@@ -152,6 +168,185 @@ def test_a_run_with_an_environment_is_its_sequential_oracle(tmp_path, tokenizer,
     assert ours[1][-1]["episode/turns"] > 1
 
 
+def as_command(folder, environment, name="run", **changes) -> RunConfig:
+    """A run of files, as the command has it."""
+    policy_of().save_pretrained(folder / "policy")
+    byte_tokenizer().save_pretrained(folder / "policy")
+    for name_of_file in ("prompts.jsonl", "held_out.jsonl"):
+        (folder / name_of_file).write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    data = DataConfig(str(folder / "prompts.jsonl"), eval=str(folder / "held_out.jsonl"))
+    train = episode_args(folder, name, algorithm="grpo", samples_per_prompt=2, total_episodes=24, **changes)
+    world = f"{Path(environments.__file__)}:{environment}"
+    return RunConfig(str(folder / "policy"), data, environment=world, train=train, algorithm="grpo")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, staleness):
+    """By what it said, which is in the run's folder; in evaluations too."""
+    run_train(as_command(tmp_path, "Fickle", staleness=staleness, eval_steps=2))
+    run = tmp_path / "run"
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert sum(row["evaluated"] is None for row in episodes) == 24 * 2
+    assert sum(row["evaluated"] is not None for row in episodes) == 20 * 2
+    assert len({row["metrics"].get("number") for row in episodes}) > 10
+    run_replay(ReplayConfig(str(run)))  # compares all metrics
+    assert (run / "replay" / "episodes.jsonl").read_bytes() == (run / "episodes.jsonl").read_bytes()
+    run_explain(ExplainConfig(str(run), batch=2))
+    first = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
+    said = next(message for message in first["messages"] if message["role"] == "assistant")
+    said["content"] += "!"
+    others = (run / "episodes.jsonl").read_text().partition("\n")[2]
+    (run / "episodes.jsonl").write_text(json.dumps(first) + "\n" + others)
+    with pytest.raises(
+        (EpisodeError, GeneratorError), match="in the recorded run the policy wrote something else here"
+    ):
+        run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "changed")))
+    (run / "episodes.jsonl").rename(run / "elsewhere.jsonl")
+    with pytest.raises((ReplayDiffersError, EpisodeError)):
+        run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "again")))
+
+
+def test_samples_have_conversations_and_the_rewards_of_their_turns(tmp_path):
+    config = as_command(tmp_path, "Greeting", num_samples_logged=100)
+    run_train(config)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 24 * 2
+    for row in rows:
+        assert row["messages"][0] == {"role": "user", "content": "hello "}
+        answered = sum(message["role"] == "assistant" for message in row["messages"])
+        assert len(row["rewards"]) == row["metrics"]["turns"]
+        assert answered in (len(row["rewards"]), len(row["rewards"]) - 1)  # one that was cut off is no message
+        assert row["score"] == pytest.approx(sum(row["rewards"]))
+    names = {"episode/turns", "episode/observed_tokens", "episode/reward", "episode/failed", "time/environment"}
+    batches = [metrics for metrics in metrics_of(config.train) if "completions" in metrics]
+    assert len(batches) == 3
+    assert all(names <= metrics.keys() for metrics in batches)
+
+
+def test_reward_functions_get_the_messages_and_the_metrics(tmp_path, tokenizer, prompts):
+    seen = []
+
+    def reward(prompts, completions, messages, metrics, name, **columns):
+        seen.extend(zip(messages, metrics, strict=True))
+        return [one["turns"] for one in metrics]
+
+    args = episode_args(tmp_path, total_episodes=8)
+    _, metrics = run_trainer(tokenizer, prompts, args, reward_funcs=reward)
+    assert len(seen) == 16
+    assert all(sum(one["role"] == "assistant" for one in messages) <= m["turns"] for messages, m in seen)
+    assert metrics[0]["reward/reward"] == pytest.approx(metrics[0]["episode/turns"])
+    total = metrics[0]["reward/reward"] + metrics[0]["episode/reward"]
+    assert metrics[0]["objective/scores"] == pytest.approx(total)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_neither_slow_steps_nor_the_number_of_workers_change_a_run(tmp_path, tokenizer, prompts, workers):
+    requests = {"prompts_per_request": 4, "batch_size": 5}  # which turns are decoded together depends on their order
+    args = episode_args(tmp_path, "fast", requests, staleness=1, total_episodes=24)
+    ours = run_trainer(tokenizer, prompts, args)
+    args = episode_args(tmp_path, "slow", {**requests, "workers": workers}, staleness=1, total_episodes=24)
+    assert_same_run(run_trainer(tokenizer, prompts, args, Sleepy), ours)
+    assert metrics_of(args)[0]["time/environment"] > 1.0  # some 35 steps, each of 25 ms on average, or later
+
+
+WORLDS: list[Echo] = []
+
+
+class Broken(Echo):
+    """Fails in the first step of every other row; how is the value of ``how``."""
+
+    how = "raises"
+
+    def reset(self, row, seed):
+        self.breaks = int(row["name"][1:]) % 2 == 1
+        WORLDS.append(self)
+        return super().reset(row, seed)
+
+    async def step(self, message):
+        if not self.breaks:
+            return await super().step(message)
+        if self.how == "raises":
+            raise KeyError("x")
+        if self.how == "hangs":
+            await asyncio.sleep(60)
+        return {"nonsense": Observation, "nan": Observation(reward=float("nan")), "silent": Observation()}[self.how]
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs", "nonsense", "nan", "silent"])
+def test_an_environment_that_fails_follows_reward_errors_and_is_closed(tmp_path, tokenizer, prompts, how, monkeypatch):
+    monkeypatch.setattr(Broken, "how", how)
+    monkeypatch.setattr("cloudpickle.dumps", None)  # inline nothing is sent
+    WORLDS.clear()
+    generation = {"step_timeout": 0.5}
+    args = episode_args(tmp_path, "skip", generation, reward_errors="skip", total_episodes=16)
+    _, metrics = run_trainer(tokenizer, prompts, args, environment=Broken)
+    assert all(m["episode/failed"] > 0 for m in metrics)
+    assert all(m["reward/skipped"] == m["episode/failed"] for m in metrics)
+    assert len(WORLDS) == 32
+    assert all(world.closed for world in WORLDS)
+    WORLDS.clear()
+    args = episode_args(tmp_path, "error", generation, total_episodes=16)
+    with pytest.raises(EpisodeError, match=r"the environment Broken .* \(row \d+, turn 1\)"):
+        run_trainer(tokenizer, prompts, args, environment=Broken)
+    assert all(world.closed for world in WORLDS)
+
+
+def calculate(expression: str) -> str:
+    """
+    Compute.
+
+    Args:
+        expression: What to compute.
+    """
+    return str(len(expression))
+
+
+async def talk(client, row):
+    """An agent that asks once or twice."""
+    chat = [{"role": "user", "content": f"{row['name']}: "}]
+    chat.append(await client.chat(chat))
+    with suppress(RefusedError):
+        await client.chat([*chat, {"role": "user", "content": "more "}])
+    return float(len(chat[-1]["content"]) % 3)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("world", [World(agent=talk), World(tools=[calculate])], ids=["agent", "tools"])
+def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, staleness):
+    args = episode_args(tmp_path, algorithm="grpo", staleness=staleness, total_episodes=24)
+    rewards = () if world.agent else (count_letters,)
+    given = {"agent": world.agent, "tools": world.tools, "reward_funcs": rewards}
+    ours = run_trainer(tokenizer, prompts, args, environment=None, **given)
+    more = {"stop_token_ids": (256, *STOPS), "episodes": episodes_of(args, world, tokenizer)}
+    assert_same_run(ours, sequential_oracle(policy_of, tokenizer, prompts, args, "grpo", rewards=rewards, **more))
+    assert ours[1][-1]["grad_norm"] > 0
+
+
+def test_one_of_them_at_most_and_its_turns_must_be_said(tmp_path, tokenizer, prompts):
+    args = episode_args(tmp_path)
+    with pytest.raises(ConfigError, match=r"agent: got .* only one of environment, tools and agent"):
+        run_trainer(tokenizer, prompts, args, agent=talk)
+    with pytest.raises(ConfigError, match=r"generation.max_turns: got 3; must be given with an environment"):
+        run_trainer(tokenizer, prompts, args, environment=None, reward_funcs=count_letters)
+    with pytest.raises(ConfigError, match=r"generation.max_turns: got None; must be given with an environment"):
+        run_trainer(tokenizer, prompts, new_args(tmp_path))
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content if loop.last or m.role != 'assistant' else "
+    "m.content.split('</think>')[-1] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_template_that_drops_earlier_thoughts_is_refused_by_name(tmp_path, tokenizer, prompts, role):
+    tokenizer.chat_template = THINKING
+    chats = [{**row, "query": [{"role": "user", "content": row["query"]}]} for row in prompts]
+    tools = {"environment": None, "tools": [calculate], "reward_funcs": count_letters} if role == "tool" else {}
+    with pytest.raises(ConfigError, match=f"tokenizer: its chat template changes earlier answers .* role '{role}'"):
+        run_trainer(tokenizer, chats, episode_args(tmp_path), **tools)
+
+
 FLYING = {"response_length": 30, "max_turns": 4, "episode_length": 110, "stop_token_ids": STOPS[:10]}
 
 
@@ -196,3 +391,41 @@ def test_in_flight_there_may_be_fewer_places_than_samples(tmp_path, tokenizer, p
     changes = {"algorithm": "rloo", "samples_per_prompt": 4, "completions_per_batch": 32, "total_episodes": 8}
     metrics, _ = fly(tmp_path, tokenizer, prompts, monkeypatch, {"batch_size": 2}, **changes)
     assert [row["batch"] for row in metrics] == [1]
+
+
+def test_an_answer_that_is_cut_off_is_the_last_message(tmp_path, tokenizer, prompts):
+    """Reward functions and files of samples see all that the policy wrote."""
+    args = episode_args(tmp_path, samples_per_prompt=3)
+    trainer = OnlineTrainer(policy_of(), args, prompts, environment=Echo, processing_class=tokenizer)
+    stream = trainer.run.prompts.stream
+    found = EpisodeSampler(trainer.run.engine).generate([stream.prompt(n) for n in range(12)])
+    cut = [s for group in found for s in group if s.tokens[-1] not in (256, *STOPS)]
+    assert {len(sample.messages) for sample in cut} >= {1, 3}
+    for sample in cut:
+        answer = sample.tokens[len(sample) - int(sample.sampled[::-1].argmin()) :]
+        assert sample.messages[-1] == {"role": "assistant", "content": tokenizer.decode(answer.tolist())}
+
+
+def test_environments_do_not_account_for_the_time_of_others(tmp_path, tokenizer, prompts, monkeypatch):
+    """A plain function is done long before its episode has its turn again."""
+
+    class Plain:
+        def reset(self, row, seed):
+            pass
+
+        def step(self, message):
+            return Observation([{"role": "user", "content": "go on"}])
+
+        def close(self):
+            pass
+
+    def slow_message(self, tokens, before):
+        time.sleep(0.01)
+        return {"role": "assistant", "content": "x"}
+
+    monkeypatch.setattr(Renderer, "message", slow_message)
+    args = episode_args(tmp_path, samples_per_prompt=3)
+    trainer = OnlineTrainer(policy_of(), args, prompts, environment=Plain, processing_class=tokenizer)
+    sampler = EpisodeSampler(trainer.run.engine)
+    sampler.generate([trainer.run.prompts.stream.prompt(n) for n in range(12)])
+    assert sampler.take_seconds() < 1.0

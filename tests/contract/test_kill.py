@@ -251,6 +251,25 @@ def test_a_run_killed_in_every_phase_goes_on_bit_for_bit(tmp_path, program):
     assert difference(out, whole, 6) is None
 
 
+IN_EPISODES = [
+    Kill("generate", 2, 0.4),
+    Kill("generate", 4, 0.7, "learner"),
+    Kill("train", 1, 0.5),
+    Kill("log", 1, 0.3),
+]
+
+
+def test_a_run_killed_in_the_middle_of_episodes_goes_on_bit_for_bit(tmp_path, program):
+    """Its generators are killed, too, before that; every episode is then played again from its beginning."""
+    whole, out, options = tmp_path / "whole", tmp_path / "killed", ("episodes", 1, 6)
+    run_here(words(whole, *options))
+    for kill in IN_EPISODES:
+        program.run(out, *options, kill, f"{whole}.phases.json")
+    run_here(words(out, *options))
+    assert difference(out, whole, 6) is None
+    assert (out / "episodes.jsonl").read_bytes() == (whole / "episodes.jsonl").read_bytes()
+
+
 @pytest.mark.quick
 def test_a_run_killed_while_it_saves_goes_on_bit_for_bit(tmp_path, program):
     whole, out, options = tmp_path / "whole", tmp_path / "killed", ("online_dpo", 0, 6)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from environments import Echo
 from faulty_worker import run_slow_worker
 from tiny import count_letters
 from transformers import TrainerCallback
@@ -49,13 +50,13 @@ def generators(monkeypatch) -> list[ProcessGenerator]:
 def train(generators, make_policy, tokenizer, prompts, make_args):
     """Trains on 10 batches of 8 prompts; returns the weights, the metrics apart from times, and the samples."""
 
-    def run(name, workers, callbacks=(), size=2, **generation):
+    def run(name, workers, callbacks=(), size=2, episodes=False, **generation):
+        generation |= {"max_turns": 3, "stop_token_ids": list(range(60))} if episodes else {}
+        judged = {"environment": Echo} if episodes else {"reward_funcs": count_letters}
         generation |= {"workers": workers, "prompts_per_request": size, "probe_steps": 2}
         args = make_args(name, generation, staleness=2, total_episodes=80)
         policy = make_policy()
-        OnlineTrainer(
-            policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer, callbacks=list(callbacks)
-        ).train()
+        OnlineTrainer(policy, args, prompts, processing_class=tokenizer, callbacks=list(callbacks), **judged).train()
         folder = Path(args.output_dir)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert all(0 <= row["time/generate_idle_share"] < 1 for row in rows)
@@ -107,12 +108,13 @@ def coming_and_going(generators, seed: int):
         thread.join()
 
 
-def test_workers_that_come_go_and_die_at_random_change_no_bit(train, generators):
-    one = train("one", 1)
-    assert_same(train("three", 3), one)
+@pytest.mark.parametrize("episodes", [False, True], ids=["answers", "episodes"])
+def test_workers_that_come_go_and_die_at_random_change_no_bit(train, generators, episodes):
+    one = train("one", 1, episodes=episodes)
+    assert_same(train("three", 3, episodes=episodes), one)
     for seed in range(SEEDS):
         with coming_and_going(generators, seed) as done:
-            elastic = train(f"elastic-{seed}", 2, max_restarts=1000)
+            elastic = train(f"elastic-{seed}", 2, max_restarts=1000, episodes=episodes)
         assert set(done) == {"kill", "add", "stop"}
         assert generators[-1]._restarts > 0
         assert_same(elastic, one)

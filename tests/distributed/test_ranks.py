@@ -79,10 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "zero2"],
     ),
     # 11 of 16 prompts are left, so that the last round of micro-batches is short.
-    "uneven": (
-        {"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "missing_rewards": 10},
-        ["ddp", "fsdp"],
-    ),
+    "uneven": ({"algorithm": "rloo", "staleness": 1, "reward_errors": "skip", "missing_rewards": 10}, ["ddp", "fsdp"]),
     "kl target": (
         {"algorithm": "rloo", "staleness": 1, "kl": {"coef": 0.3, "target": 0.01, "horizon": 100}},
         ["ddp", "zero3"],

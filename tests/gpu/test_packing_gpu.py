@@ -16,10 +16,7 @@ from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.packing import choose
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS_B = torch.tensor([60, 7, 33, 3])
 
 

@@ -260,11 +260,7 @@ def _planted(fault: Fault) -> Iterator[None]:
         raise LookupError(f"{fault.function} says {fault.right!r} {source.count(fault.right)} times; must be once")
     text = source.replace(fault.right, fault.wrong)
     found: dict[str, Any] = {}
-    exec(
-        compile(text, f"<{fault.function}>", "exec", annotations.compiler_flag),
-        dict(function.__globals__),
-        found,
-    )
+    exec(compile(text, f"<{fault.function}>", "exec", annotations.compiler_flag), dict(function.__globals__), found)
     right, function.__code__ = function.__code__, inspect.unwrap(found[function.__name__]).__code__
     try:
         yield

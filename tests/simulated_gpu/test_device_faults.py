@@ -119,20 +119,12 @@ REFUSED = {
         DEVICES,
     ),
     "zeros made on the host": (
-        Fault(
-            "models.forward:_in_rows",
-            "dtype=torch.float32, device=values_N.device",
-            "dtype=torch.float32",
-        ),
+        Fault("models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"),
         GRPO,
         DEVICES,
     ),
     "tokens on another GPU": (
-        Fault(
-            "models.forward:score_padded",
-            "tokens_BT.to(device)",
-            'tokens_BT.to("cuda:1")',
-        ),
+        Fault("models.forward:score_padded", "tokens_BT.to(device)", 'tokens_BT.to("cuda:1")'),
         GRPO,
         DEVICES,
     ),

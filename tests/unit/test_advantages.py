@@ -56,12 +56,7 @@ def flat(groups: list[list[float]]) -> list[float]:
 def make_rewards(seed: int, P: int, K: int) -> Tensor:
     """Groups of small integers with ties, of equal rewards, of wide and of narrow reals."""
     rng = random.Random(seed)
-    kinds = [
-        lambda: float(rng.randint(-1, 1)),
-        lambda: -0.7,
-        lambda: rng.gauss(0, 100),
-        lambda: 5 + rng.gauss(0, 1e-3),
-    ]
+    kinds = [lambda: float(rng.randint(-1, 1)), lambda: -0.7, lambda: rng.gauss(0, 100), lambda: 5 + rng.gauss(0, 1e-3)]
     return torch.tensor([[kinds[p % 4]() for _ in range(K)] for p in range(P)], dtype=torch.float64)
 
 
@@ -469,3 +464,25 @@ def test_whiten_of_nothing_of_one_and_of_equal_entries_is_zero():
     for mask_BT in (nothing_BT, one_BT, torch.ones_like(values_BT)):
         assert torch.equal(whiten(values_BT, mask_BT), nothing_BT)
     assert whiten(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.7])
+def test_a_discount_over_turns_leaves_the_tokens_of_a_turn_alone(lam):
+    """By the definition: gamma once for each observation between a token and a later reward or value."""
+    gamma, holes = 0.5, 0
+    for seed in range(5):
+        rewards_BT, values_BT, sampled_BT = ragged(seed)
+        advantages_BT, _ = gae(rewards_BT, values_BT, sampled_BT, gamma, lam, over="turns")
+        for row in range(len(sampled_BT)):
+            places = sampled_BT[row].nonzero().flatten().tolist()
+            rewards, values = earned(rewards_BT, sampled_BT, row), inside(values_BT, sampled_BT, row)
+            steps = [1.0 if b == a + 1 else gamma for a, b in itertools.pairwise(places)] + [gamma] * bool(places)
+            holes += sum(step == gamma for step in steps[:-1])
+            after = [*values, 0.0][1:]
+            deltas = [r + g * v_next - v for r, g, v_next, v in zip(rewards, steps, after, values, strict=True)]
+            expected = [
+                math.fsum(math.prod(g * lam for g in steps[t:later]) * deltas[later] for later in range(t, len(deltas)))
+                for t in range(len(deltas))
+            ]
+            assert inside(advantages_BT, sampled_BT, row) == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    assert holes > 5

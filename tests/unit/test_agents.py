@@ -15,6 +15,7 @@ from tiny import new_args, new_policy
 
 from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.playing import EpisodeError
+from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.run.trainer import OnlineTrainer
 
@@ -84,6 +85,14 @@ def _run(sample):
     start = int(sample.sampled.argmax())
     rest = np.flatnonzero(~sample.sampled[start:])
     return sample.tokens[start : start + (rest[0] if len(rest) else len(sample))]
+
+
+def test_the_end_of_an_answer_is_said_once(chats):
+    """By the token that the policy drew, if that is the template's; else by the template's, too."""
+    renderer = Renderer(chats)
+    for stop, ended in ((256, ""), (65, "<eos>")):
+        found = renderer.observation([{"role": "user", "content": "again"}], stop, chat=True)
+        assert chats.decode(found) == f"{ended}<u>again<a>"
 
 
 def over_http(client, row):

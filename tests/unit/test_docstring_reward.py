@@ -180,10 +180,7 @@ def test_length_falls_to_a_quarter_beyond_72_characters() -> None:
     [
         ("Get the size of the terminal.", 1.0),
         ("Get the size of the size.", math.exp(-0.1 * 2 - 0.4)),  # "size", and "the size"
-        (
-            "Get the size of the terminal of the host.",
-            math.exp(-0.1 * 1.5 - 0.4 * 0.5),
-        ),  # third "the", "of the"
+        ("Get the size of the terminal of the host.", math.exp(-0.1 * 1.5 - 0.4 * 0.5)),  # third "the", "of the"
         ("Get the size size.", 0.7 * explain(SIZE, "Get the size")["score"]),
     ],
 )
@@ -220,11 +217,7 @@ def test_degenerate_strings_earn_little(summary: str, most: float) -> None:
 
 
 def test_no_constant_line_wins_everywhere(functions: list[Function]) -> None:
-    templates = [
-        "Return the value.",
-        "Return the value of the given object.",
-        "Return a new tensor with the data.",
-    ]
+    templates = ["Return the value.", "Return the value of the given object.", "Return a new tensor with the data."]
     human = sum(gold_reward(f.query, f.summary) for f in functions) / len(functions)
     for template in templates:
         assert sum(gold_reward(f.query, template) for f in functions) / len(functions) < human - 0.1

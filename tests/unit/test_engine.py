@@ -48,12 +48,7 @@ def slow_philox(counter: list[int], key: list[int]) -> list[int]:
     k0, k1 = key
     for _ in range(10):
         first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (
-            (second >> 32) ^ c1 ^ k0,
-            second & 0xFFFFFFFF,
-            (first >> 32) ^ c3 ^ k1,
-            first & 0xFFFFFFFF,
-        )
+        c0, c1, c2, c3 = ((second >> 32) ^ c1 ^ k0, second & 0xFFFFFFFF, (first >> 32) ^ c3 ^ k1, first & 0xFFFFFFFF)
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return [c0, c1, c2, c3]
 

@@ -108,10 +108,7 @@ def test_clustered_intervals_cover_what_they_promise():
     found, naive = [], []
     for _ in range(1000):
         values = list(np.repeat(random.normal(3.0, 2.0, size=8), 3) + random.normal(0, 0.5, size=24))
-        for intervals, interval in (
-            (found, clustered_mean_interval(values, clusters)),
-            (naive, mean_interval(values)),
-        ):
+        for intervals, interval in ((found, clustered_mean_interval(values, clusters)), (naive, mean_interval(values))):
             intervals.append(interval.low <= 3.0 <= interval.high)
     assert 0.92 < np.mean(found) < 0.98
     assert np.mean(naive) < 0.85

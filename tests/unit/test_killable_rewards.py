@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import call_reward_function
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import RayConfig
 from async_rlhf.rewards import numeric_answer, regex
-from async_rlhf.rewards.functions import RewardError, call_reward_function, load_reward_functions
+from async_rlhf.rewards.functions import RewardError, load_reward_functions
 from async_rlhf.rewards.sandbox import Source, source_of
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample

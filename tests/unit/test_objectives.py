@@ -15,7 +15,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.kl import k1, k2, k3
 from async_rlhf.algorithms.preference import preference_loss
 from async_rlhf.algorithms.table import find
-from async_rlhf.models.head import entropies, selected_logprobs
+from async_rlhf.models.head import entropies_of, selected_logprobs
 from async_rlhf.types import Experience, PolicyOutput
 
 DPO = find("online_dpo")
@@ -70,9 +70,9 @@ def test_selected_logprobs_picks_each_rows_own_target():
 def test_entropies_are_those_of_the_slow_softmax():
     logits_NV = hard_logits()
     expected = [slow_entropy(row) for row in logits_NV.double().tolist()]
-    assert entropies(logits_NV).tolist() == pytest.approx(expected, abs=1e-5)
-    assert entropies(torch.zeros(1, 9)).item() == pytest.approx(math.log(9), abs=1e-6)
-    assert entropies(torch.tensor([[1e4, 0.0, -1e4]])).item() == 0.0
+    assert entropies_of(torch.log_softmax(logits_NV, dim=-1)).tolist() == pytest.approx(expected, abs=1e-5)
+    assert entropies_of(torch.log_softmax(torch.zeros(1, 9), dim=-1)).item() == pytest.approx(math.log(9), abs=1e-6)
+    assert entropies_of(torch.log_softmax(torch.tensor([[1e4, 0.0, -1e4]]), dim=-1)).item() == 0.0
 
 
 def test_a_common_offset_of_the_logits_costs_no_accuracy():
@@ -83,7 +83,9 @@ def test_a_common_offset_of_the_logits_costs_no_accuracy():
         expected = [slow_log_softmax(row)[v] for row in rows]
         ours_N = selected_logprobs(logits_NV, torch.full((3,), v))
         assert ours_N.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-5)
-    assert entropies(logits_NV).tolist() == pytest.approx([slow_entropy(row) for row in rows], abs=1e-5)
+    assert entropies_of(torch.log_softmax(logits_NV, dim=-1)).tolist() == pytest.approx(
+        [slow_entropy(row) for row in rows], abs=1e-5
+    )
 
 
 def test_gradient_of_selected_logprobs_is_one_hot_minus_softmax():

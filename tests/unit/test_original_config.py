@@ -99,14 +99,7 @@ REWARD = {"model_name_or_path": "org/base", "dataset_name": "org/pairs", "output
 RELABEL = {"model_name_or_path": "org/gold", "dataset_name": "org/pairs"}
 GENERATE = {"model_name_or_path": "org/sft", "dataset_name": "org/prompts"}
 EVALUATE = {"model_name_or_path": "results/run", "gold_model_name": "org/gold"}
-SMALLEST = {
-    "train": DPO,
-    "sft": SFT,
-    "reward": REWARD,
-    "relabel": RELABEL,
-    "generate": GENERATE,
-    "evaluate": EVALUATE,
-}
+SMALLEST = {"train": DPO, "sft": SFT, "reward": REWARD, "relabel": RELABEL, "generate": GENERATE, "evaluate": EVALUATE}
 
 
 @pytest.fixture(autouse=True)

@@ -109,12 +109,7 @@ def ends_by_the_real_schedule(work: Work, staleness: int) -> list[float]:
     """When each batch is done, by schedule.py itself and the order of the loop in trainer.py."""
     generator, batches, asked = ClockedGenerator(work), len(work.learn), None
     rollouts = RolloutSchedule(
-        generator,
-        NoPrompts(),
-        batch_size=1,
-        num_batches=batches,
-        staleness=staleness,
-        trace=Trace(),
+        generator, NoPrompts(), batch_size=1, num_batches=batches, staleness=staleness, trace=Trace()
     )
     rollouts.publish(None, version=0)
     ends = []

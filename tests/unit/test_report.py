@@ -258,10 +258,7 @@ def test_generators_that_were_lost_are_in_the_page(copied):
     text = trace.read_text().removesuffix("]\n")
     why = "it died (exit code -9) <b> at http://me:SECRET@host"
     fault = {"ph": "i", "pid": 1, "tid": 0, "ts": 0.0}
-    events = [
-        fault | {"name": "restarted", "args": {"why": why}},
-        fault | {"name": "end"},
-    ]
+    events = [fault | {"name": "restarted", "args": {"why": why}}, fault | {"name": "end"}]
     first = json.loads(next(line for line in text.splitlines() if '"ph": "X"' in line).rstrip(","))
     events[0]["ts"] = first["ts"] + 2.5e6
     trace.write_text(text.rstrip().rstrip(",") + ",\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")

@@ -92,8 +92,7 @@ def test_names_and_revisions():
     with pytest.raises(ConfigError, match="model: got 'org/model@'; must have a branch, a tag or a commit after the @"):
         load_policy("org/model@")
     with pytest.raises(
-        ConfigError,
-        match="model: got 'model@v1'; there is no such folder; must be a folder with a model",
+        ConfigError, match="model: got 'model@v1'; there is no such folder; must be a folder with a model"
     ):
         load_policy("model@v1")
     words = arguments(ServeConfig("org/model@v1", api_key="0123"), has_gpu=True)

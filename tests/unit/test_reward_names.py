@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from tiny import call_reward_function
 
 from async_rlhf.cli import main
 from async_rlhf.commands.stage import fingerprint
 from async_rlhf.config import ConfigError, PairsConfig
 from async_rlhf.config.rewards import FunctionName
-from async_rlhf.rewards.functions import call_reward_function, load_reward_functions
+from async_rlhf.rewards.functions import load_reward_functions
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import call_reward_function
 
 from async_rlhf.config import ConfigError
 from async_rlhf.rewards import exact_match, length, numeric_answer, reasoning_gym, regex
-from async_rlhf.rewards.functions import RewardError, call_reward_function, function_name
+from async_rlhf.rewards.functions import RewardError, function_name
 from async_rlhf.rewards.numeric import find_answer
 
 

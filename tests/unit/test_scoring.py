@@ -17,7 +17,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from tiny import LLAMA_SIZES
+from tiny import LLAMA_SIZES, call_reward_function
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -32,7 +32,7 @@ from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.config import ConfigError
 from async_rlhf.models.forward import reward_scores
 from async_rlhf.rewards.calls import TooLateError, call_together
-from async_rlhf.rewards.functions import RewardError, call_reward_function
+from async_rlhf.rewards.functions import RewardError
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample
 

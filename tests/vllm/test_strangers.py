@@ -49,11 +49,7 @@ def test_a_stranger_is_told_nothing_but_that_the_server_is_up(server):
         if (answer := server.request(method, path, key).status_code) != 401
     }
     assert answered == {"GET /health": 200}
-    for headers in (
-        {"Authorization": server.key},
-        {"Authorization": f"Basic {server.key}"},
-        {"X-API-Key": server.key},
-    ):
+    for headers in ({"Authorization": server.key}, {"Authorization": f"Basic {server.key}"}, {"X-API-Key": server.key}):
         assert httpx.get(f"{server.url}/weight_info", headers=headers, trust_env=False).status_code == 401
     assert server.request("GET", "/weight_info").status_code == 200
 

@@ -126,9 +126,7 @@ class RewardJudge:
         assert self.model is not None
         assert self.tokenizer is not None
         encoded = zip(
-            encode_texts(self.tokenizer, prompts),
-            encode_responses(self.tokenizer, completions, ended),
-            strict=True,
+            encode_texts(self.tokenizer, prompts), encode_responses(self.tokenizer, completions, ended), strict=True
         )
         rows = [prompt + completion for prompt, completion in encoded]
         limit = positions_of(self.model)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.generation.episodes.endpoint import RefusedError, as_rendered
 from async_rlhf.generation.episodes.environment import Message
-from async_rlhf.generation.episodes.episode import Episode
+from async_rlhf.generation.episodes.episode import Ask, Episode
 from async_rlhf.generation.episodes.rendering import Renderer
-from async_rlhf.types import Prompt, Sample, Turn
+from async_rlhf.types import Prompt, Sample
 
 
 @dataclass
@@ -36,13 +36,7 @@ class Session:
         ask: has the policy answer.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[], Episode],
-        renderer: Renderer,
-        max_turns: int,
-        ask: Callable[[Turn], Awaitable[Sample]],
-    ) -> None:
+    def __init__(self, begin: Callable[[], Episode], renderer: Renderer, max_turns: int | None, ask: Ask) -> None:
         self._begin, self._renderer, self._max_turns, self._ask = begin, renderer, max_turns, ask
         self._conversations: list[_Conversation] = []
         self._lock = asyncio.Lock()

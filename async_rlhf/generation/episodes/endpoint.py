@@ -12,11 +12,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.generation.episodes.environment import Message
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 Answer = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Awaitable[tuple[Message, str, int, int]]]
 """Has the policy answer messages, with schemas of tools. Returns its message, the reason why it ended, and how many
@@ -93,6 +94,8 @@ class Endpoint:
             self._runner = None
 
     async def _start(self) -> None:
+        from aiohttp import web
+
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self._completions)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -122,18 +125,26 @@ class Endpoint:
         if asked.get("stream"):
             return _streamed(head, _spoken(message), reason, usage)
         choice = {"index": 0, "message": _spoken(message), "finish_reason": reason, "logprobs": None}
-        return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+        return _json({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
 
 def _refused(status: int, code: str, message: str) -> web.Response:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
+    return _json({"error": error}, status)
+
+
+def _json(found: Mapping[str, Any], status: int = 200) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(found, status=status)
 
 
 def _streamed(head: Mapping[str, Any], message: Message, reason: str, usage: Mapping[str, int]) -> web.Response:
     """An answer for a client that reads a stream: all of it at once, then why it ended, then how long it was."""
+    from aiohttp import web
+
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
-    delta: Message = message | ({"tool_calls": calls} if calls else {})
+    delta = {**message, **({"tool_calls": calls} if calls else {})}
     parts: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},

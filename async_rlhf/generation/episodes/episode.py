@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from async_rlhf.generation.episodes.environment import Message, Observation
 from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.types import FinishReason, Prompt, Sample, Turn
+
+Ask = Callable[[Turn], Awaitable[Sample]]
+"""Has the policy answer: returns the turn's tokens with the answer behind them."""
 
 
 class Episode:
@@ -20,7 +23,7 @@ class Episode:
         self.prompt, self.number, self.chat = prompt, number, prompt.messages is not None
         self.turns: list[Sample] = []
         self.finish_reason: FinishReason = "length"
-        self._params, self._room = params, spec.length
+        self._params, self._room = params, spec.generation.longest_episode
         self._tokens: tuple[int, ...] = prompt.tokens
         self._opening = len(self._tokens)
         self._answers: list[tuple[int, Sample]] = []

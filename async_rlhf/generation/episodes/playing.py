@@ -6,13 +6,14 @@ together, is up to :class:`EpisodeSampler` or a server's client.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import inspect
 import logging
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
@@ -20,20 +21,19 @@ from async_rlhf.config.episodes import World
 from async_rlhf.generation.episodes.agents import Session
 from async_rlhf.generation.episodes.endpoint import Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
-from async_rlhf.generation.episodes.episode import Episode
+from async_rlhf.generation.episodes.episode import Ask, Episode
 from async_rlhf.generation.episodes.rendering import Renderer
+from async_rlhf.generation.episodes.replies import Replies
 from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
 from async_rlhf.generation.episodes.tools import as_environment
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.system.errors import UserCodeError
-from async_rlhf.types import Prompt, Sample, Turn
+from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Ask = Callable[[Turn], Awaitable[Sample]]
-"""Has the policy answer: returns the turn's tokens with the answer behind them."""
 
 
 class _FailedError(Exception):
@@ -70,12 +70,14 @@ class Player:
     """
 
     def __init__(self, spec: EpisodeSpec) -> None:
-        self.spec, self.seconds = spec, 0.0
+        self.spec, self._limits, self.seconds = spec, spec.generation, 0.0
         """Seconds that environments took, all together."""
         schemas = [] if spec.is_agent else tools_of(World(spec.environment))
         self._renderer = Renderer(spec.tokenizer, schemas)
         if schemas and spec.tokenizer.chat_template is not None:
-            self._renderer.check("tool")
+            self._renderer.before("tool")
+        replies = spec.generation.replies_from
+        self._replies = None if replies is None else Replies(Path(replies))
         self._endpoint: Endpoint | None = None
 
     def take_seconds(self) -> float:
@@ -89,8 +91,10 @@ class Player:
             endpoint, self._endpoint = self._endpoint, None
             await endpoint.close()
 
-    async def play(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
-        """One episode, the prompt's sample of that number.
+    async def play(
+        self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask, evaluated: int | None = None
+    ) -> Sample:
+        """One episode, the prompt's sample of that number; in an evaluation, of the version ``evaluated``.
 
         A truncated episode keeps the rewards that it has had. Its last answer was cut off, or there was no room for the
         next, or there had been ``max_turns`` of them.
@@ -105,7 +109,8 @@ class Player:
         try:
             seed = request_seeds(params.seed, [prompt])[0]
             with _blamed():
-                environment = as_environment(self.spec.environment())
+                recorded = None if self._replies is None else self._replies.of(evaluated, prompt.draw, number)
+                environment = recorded or as_environment(self.spec.environment())
             opened = await self._call(environment.reset, dict(prompt.columns), seed)
             with _blamed():
                 episode.open(self._renderer.opening(prompt, opened or ()), opened or ())
@@ -113,7 +118,10 @@ class Player:
             while goes_on:
                 turn = episode.turn()
                 message = self._renderer.message(episode.add(await ask(turn)), turn.tokens)
-                goes_on = episode.finish_reason == "stop" and await self._step(environment, message, episode)
+                if goes_on := episode.finish_reason == "stop":
+                    goes_on = await self._step(environment, message, episode)
+                else:
+                    episode.say([message])
         except _FailedError as failed:
             await self._failed(episode, failed.error, ask)
         finally:
@@ -128,7 +136,7 @@ class Player:
             if not isinstance(observed, Observation):
                 raise TypeError(f"step() returned {observed!r:.200}; must be an Observation")
             episode.note(message, observed)
-            if observed.done or len(episode.turns) == self.spec.max_turns:
+            if observed.done or len(episode.turns) == self._limits.max_turns:
                 episode.finish_reason = "stop" if observed.done else "length"
                 return False
             return episode.observe(self._renderer.observation(observed.messages, episode.last, episode.chat))
@@ -136,28 +144,29 @@ class Player:
     async def _play_agent(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
         """Have an agent play; its sample is that of its last conversation."""
         self._endpoint = self._endpoint or Endpoint()
-        session = Session(lambda: Episode(self.spec, params, prompt, number), self._renderer, self.spec.max_turns, ask)
+        session = Session(
+            lambda: Episode(self.spec, params, prompt, number), self._renderer, self._limits.max_turns, ask
+        )
         client = await self._endpoint.open(session.answer)
         try:
-            try:
-                given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
-                with _blamed():
-                    return session.sample(float(given or 0.0))
-            except _FailedError as failed:
-                if session.error is not None:
-                    raise session.error from None
-                if session.refused:  # it was told that there is no room: the episode is cut off
-                    return session.sample(0.0)
-                episode = session.last()
-                await self._failed(episode, failed.error, ask)
-                return episode.sample()
+            given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
+            with _blamed():
+                return session.sample(float(given or 0.0))
+        except _FailedError as failed:
+            if session.error is not None:
+                raise session.error from None
+            if session.refused:  # it was told that there is no room: the episode is cut off
+                return session.sample(0.0)
+            episode = session.last()
+            await self._failed(episode, failed.error, ask)
+            return episode.sample()
         finally:
             self._endpoint.forget(client)
 
     async def _failed(self, episode: Episode, error: Exception, ask: Ask) -> None:
         what = f"raised {type(error).__name__}: {error}"
-        if isinstance(error, TimeoutError) and self.spec.step_timeout is not None:
-            what = f"was not done after {self.spec.step_timeout:g} s (generation.step_timeout)"
+        if isinstance(error, TimeoutError) and self._limits.step_timeout is not None:
+            what = f"was not done after {self._limits.step_timeout:g} s (generation.step_timeout)"
         name = self.spec.environment.name
         message = f"the environment {name} {what} (row {episode.prompt.row}, turn {len(episode.turns)})"
         if not self.spec.skip:
@@ -177,23 +186,25 @@ class Player:
         """Call a method of an environment, or an agent: a coroutine here, a plain function in a thread, which may hang.
         What an agent waits for the policy does not count.
         """
-        started = time.monotonic()
+        started, late = time.monotonic(), 0.0
         try:
             with _blamed():
-                async with asyncio.timeout(self.spec.step_timeout) as limit:
+                async with asyncio.timeout(self._limits.step_timeout) as limit:
                     if session is not None:
-                        session.limit, session.seconds = limit, self.spec.step_timeout
-                    here = inspect.iscoroutinefunction(function)
-                    found = await (function(*arguments) if here else _in_thread(function, arguments))
+                        session.limit, session.seconds = limit, self._limits.step_timeout
+                    if inspect.iscoroutinefunction(function):
+                        return await function(*arguments)
+                    found, ended = await _in_thread(function, arguments)
+                    late = time.monotonic() - ended  # others had their turn meanwhile
                     return await found if inspect.isawaitable(found) else found
         finally:
-            self.seconds += time.monotonic() - started - (0.0 if session is None else session.waited)
+            self.seconds += time.monotonic() - started - late - (0.0 if session is None else session.waited)
 
 
-def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[T]:
-    """Call it in a thread of its own, for which no process waits when it ends."""
+def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[tuple[T, float]]:
+    """Call it in a thread of its own, for which no process waits when it ends. Returns when that was done, too."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[tuple[T, float]] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
@@ -206,7 +217,7 @@ def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asynci
         except Exception as error:
             failed = error
         with suppress(RuntimeError):  # nobody waits for it any more
-            loop.call_soon_threadsafe(settle, result, failed)
+            loop.call_soon_threadsafe(settle, (result, time.monotonic()), failed)
 
-    threading.Thread(target=work, name="environment", daemon=True).start()
+    _thread.start_new_thread(work, ())  # threading.Thread would wait until it runs, and for its end
     return future

@@ -32,7 +32,7 @@ class Renderer:
         self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools]
         self._parser = CallParser(tokenizer, self.tools) if tools else None
         self._reads_prefix = getattr(tokenizer, "response_template", None) is not None
-        self._before = lru_cache(self._render_before)
+        self.before = lru_cache(self._render_before)
 
     @property
     def is_chat(self) -> bool:
@@ -64,7 +64,7 @@ class Renderer:
         """
         if not chat:
             return self._encode(_contents(messages))
-        earlier, before, closing = self._before(str(messages[0]["role"]))
+        earlier, before, closing = self.before(str(messages[0]["role"]))
         after = self._template([*earlier, *messages], True)
         return self._encode(closing.removeprefix(self.tokenizer.decode([stop])) + after.removeprefix(before))
 
@@ -75,17 +75,13 @@ class Renderer:
             return {"role": "assistant", "content": text}
         return self._parser.parse(text, self.tokenizer.decode(list(before)) if self._reads_prefix else "")
 
-    def check(self, role: str) -> None:
-        """Require a template that leaves the policy's earlier answers as they were sampled when a message of this role
-        follows. Otherwise the policy would be trained on texts that it never saw.
+    def _render_before(self, role: str) -> tuple[list[Message], str, str]:
+        """A question and an answer to which a message of the role may follow, their text, and how an answer ends.
 
         Raises:
-            ConfigError: it drops or rewrites them.
+            ConfigError: the template changes earlier answers then: the policy would be trained on texts that it never
+                saw.
         """
-        self._before(role)
-
-    def _render_before(self, role: str) -> tuple[list[Message], str, str]:
-        """A question and an answer to which a message of the role may follow, their text, and how an answer ends."""
         answer: Message = {"role": "assistant", "content": _THOUGHT}
         if role == "tool":
             answer["tool_calls"] = [_CALL]

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from async_rlhf.distributed.collectives import Ranks
@@ -41,12 +41,12 @@ class EpisodeSampler:
         self.engine, self.player = engine, None if episodes is None else Player(episodes)
         self._ranks, self._heartbeat = ranks or Ranks(), heartbeat
 
-    def generate(self, prompts: Sequence[Prompt]) -> Completions:
-        """See :class:`~async_rlhf.generation.protocol.Sampler`."""
+    def generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
+        """See :class:`~async_rlhf.generation.protocol.Sampler`; in an evaluation, ``evaluated`` is the version."""
         if self.player is None:
             return self.engine.generate(prompts)
         if self._ranks.is_main:
-            return _run(self._take_turns(self.player, prompts))
+            return _run(self._take_turns(self.player, prompts, evaluated))
         while self._ranks.broadcast("another turn", lambda: False):
             self._answers([])
         return []
@@ -63,8 +63,8 @@ class EpisodeSampler:
         with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
             return [sample for (sample,) in self.engine.generate(turns)]
 
-    async def _take_turns(self, player: Player, prompts: Sequence[Prompt]) -> Completions:
-        under_way = _UnderWay(player, self.engine)
+    async def _take_turns(self, player: Player, prompts: Sequence[Prompt], evaluated: int | None) -> Completions:
+        under_way = _UnderWay(player, self.engine, evaluated)
         try:
             for prompt in prompts:
                 under_way.begin(prompt)
@@ -123,8 +123,7 @@ class EpisodeSampler:
             numbers += len(taken)
             return taken
 
-        going = True
-        while going:
+        while True:
             numbers = 0
             with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
                 for number, (sample,) in self.engine.stream(turns):
@@ -133,22 +132,15 @@ class EpisodeSampler:
                     yield from under_way.complete()
             tick()
             yield from under_way.complete()
-            going = under_way.left > 0
-
-
-@dataclass
-class _Group:
-    """A prompt's episodes."""
-
-    number: int
-    ended: dict[int, Sample] = field(default_factory=dict)
+            if not under_way.left:
+                return
 
 
 class _UnderWay:
     """Episodes that have begun, and what they wait for. Used within one event loop."""
 
-    def __init__(self, player: Player, engine: Sampler) -> None:
-        self._player, self._params = player, engine.params
+    def __init__(self, player: Player, engine: Sampler, evaluated: int | None = None) -> None:
+        self._player, self._params, self._evaluated = player, engine.params, evaluated
         self.asked: dict[tuple[int, int], tuple[Turn, asyncio.Future[Sample]]] = {}
         """Turns that wait for an engine, by the prompt's and the sample's number."""
         self._decoding: dict[int, asyncio.Future[Sample]] = {}
@@ -163,25 +155,24 @@ class _UnderWay:
 
     def begin(self, prompt: Prompt) -> None:
         """Begin the K episodes of a prompt."""
-        group = _Group(self._begun)
-        self._begun += 1
+        ended: dict[int, Sample] = {}
         for number in range(self._params.samples_per_prompt):
             self.left += 1
-            task = asyncio.get_running_loop().create_task(self._play(prompt, number, group))
+            task = asyncio.get_running_loop().create_task(self._play(prompt, (self._begun, number), ended))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
+        self._begun += 1
 
-    async def _play(self, prompt: Prompt, number: int, group: _Group) -> None:
+    async def _play(self, prompt: Prompt, key: tuple[int, int], ended: dict[int, Sample]) -> None:
         def ask(turn: Turn) -> asyncio.Future[Sample]:
             future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-            self.asked[group.number, number] = turn, future
+            self.asked[key] = turn, future
             self._changed.set()
             return future
 
-        group.ended[number] = await self._player.play(prompt, number, self._params, ask)
-        count = self._params.samples_per_prompt
-        if len(group.ended) == count:
-            self._complete.append((group.number, tuple(group.ended[k] for k in range(count))))
+        ended[key[1]] = await self._player.play(prompt, key[1], self._params, ask, self._evaluated)
+        if len(ended) == self._params.samples_per_prompt:
+            self._complete.append((key[0], tuple(ended[k] for k in sorted(ended))))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import cloudpickle
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
 from async_rlhf.config.import_by_name import load_attribute
@@ -69,12 +70,8 @@ class EpisodeSpec:
     environment: Sent
     """Makes an environment for each episode."""
     tokenizer: PreTrainedTokenizerBase
-    max_turns: int
-    """Most answers of the policy."""
-    length: int
-    """Most tokens after the prompt, observations included."""
-    step_timeout: float | None
-    """Seconds for each call of an environment; None for no limit."""
+    generation: GenerationConfig
+    """Has their limits; with ``max_turns``."""
     skip: bool
     """Give an episode that fails no reward, instead of ending the run."""
     is_agent: bool = False
@@ -106,10 +103,9 @@ def tools_of(world: World) -> list[dict[str, Any]]:
 
 def episodes_of(config: OnlineConfig, world: World, tokenizer: PreTrainedTokenizerBase) -> EpisodeSpec | None:
     """How a run plays its episodes; None if nothing answers the policy."""
-    made, generation = _maker(world), config.generation
+    made = _maker(world)
     if made is None:
         return None
-    assert generation.max_turns is not None
-    skip = config.reward_errors == "skip"
-    length, timeout = generation.longest_episode, generation.step_timeout
-    return EpisodeSpec(made, tokenizer, generation.max_turns, length, timeout, skip, world.agent is not None)
+    is_agent, right = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
+    require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
+    return EpisodeSpec(made, tokenizer, config.generation, config.reward_errors == "skip", is_agent)

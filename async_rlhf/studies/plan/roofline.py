@@ -276,12 +276,5 @@ def shape_of(model: ModelSizeConfig) -> Shape:
     hidden = model.hidden or round((root - embeddings) / (24 * model.layers))
     feed_forward = model.feed_forward or round(hidden * (3.5 if model.block == "llama" else 4))
     return Shape(
-        model.parameters,
-        model.layers,
-        hidden,
-        model.vocabulary,
-        model.kv_width,
-        feed_forward,
-        model.block,
-        model.tied,
+        model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, feed_forward, model.block, model.tied
     )

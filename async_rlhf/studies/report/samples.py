@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from async_rlhf.run.episodes import conversation
 from async_rlhf.studies.report.reading import Evaluation, ReadRun
 
 LONGEST = 3000
@@ -73,7 +74,9 @@ def _add(found: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> Non
     for row in rows:
         if "prompt" in row and "completion" in row:
             finish = str(row.get("finish_reason", ""))
-            answer = _answer(run.name, row.get("batch"), row.get("score"), row["completion"], finish)
+            said = row.get("messages")
+            text = conversation(said, row.get("rewards") or ()) if said else row["completion"]
+            answer = _answer(run.name, row.get("batch"), row.get("score"), text, finish)
             found.setdefault(str(row["prompt"]), []).append(answer)
 
 
