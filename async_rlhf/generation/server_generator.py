@@ -221,6 +221,9 @@ class ServerWorker(Worker):
                 self.runner.run(self._stay())
             except BaseException as error:
                 self.arrive(error)
+            finally:
+                if self._player is not None:
+                    self.runner.run(self._player.close())
 
     async def _stay(self) -> None:
         """Answer requests to the end; if the server goes away meanwhile, hand back what it has, and wait until it is

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from checked_episodes import check_episode, models_of, watch
 from conftest import LONGEST, PARAMS, metrics_of, new_args, new_policy, same_metrics, served_by
@@ -105,6 +106,38 @@ def test_a_process_plays_by_the_schedule(exact, tokenizer):
 def test_elsewhere_it_is_the_same_run(exact, where, request, make_args, tokenizer):
     options = {"workers": 2} if where == "two processes" else served_by(request.getfixturevalue("server"))
     assert same_metrics(train(make_args(generation={**EPISODES, **options}, **EXACT), tokenizer), exact[0])
+
+
+URLS: set[str] = set()
+"""Of endpoints in this process."""
+
+
+async def asks_twice(client, row):
+    """An agent, by the policy's endpoint."""
+    URLS.add(client.base_url)
+    async with httpx.AsyncClient(base_url=client.base_url, timeout=60.0) as http:
+        chat = [{"role": "user", "content": row["name"]}]
+        for _ in range(2):
+            key = {"Authorization": f"Bearer {client.api_key}"}
+            answer = await http.post("/chat/completions", json={"messages": chat}, headers=key)
+            if answer.is_success:
+                chat += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+    return len(chat[1]["content"]) / 10
+
+
+def test_an_agent_plays_the_same_by_a_process_and_a_server(server, make_args, tokenizer):
+    """With a server the endpoint is in this process; it is closed when the run ends."""
+    found = []
+    for name, options in (("process", {}), ("server", served_by(server))):
+        args = make_args(name, {**EPISODES, **options}, **EXACT)
+        OnlineDPOTrainer(new_policy(), args, PROMPTS, agent=asks_twice, processing_class=tokenizer).train()
+        found.append(metrics_of(args.output_dir))
+    assert same_metrics(*found)
+    assert max(row["engine/logprob_difference"] for row in found[1]) < 1e-4
+    assert min(row["episode/turns"] for row in found[1]) > 1
+    (url,) = URLS
+    with pytest.raises(httpx.ConnectError):
+        httpx.post(f"{url}/chat/completions", json={}, timeout=5.0)
 
 
 INLINE = """
