@@ -19,6 +19,7 @@ ELSEWHERE = {
             "algorithms",
             "checkpoint",
             "data",
+            "episodes",
             "faults",
             "loading",
             "memory",

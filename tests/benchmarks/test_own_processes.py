@@ -105,6 +105,17 @@ def test_algorithms():
     require(rows[1]["KL to SFT"])
 
 
+def test_episodes():
+    (rows,) = markdown(by_itself("episodes.py"))
+    assert [(row["task"], row["algorithm"], row["S"], row["seed"]) for row in rows] == [
+        (task, "grpo", "1", "0") for task in ("guess", "sums")
+    ]
+    for row in rows:
+        require(row["before"], 0, 100)
+        require(row["after"], 0, 100)
+        require(row["seconds"])
+
+
 def test_memory():
     (rows,) = markdown(by_itself("memory.py"))
     for row in rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -181,6 +182,13 @@ def data_of(name: str, folder: Path) -> tuple[Path, Path]:
     if name == "science/sorting.yml":
         run_script("science/make_sorting.py", "--sizes", 10, 10, 10, "--output", folder / "sorting")
         return folder / "sorting/rl.jsonl", folder / "sorting/heldout.jsonl"
+    if place == "episodes":
+        task = Path(name).stem.partition("_")[0]
+        task = "guess" if task == "sft" else task
+        made = folder / task
+        run_script(f"episodes/{task}.py", made, 40)
+        files = ("demonstrations", "demonstrations") if name.endswith("sft.yml") else ("prompts", "held_out")
+        return made / f"{files[0]}.jsonl", made / f"{files[1]}.jsonl"
     if place == "reasoning_gym":
         pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym: pip install '.[reasoning-gym]'")
         files = folder / "gym_train.jsonl", folder / "gym_eval.jsonl"
@@ -241,7 +249,8 @@ def test_every_training_recipe_trains(name, stand_in, tmp_path):
     batches = [line for line in logged if "objective/scores" in line]
     assert len(batches) == 2
     judged = [function.split(":")[1] for function in config.reward_funcs] or ["model"]
-    assert all(math.isfinite(line[f"reward/{part}"]) for line in batches for part in judged)
+    parts = ["episode/reward"] if config.environment is not None else [f"reward/{part}" for part in judged]
+    assert all(math.isfinite(line[part]) for line in batches for part in parts)
     assert math.isfinite(results["eval_objective/scores" if config.data.eval else "objective/scores"])
     if config.reward_model is not None:  # its scores differ; functions may give a random model 0 for everything
         assert all(math.isfinite(line["loss/policy_avg"]) for line in batches)
@@ -302,3 +311,17 @@ def test_the_tldr_pipeline(stand_in, tmp_path):
     }
     results = stage(EvaluateConfig, "no_robots/evaluate.yml", output_dir=tmp_path / "chats", **data, **judges, **sizes)
     assert {"sft", "final"} <= results["models"].keys(), results
+
+
+@pytest.mark.parametrize("section", ["An environment", "Tools", "An agent"])
+def test_the_examples_of_the_page_on_episodes(section, stand_in, tmp_path):
+    """As they are written, on a model that knows nothing; that with another library's client is left out."""
+    page = (ROOT / "docs/episodes.md").read_text("utf-8").partition(f"## {section}\n")[2].partition("\n## ")[0]
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "openai" not in block]
+    (tmp_path / "example.py").write_text("\n\n".join(blocks))
+    for task in ("guess", "sums"):
+        (tmp_path / "runs" / task).mkdir(parents=True)
+        (tmp_path / "runs" / task / "sft").symlink_to(stand_in / "policy")
+    subprocess.run([sys.executable, "example.py"], cwd=tmp_path, check=True, timeout=300)
+    line = (tmp_path / "runs/mine/metrics.jsonl").read_text("utf-8").splitlines()[-1]
+    assert json.loads(line)["episode/turns"] >= 1

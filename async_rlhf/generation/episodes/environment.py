@@ -32,8 +32,8 @@ class Environment(Protocol):
     """One instance plays one episode.
 
     If :meth:`reset` and :meth:`step` depend on nothing but their arguments and on the steps before, a run with
-    environments can be repeated and resumed bit for bit. They may be plain functions or coroutines; what waits should
-    be a coroutine, as all episodes of a process share one thread.
+    environments can be repeated and resumed bit for bit. They may be plain functions or coroutines. A call of a plain
+    function has a thread of its own; a coroutine must not block, as all episodes of a process share one event loop.
     """
 
     def reset(
