@@ -38,7 +38,6 @@ from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
 
-pytestmark = pytest.mark.quick
 STOPS = list(range(60))
 """So many stop tokens that a tiny model ends most answers by itself."""
 
@@ -128,6 +127,7 @@ def play_slowly(policy, tokenizer, params, prompts, args, environment):
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("environment", [Echo, Greeting])
 def test_episodes_are_what_playing_them_slowly_gives(tmp_path, tokenizer, prompts, environment):
     args = episode_args(tmp_path, samples_per_prompt=3)
@@ -180,6 +180,7 @@ def as_command(folder, environment, name="run", **changes) -> RunConfig:
     return RunConfig(str(folder / "policy"), data, environment=world, train=train, algorithm="grpo")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, staleness):
     """By what it said, which is in the run's folder; in evaluations too."""
@@ -310,6 +311,7 @@ async def talk(client, row):
     return float(len(chat[-1]["content"]) % 3)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("world", [World(agent=talk), World(tools=[calculate])], ids=["agent", "tools"])
 def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, staleness):
@@ -322,6 +324,7 @@ def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, stal
     assert ours[1][-1]["grad_norm"] > 0
 
 
+@pytest.mark.quick
 def test_one_of_them_at_most_and_its_turns_must_be_said(tmp_path, tokenizer, prompts):
     args = episode_args(tmp_path)
     with pytest.raises(ConfigError, match=r"agent: got .* only one of environment, tools and agent"):
@@ -338,6 +341,7 @@ THINKING = (
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_template_that_drops_earlier_thoughts_is_refused_by_name(tmp_path, tokenizer, prompts, role):
     tokenizer.chat_template = THINKING
