@@ -139,6 +139,11 @@ def test_episodes_are_what_playing_them_slowly_gives(tmp_path, tokenizer, prompt
     slow = play_slowly(engine.model, tokenizer, engine.params, drawn, args, environment)
     turns = [int(sample.metrics["turns"]) for samples in ours for sample in samples]
     assert len(set(turns)) > 1, turns
+    answers = [sample.drawn.tolist() for samples in ours for sample in samples]
+    again = [tokenizer(tokenizer.decode(answer), add_special_tokens=False)["input_ids"] for answer in answers]
+    assert (
+        sum(one != other for one, other in zip(answers, again, strict=True)) > len(answers) / 2
+    )  # not its own inverse
     for samples, expected in zip(ours, slow, strict=True):
         for sample, (tokens, sampled, rewards, finish) in zip(samples, expected, strict=True):
             assert sample.tokens.tolist() == tokens
