@@ -48,7 +48,7 @@ class RunConfig(Checked):
     """Instead of or besides reward_model, Python functions as "module:function" or "file.py:function", optionally with
     literal keyword arguments, called as f(prompts=..., completions=..., **columns) and returning one number per
     completion. They may be async; all are called at the same time."""
-    environment: str | None = key(None, main="data and models")
+    environment: str | None = None
     """What answers the policy's messages until an episode is over, "module:Class" or "file.py:Class", optionally with
     literal keyword arguments. It may give rewards; train.generation.max_turns says most answers of the policy."""
     tools: list[str] = key([])

@@ -348,7 +348,8 @@ THINKING = (
 
 @pytest.mark.quick
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_a_template_that_drops_earlier_thoughts_is_refused_by_name(tmp_path, tokenizer, prompts, role):
+def test_a_template_that_drops_earlier_thoughts_is_refused_by_name(tmp_path, prompts, role):
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = THINKING
     chats = [{**row, "query": [{"role": "user", "content": row["query"]}]} for row in prompts]
     tools = {"environment": None, "tools": [calculate], "reward_funcs": count_letters} if role == "tool" else {}

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from tiny import new_args, new_policy
+from tiny import byte_tokenizer, new_args, new_policy
 
 from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.playing import EpisodeError
@@ -28,7 +28,8 @@ STOPS = [256, *range(60)]
 
 
 @pytest.fixture
-def chats(tokenizer):
+def chats():
+    tokenizer = byte_tokenizer()  # its own: others share that of the tests
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

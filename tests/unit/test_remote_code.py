@@ -183,6 +183,11 @@ def test_one_place_loads_by_name():
         "rewards/ray.py: self._functions = cloudpickle.loads(self._pickled)",
         "rewards/sandbox.py: return pickle.loads(self.pickled) if self.pickled else "
         'load_object(self.name, "reward_funcs")',
+        # What the run has pickled of the user's, for a process that it has started.
+        "generation/episodes/spec.py: return Sent(what(), what, name) if callable(what) else "
+        "Sent(cloudpickle.loads(what), name=name)",
+        # What a policy wrote, in a process with limits, if the user names this tool.
+        'tasks/tools.py: exec(compile(sys.stdin.buffer.read(), "<code>", "exec"), {"__name__": "__main__"})',
         # What another rank of this run has pickled, over the group that torch.distributed pickles objects for as well.
         "distributed/messages.py: head, lengths = pickle.loads(view[8 : 8 + size])",
         "distributed/messages.py: return pickle.loads(head, buffers=[view[s : s + n] for s, n in zip(starts, lengths, "
