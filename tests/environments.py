@@ -11,6 +11,10 @@ from typing import Any
 from async_rlhf.generation.episodes.environment import Message, Observation
 
 
+SLOW: list[float] = []
+"""Seconds that a step of :class:`Echo` may take; nothing for none. Set by tests, in the process that plays."""
+
+
 class Echo:
     """Answers each message with a checksum of all of them and gives a part of it as the reward; ends after 2 to 4."""
 
@@ -23,6 +27,8 @@ class Echo:
     async def step(self, message: Message) -> Observation:
         self.seen, self.turns = f"{self.seen} {message['content']}", self.turns + 1
         number = zlib.crc32(self.seen.encode())
+        if SLOW:
+            await asyncio.sleep(random.SystemRandom().choice(SLOW))
         answer = [{"role": "user", "content": f"[{number % 1000}]"}]
         last = {"last": number % 5}
         return Observation(answer, reward=number % 7 / 7, done=self.turns >= 2 + number % 3, metrics=last)
