@@ -10,7 +10,6 @@ from typing import Any
 
 from async_rlhf.generation.episodes.environment import Message, Observation
 
-
 SLOW: list[float] = []
 """Seconds that a step of :class:`Echo` may take; nothing for none. Set by tests, in the process that plays."""
 
