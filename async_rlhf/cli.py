@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
 from async_rlhf.system.errors import DiffersError, UserCodeError
 from async_rlhf.system.signals import RankError, ending_signals
+
+_SPEAKING_SECONDS = 10.0
 
 
 def usage() -> str:
@@ -84,6 +87,8 @@ def _run(name: str, words: list[str]) -> int:
     except ConfigError as error:
         if lead or os.environ.get("LOCAL_RANK") == "0":  # an error may concern one host only
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
+        else:  # the launcher ends all ranks as soon as one has ended, and the one that speaks may be slower
+            time.sleep(_SPEAKING_SECONDS)
         return 2
     except RankError as error:
         if lead or (launched_rank() == 1 and str(error).startswith("rank 0 ")):

@@ -83,13 +83,16 @@ def by_torchrun(inputs, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_the_command_under_torchrun(inputs, tmp_path):
+def test_the_command_under_torchrun(inputs, tmp_path, monkeypatch):
     """Trains, and is skipped the second time; a mistake is said once, and by nobody as a traceback."""
     config, log = write_config(inputs, tmp_path), tmp_path / "log"
     finish(start(torchrun(config), log), log, 120)
     assert len(metrics_of(tmp_path / "run")) == 6
     again = finish(start(torchrun(config), log), log, 120)
     assert "train: done already" in again
+    # Python runs this as it starts: the rank that speaks for all is the slowest.
+    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(4 * (os.environ.get('RANK') == '0'))\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     wrong = start(torchrun(config, "--train.parallel.ranks=3", "--train.total_episodes=36"), tmp_path / "wrong")
     assert wrong.wait(120) != 0
     kill_all(wrong)
