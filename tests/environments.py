@@ -54,8 +54,8 @@ class Fickle(Echo):
 
 
 class Sleepy(Echo):
-    """The same as Echo, but each step takes up to 50 ms, in whichever process it is."""
+    """The same as Echo, but each step takes 20 to 50 ms, in whichever process it is."""
 
     async def step(self, message: Message) -> Observation:
-        await asyncio.sleep(random.SystemRandom().uniform(0, 0.05))
+        await asyncio.sleep(random.SystemRandom().uniform(0.02, 0.05))
         return await super().step(message)
