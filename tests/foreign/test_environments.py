@@ -191,6 +191,7 @@ def test_verifiers_asks_by_the_endpoint(tmp_path, tokenizer, example, monkeypatc
     python = Path(apart("verifiers", "verifiers==0.4.0", "uv"))
     example("one_task.py")
     (tmp_path / "verifiers").symlink_to(python.parents[1])
+    monkeypatch.syspath_prepend(tmp_path)  # the generator's process imports it, too
     agent = load_attribute(example("by_verifiers.py"), "agent", "agent", "function")
     texts = ["20+3=It is 23<eos>", "20+3=Dunno<eos>Try again.It is 23<eos>", "20+3=Dunno<eos>Try again.No<eos>"]
     policy = taught(tokenizer, texts, steps=150)
