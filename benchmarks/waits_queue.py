@@ -53,7 +53,7 @@ def run(batches: int, total: int, step_seconds: float, one_queue: bool) -> dict[
             samples_per_prompt=SAMPLES,
             batches=batches,
             per_device_train_batch_size=32,
-            gradient_accumulation_steps=total // 32,
+            completions_per_batch=total,
             non_eos_penalty=False,
             progress=False,
             num_threads=1,
