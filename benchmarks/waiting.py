@@ -108,6 +108,7 @@ def counting_policy(vocabulary: int, positions: int, step_seconds: float, token_
         num_attention_heads=2,
         intermediate_size=16,
         max_position_embeddings=positions,
+        eos_token_id=vocabulary - 1,  # else it is 2, which would end every answer two tokens early
     )
     config.step_seconds, config.token_seconds = step_seconds, token_seconds
     model = CountingModel(config)

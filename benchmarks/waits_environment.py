@@ -97,7 +97,7 @@ def run(batches: int, episodes: int, step_seconds: float, in_flight: bool) -> di
         world = lambda: Waits(mean)  # noqa: E731 - it goes to another process
         RLOOTrainer(policy, args, rows, environment=world, processing_class=tokenizer(40)).train()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    assert statistics.fmean(line["episode/turns"] for line in lines) == TURNS
+    assert all(line["episode/turns"] == TURNS and line["val/response_length"] == TURNS * TOKENS for line in lines)
     return waits.mean_times(lines[EDGE:-EDGE])
 
 

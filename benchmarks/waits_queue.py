@@ -15,6 +15,7 @@ For each, means over the batches after the first two and before the last two:
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -52,7 +53,7 @@ def run(batches: int, total: int, step_seconds: float, one_queue: bool) -> dict[
             samples_per_prompt=SAMPLES,
             batches=batches,
             per_device_train_batch_size=32,
-            gradient_accumulation_steps=total // 32,
+            completions_per_batch=total,
             non_eos_penalty=False,
             progress=False,
             num_threads=1,
@@ -61,8 +62,10 @@ def run(batches: int, total: int, step_seconds: float, one_queue: bool) -> dict[
         made = tokenizer(LONGEST + 8)
         model = counting_policy(LONGEST + 8, PROMPT_TOKENS + LONGEST + 1, step_seconds, TOKEN_SECONDS)
         RLOOTrainer(model, args, rows, reward_funcs=reward, processing_class=made).train()
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return waits.mean_times([json.loads(line) for line in lines][EDGE:-EDGE])
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    written = statistics.fmean(line["val/response_length"] for line in lines)
+    assert math.isclose(written, statistics.fmean(lengths(batches, total)), rel_tol=1e-3), written
+    return waits.mean_times(lines[EDGE:-EDGE])
 
 
 def lengths(batches: int, total: int) -> list[int]:

@@ -61,7 +61,10 @@ def check_episode(prompt, sample, tokenizer, weights, generation, temperature=0.
         tokens = sample.tokens[answer].tolist()
         assert not stops & set(tokens[:-1])
         assert answer is answers[-1] or tokens[-1] in stops
-    said = [message["content"] for message in sample.messages if message["role"] == "user"]
+    later = sample.messages[
+        [message["role"] for message in sample.messages].index("assistant") :
+    ]  # without the opening
+    said = [message["content"] for message in later if message["role"] == "user"]
     between = [(one.stop, other.start) for one, other in pairwise(answers)]
     observed = [tokenizer.decode(sample.tokens[start:end].tolist()) for start, end in between]
     assert observed == said[: len(observed)]

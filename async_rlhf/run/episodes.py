@@ -33,10 +33,12 @@ def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float 
     lines, left = [], list(rewards)
     for message in reversed(messages):  # earlier ones of the assistant's may not be the policy's
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        said = [str(message["content"]), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
+        written = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
         reward = left.pop() if left and message["role"] == "assistant" else None
-        given = "" if reward is None else f" [{reward:g}]"
-        lines.append(f"{message['role']}: {' '.join(filter(None, said))}{given}")
+        given = [] if reward is None else [f"[{reward:g}]"]
+        who = f"{message['role']} {message.get('name') or ''}".rstrip()
+        said = " ".join(filter(None, (str(message["content"]).strip("\n"), *written, *given)))
+        lines.append(f"{who}: {said}".replace("\n", "\n  "))  # so that only roles begin a line
     return "\n".join(lines[::-1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checked_episodes import answers_of
+from checked_episodes import answers_of, check_episode, models_of, watch
 from conftest import LINES, apart, beside, examples, taught
 from tiny import count_letters, new_args
 
@@ -22,6 +23,7 @@ from async_rlhf.rewards.reasoning_gym import make_rows, score
 pytestmark = pytest.mark.foreign
 
 SAMPLES = 4
+LIMITS = {"response_length": 90, "max_turns": 3}
 
 
 def test_the_examples_are_short():
@@ -30,11 +32,16 @@ def test_the_examples_are_short():
         assert len(code) <= LINES, (name, len(code))
 
 
-def trainer_of(folder, tokenizer, policy, rows, samples=SAMPLES, room=380, **world):
-    generation = {"response_length": 90, "max_turns": 3, "episode_length": room, "mismatch_steps": 1}
-    sizes = {"samples_per_prompt": samples, "completions_per_batch": 8 * samples, "total_episodes": 16}
-    args = new_args(folder, "run", {**generation, "step_timeout": 120.0}, "grpo", max_prompt_length=120, **sizes)
+def trainer_of(folder, tokenizer, policy, rows, samples=SAMPLES, room=380, sizes=None, **world):
+    sizes = {"completions_per_batch": 8 * samples, "total_episodes": 16, **(sizes or {})}
+    generation = {**LIMITS, "episode_length": room, "mismatch_steps": 1, "step_timeout": 120.0}
+    args = new_args(folder, "run", generation, "grpo", max_prompt_length=120, samples_per_prompt=samples, **sizes)
     return GRPOTrainer(policy, args, rows, processing_class=tokenizer, **world)
+
+
+def metrics_of(trainer):
+    """Of each batch."""
+    return [json.loads(line) for line in (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def play(folder, tokenizer, policy, rows, prompts=8, **more):
@@ -45,7 +52,7 @@ def play(folder, tokenizer, policy, rows, prompts=8, **more):
     again = EpisodeSampler(trainer.run.engine).generate([stream.prompt(n) for n in range(prompts)])
     assert found == again
     trainer.train()
-    metrics = [json.loads(line) for line in (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(trainer)
     assert [row["batch"] for row in metrics] == [1, 2]
     assert max(row["engine/logprob_difference"] for row in metrics) < 1e-4
     assert max(row["episode/turns"] for row in metrics) > 1
@@ -177,26 +184,41 @@ def test_the_tools_of_an_mcp_server(tmp_path, tokenizer, example):
     assert metrics[0]["episode/tool_calls"] > 0
 
 
-def test_verifiers_asks_by_the_endpoint(tmp_path, tokenizer, example):
-    """Its task, harness and reward run in a Python of their own; what the policy wrote are the very tokens."""
+def test_verifiers_asks_by_the_endpoint(tmp_path, tokenizer, example, monkeypatch):
+    """Its task, harness and reward run in a Python of their own; a run trains on the very tokens that the policy wrote,
+    with the version that is in the endpoint's generator at the time. Batch 3 is sampled by weights that have moved.
+    """
     python = Path(apart("verifiers", "verifiers==0.4.0", "uv"))
     example("one_task.py")
     (tmp_path / "verifiers").symlink_to(python.parents[1])
+    monkeypatch.syspath_prepend(tmp_path)  # the generator's process imports it, too
     agent = load_attribute(example("by_verifiers.py"), "agent", "agent", "function")
     texts = ["20+3=It is 23<eos>", "20+3=Dunno<eos>Try again.It is 23<eos>", "20+3=Dunno<eos>Try again.No<eos>"]
     policy = taught(tokenizer, texts, steps=150)
-    trainer = trainer_of(tmp_path, tokenizer, policy, [{"query": "20+3=", "answer": "23"}], samples=6, agent=agent)
-    (samples,) = EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
-    seen = set()
-    for sample in samples:
-        turns = turns_of(tokenizer, sample)
-        assert turns[0][0] == "20+3="
-        assert [read for read, *_ in turns[1:]] == ["Try again."] * ("23" not in turns[0][1])
-        assert [reward for *_, reward in turns] == [0.0] * (len(turns) - 1) + [float("23" in turns[-1][1])]
-        assert sample.metrics["conversations"] == 1
-        assert sample.metrics["turns"] == len(turns)
-        seen.add((len(turns), turns[-1][2]))
+    first, (batches, weights) = copy.deepcopy(policy), watch(monkeypatch)
+    sizes = {"staleness": 1, "completions_per_batch": 6, "total_episodes": 6}
+    limits = {**LIMITS, "episode_length": 380, "stop_token_ids": []}
+    rows = [{"query": "20+3=", "answer": "23"}]
+    trainer = trainer_of(tmp_path, tokenizer, policy, rows, samples=3, sizes=sizes, agent=agent)
+    trainer.train()
+    seen, models = set(), models_of(weights, lambda: copy.deepcopy(first))
+    for batch, logged in zip(batches, metrics_of(trainer), strict=True):
+        assert batch.version == logged["schedule/version"] == max(0, batch.index - 2)
+        assert logged["engine/logprob_difference"] < 1e-4
+        totals = [float(sample.rewards.sum()) for sample in batch.samples]
+        assert logged["objective/scores"] == pytest.approx(sum(totals) / 6)
+        for group in batch.groups:
+            for sample in group.samples:
+                check_episode(group.prompt, sample, tokenizer, models, limits)
+                assert set(sample.versions[sample.sampled].tolist()) == {batch.version}
+                turns = turns_of(tokenizer, sample)
+                assert [read for read, *_ in turns] == ["20+3="] + ["Try again."] * ("23" not in turns[0][1])
+                assert [reward for *_, reward in turns] == [0.0] * (len(turns) - 1) + [float("23" in turns[-1][1])]
+                assert (sample.metrics["conversations"], sample.metrics["turns"]) == (1, len(turns))
+                seen.add((len(turns), turns[-1][2]))
+    assert [batch.index for batch in batches] == [1, 2, 3]
     assert len(seen) > 1
+    assert max((weights[1][name] - tensor).abs().max() for name, tensor in weights[0].items()) > 1e-4
 
 
 GUESSING = """

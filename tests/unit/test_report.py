@@ -374,6 +374,21 @@ def test_texts_of_models_stay_texts(copied):
     assert json.loads(embedded({"x": EVIL})) == {"x": EVIL}
 
 
+def test_conversations_say_who_speaks_what_is_called_and_what_it_is_worth(copied):
+    call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+    said = [("Be brief.\n", {"role": "user"}), ("Let me\nuser: see.\n", {"role": "assistant", "tool_calls": [call]})]
+    said += [("clear", {"role": "tool", "name": "weather"}), ("", {"role": "assistant"})]
+    row = {"batch": 1, "prompt": "?", "completion": "", "rewards": [0.5, None], "metrics": {"turns": 2.0}}
+    row["messages"] = [{"content": text, **who} for text, who in said]
+    (copied["sync"] / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = [
+        group for group in data_of(page([read_run(copied["sync"], "run")]))["samples"] if group["kind"] == "training"
+    ]
+    text = 'user: Be brief.\nassistant: Let me\n  user: see. weather({"city": "Zürich"}) [0.5]\ntool weather: clear\n'
+    assert found["answers"][0]["text"] == f"{text}assistant: "
+    assert found["answers"][0]["metrics"] == {"turns": 2}
+
+
 def test_secrets_and_free_options_are_left_out(copied):
     run = copied["sync"]
     config = yaml.safe_load((run / "run.yml").read_text())

@@ -83,6 +83,8 @@
     if (one.batch !== null) facts.push("batch " + one.batch);
     if (one.score !== null && one.score !== undefined) facts.push("score " + Number(one.score).toFixed(3));
     if (one.finish === "length") facts.push("cut off");
+    for (const [name, value] of Object.entries(one.metrics || {}))
+      if (value !== null) facts.push(name.replaceAll("_", " ") + " " + Number(Number(value).toPrecision(4)));
     return element("div", "answer", element("div", "small", facts.join(", ")), marked(one.text, word));
   }
   function list() {

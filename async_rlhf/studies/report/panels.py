@@ -151,12 +151,18 @@ def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, 
 
 
 def rewards(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
-    """Each part of the reward, where there are several."""
-    found = {name for run in runs for row in run.rows[-1:] for name in row if name.startswith("reward/")}
-    names = sorted(found - {"reward/skipped"})
-    if len(names) > 1:
-        parts = [Curve(name, f"Reward: {name[7:]}", "Mean, before its weight.") for name in names]
-        yield from over_training(parts, runs, key, points)
+    """Each part of the reward, where there are several; what episodes were like."""
+    found = sorted({name for run in runs for row in run.rows[-1:] for name in row} - {"reward/skipped"})
+    parts = [Curve(name, f"Reward: {name[7:]}", "Mean, before its weight.") for name in found if name[:7] == "reward/"]
+    says = {"episode/failed": "How many of the batch's."}
+    more = [
+        Curve(
+            name, f"Episodes: {name[8:].replace('_', ' ')}", says.get(name, "Mean over those that have it."), zero=True
+        )
+        for name in found
+        if name.startswith("episode/")
+    ]
+    yield from over_training([*(parts if len(parts) > 1 else ()), *more], runs, key, points)
 
 
 def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Iterator[Panel]:

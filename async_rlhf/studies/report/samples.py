@@ -26,8 +26,8 @@ def samples(
     equal distances, so that runs with the same prompts show the same ones.
 
     Returns:
-        Completions by prompt, each {"kind", "prompt", "answers": [{"run", "batch", "score", "text", "finish"}]}; and
-        what was left out, in words.
+        Completions by prompt, each {"kind", "prompt", "answers": [{"run", "batch", "score", "text", "finish"}]}, and
+        of episodes "metrics"; and what was left out, in words.
     """
     batches = _shared_batches(runs, characters // 3)
     sources: dict[str, Answers] = {"evaluation": {}, "held-out prompts": {}, "training": {}}
@@ -77,7 +77,7 @@ def _add(found: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> Non
             said = row.get("messages")
             text = conversation(said, row.get("rewards") or ()) if said else row["completion"]
             answer = _answer(run.name, row.get("batch"), row.get("score"), text, finish)
-            found.setdefault(str(row["prompt"]), []).append(answer)
+            found.setdefault(str(row["prompt"]), []).append({**answer, "metrics": row.get("metrics") or {}})
 
 
 def _add_evaluation(found: Answers, evaluation: Evaluation) -> None:
