@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -52,6 +52,8 @@ class Turn(Prompt):
     """As :attr:`Sample.positions`: the positions of random numbers go on from here."""
     limit: int = 0
     """Most new tokens."""
+    past: Any = None
+    """See :attr:`Answer.past`: of the answer before this turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +90,7 @@ class Sample:
         logprobs: Sequence[float] | np.ndarray,
         versions: Sequence[int] | np.ndarray,
         finish_reason: FinishReason,
-    ) -> Sample:
+    ) -> Self:
         """A sample made of a prompt and one answer; all arguments but ``prompt`` describe the answer."""
         before, after = len(prompt), len(tokens)
         return cls(
@@ -131,6 +133,14 @@ class Sample:
     def places(self) -> np.ndarray:
         """Place of each token in its conversation: int64, from 0."""
         return np.arange(len(self)) - np.repeat((0, *self.starts), np.diff((0, *self.starts, len(self))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer(Sample):
+    """An answer to a turn."""
+
+    past: Any = None
+    """What the engine goes on from if it gets the next turn; None to compute all of that."""
 
 
 def drawn_versions(samples: Iterable[Sample]) -> set[int]:

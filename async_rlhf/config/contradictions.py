@@ -31,20 +31,12 @@ def check_together(config: OnlineConfig) -> None:
         require(config.push_to_hub or not given, name, getattr(config, name), "must be left out without push_to_hub")
     right = "must be false with resume: a run that is resumed cannot also be deleted"
     require(not (config.overwrite_output_dir and config.resume), "overwrite_output_dir", True, right)
-    require(
-        config.replay_from is None or config.staleness_mode == "bounded",
-        "replay_from",
-        config.replay_from,
-        'must be null with staleness_mode "exact", which needs no record to be repeated',
-    )
-    require(
-        config.generation.shares <= config.batch_size,
-        "generation.urls" if config.generation.urls else "generation.workers",
-        config.generation.shares,
-        f"must be at most the batch of {config.batch_size} prompts",
-    )
-    size = config.generation.prompts_per_request
-    right = f"must be at most the batch of {config.batch_size} prompts"
+    right = 'must be null with staleness_mode "exact", which needs no record to be repeated'
+    needed = config.replay_from is None or config.staleness_mode == "bounded"
+    require(needed, "replay_from", config.replay_from, right)
+    key, shares = "generation.urls" if config.generation.urls else "generation.workers", config.generation.shares
+    right, size = f"must be at most the batch of {config.batch_size} prompts", config.generation.prompts_per_request
+    require(shares <= config.batch_size, key, shares, right)
     require(size is None or size <= config.batch_size, "generation.prompts_per_request", size, right)
     right = 'must be null with placement "inline", where nothing is sent'
     require(size is None or config.placement != "inline", "generation.prompts_per_request", size, right)
@@ -93,18 +85,18 @@ def _check_sizes(config: OnlineConfig) -> None:
             f"must be {config.total_episodes / config.batch_size:g}, as total_episodes {config.total_episodes} of "
             f"{config.batch_size} prompts a batch says, or one of the two be left out"
         )
-        require(
-            config.total_episodes in (_default(config, "total_episodes"), prompts), "batches", config.batches, right
-        )
+        agree = config.total_episodes in (_default(config, "total_episodes"), prompts)
+        require(agree, "batches", config.batches, right)
         return
     said = factors if completions is None else f"completions_per_batch {completions}"
-    require(
-        config.total_episodes % config.batch_size == 0,
-        "total_episodes",
+    nearest, episodes = (
+        max(1, round(config.total_episodes / config.batch_size)) * config.batch_size,
         config.total_episodes,
-        f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as "
-        f"{max(1, round(config.total_episodes / config.batch_size)) * config.batch_size}; or say batches instead",
     )
+    right = (
+        f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as {nearest}; or say batches"
+    )
+    require(episodes % config.batch_size == 0, "total_episodes", episodes, right + " instead")
 
 
 def _check_evaluation(config: OnlineConfig) -> None:

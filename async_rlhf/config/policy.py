@@ -35,13 +35,10 @@ class KLConfig(Checked):
     """Completions over which an adapted coefficient changes by at most 20%."""
 
     def check(self) -> None:
-        require(
-            self.where == "reward" or self.estimator != "k1",
-            "kl.estimator",
-            self.estimator,
+        right = (
             'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation and would restrain '
-            "nothing",
         )
+        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, right + "nothing")
         right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
         able = self.where == "loss" and self.estimator == "k3"
         require(able or not self.corrected, "kl.corrected", self.corrected, right)

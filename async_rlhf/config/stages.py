@@ -56,12 +56,8 @@ class NewModelConfig(Checked):
     """The body, as transformers names it: "gpt_neox" (Pythia), "llama", "qwen2" or "qwen3"."""
 
     def check(self) -> None:
-        require(
-            self.hidden_size % self.num_heads == 0,
-            "hidden_size",
-            self.hidden_size,
-            f"must be a multiple of num_heads ({self.num_heads})",
-        )
+        right = f"must be a multiple of num_heads ({self.num_heads})"
+        require(self.hidden_size % self.num_heads == 0, "hidden_size", self.hidden_size, right)
         right = (
             f"must be an even multiple of num_heads ({self.num_heads}): rotary positions turn pairs of a head's numbers"
         )
@@ -224,12 +220,8 @@ class PairsConfig(SamplingConfig, RewardedConfig):
         require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
         require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
         self.check_judge()
-        require(
-            1 <= self.pairs_per_prompt <= self.samples_per_prompt // 2,
-            "pairs_per_prompt",
-            self.pairs_per_prompt,
-            f"must be 1 to {self.samples_per_prompt // 2}: half of samples_per_prompt",
-        )
+        pairs, most = self.pairs_per_prompt, self.samples_per_prompt // 2
+        require(1 <= pairs <= most, "pairs_per_prompt", pairs, f"must be 1 to {most}: half of samples_per_prompt")
 
     def _leaves_out(self, names: tuple[str, ...], why: str) -> None:
         for name in names:

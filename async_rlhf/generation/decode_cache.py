@@ -7,6 +7,8 @@ a step writes only its own keys and values, and a row that leaves is overwritten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +95,37 @@ def _with_room(parts: Sequence[Tensor], repeats: int, filled: int) -> Tensor:
     for rows, states in zip(room.split([len(part) for part in parts]), parts, strict=True):
         rows[:, :, :, filled - states.shape[-2] : filled] = states[:, None]
     return room.flatten(0, 1)
+
+
+@dataclass
+class Past:
+    """What a cache had of one row when it ended; used once."""
+
+    layers: list[tuple[Tensor, ...]]
+    """Keys and values, (heads, T, head size) each; none once they are used."""
+    version: int | None
+    """Of the weights that computed them; None if they were several."""
+
+    def tokens(self, version: int) -> int:
+        """T, if they are of these weights; else 0."""
+        return self.layers[0][0].shape[1] if self.layers and version == self.version else 0
+
+
+def past_of(cache: DynamicCache, row: int, tokens: int, version: int | None) -> Past:
+    """A row's last tokens in a cache that only grows, made by :func:`join`."""
+    layers: Any = cache.layers
+    return Past([tuple(x[row, :, -tokens:].clone() for x in (own.keys, own.values)) for own in layers], version)
+
+
+def go_on_from(pasts: Sequence[Past], kept: Sequence[int], columns: int, cache: DynamicCache) -> None:
+    """Give an empty cache the first ``kept`` tokens of each row's past, padded on the left to so many columns."""
+    known = [(row, count, past.layers) for row, (past, count) in enumerate(zip(pasts, kept, strict=True)) if count > 0]
+    for number, pair in enumerate(known[0][2] if known else ()):
+        rooms = [states.new_zeros(len(pasts), len(states), columns, states.shape[2]) for states in pair]
+        for row, count, layers in known:
+            for room, states in zip(rooms, layers[number], strict=True):
+                room[row, :, columns - count :] = states[:, :count]
+        cache.update(*rooms, number)
 
 
 def only_grows(cache: DynamicCache) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from async_rlhf.generation.decode_cache import add_rows, forget_left, keep_rows
+from async_rlhf.generation.decode_cache import Past, add_rows, forget_left, keep_rows, past_of
 from async_rlhf.generation.protocol import Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.truncation import truncated
-from async_rlhf.types import Prompt, Sample, Turn
+from async_rlhf.types import Answer, FinishReason, Prompt, Sample, Turn
 
 _SPARE = 8
 """Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
@@ -41,8 +41,11 @@ class Model(Protocol):
     def device(self) -> torch.device:
         """Where it computes."""
 
-    def prefill(self, rows: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, DynamicCache]:
-        """Logits (B, V) after each row of tokens, repeated for its samples, and their cache, padded on the left."""
+    def prefill(
+        self, rows: Sequence[Sequence[int]], samples: int, pasts: Sequence[Past | None] = ()
+    ) -> tuple[Tensor, DynamicCache]:
+        """Logits (B, V) after each row of tokens, repeated for its samples, and their cache, padded on the left;
+        perhaps computed from what there is of the rows."""
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
         """Logits (B, V) after one more token of each row, which then has ``lengths_B`` in the last columns."""
@@ -107,9 +110,10 @@ class Decoding:
         places: most completions under way; at least K.
         refilled: whether further prompts take the places of completions that have ended, as long as others are under
             way; else only when all have ended. Only for caches to which rows can be added.
+        keeps_pasts: whether answers to turns come with what the cache has of them; only for such caches, too.
     """
 
-    def __init__(self, model: Model, places: int, refilled: bool = False) -> None:
+    def __init__(self, model: Model, places: int, refilled: bool = False, keeps_pasts: bool = False) -> None:
         self.model, self.params, self.refilled = model, model.params, refilled
         most, device = self.params.response_length, model.device
         self._free = list(range(places))
@@ -126,6 +130,8 @@ class Decoding:
         self._ended: list[tuple[int, bool]] = []
         """Places of completions that have ended, and whether by a stop token."""
         self._rows: _Rows | None = None
+        self._keeps_pasts, self._pasts = keeps_pasts, dict[int, Past]()
+        """By place."""
 
     def run(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[Complete]:
         """Decode until there is nothing left.
@@ -185,7 +191,8 @@ class Decoding:
         lengths_B = torch.tensor(lengths).repeat_interleave(samples).to(device)
         rows = [prompt.tokens for prompt in prompts]
         alike = _repeats(rows) if isinstance(prompts[0], Turn) else 1
-        logits_BV, cache = self.model.prefill(rows[::alike], samples * alike)
+        pasts = [prompt.past for prompt in prompts if isinstance(prompt, Turn)]
+        logits_BV, cache = self.model.prefill(rows[::alike], samples * alike, pasts[::alike])
         none_B = torch.zeros_like(places_B)
         begun = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.model.version)
         self._draw(begun, logits_BV)
@@ -204,6 +211,9 @@ class Decoding:
         full = (self._steps_R[rows.places] == self._limits_R[rows.places]).tolist()
         ended = [stop or last for stop, last in zip(stopped, full, strict=True)]
         if any(ended):
+            for row in np.flatnonzero(ended).tolist() if self._keeps_pasts else ():
+                place = rows.places[row]
+                self._pasts[place] = past_of(rows.cache, row, self._length(place) - 1, rows.version)
             self._ended += [(rows.places[row], stopped[row]) for row, now in enumerate(ended) if now]
             rows.keep([not now for now in ended], self.model.device)
 
@@ -264,4 +274,8 @@ class Decoding:
         if not finite.all():
             version = versions[finite.argmin()]
             raise FloatingPointError(f"the logits of weights version {version} are not finite")
-        return Sample.answer(prompt.tokens, tokens[:end], logprobs[:end], versions, "stop" if stopped else "length")
+        finish: FinishReason = "stop" if stopped else "length"
+        drawn = prompt.tokens, tokens[:end], logprobs[:end], versions, finish
+        if place in self._pasts:
+            return replace(Answer.answer(*drawn), past=self._pasts.pop(place))
+        return Sample.answer(*drawn)

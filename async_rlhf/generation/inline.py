@@ -52,6 +52,7 @@ class PolicyEngine(TransformersEngine):
     ) -> None:
         super().__init__(policy, params, autocast=autocast_dtype(config), device=parallel.device)
         self.parallel, self.ranks = parallel, parallel.ranks
+        self.keeps_pasts = self.keeps_pasts and parallel.ranks.count == 1  # rank 0 would compute less than the others
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it.

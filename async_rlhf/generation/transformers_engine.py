@@ -10,19 +10,20 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rlhf.generation.audit import probe_logprobs
-from async_rlhf.generation.decode_cache import join, only_grows
+from async_rlhf.generation.decode_cache import Past, go_on_from, join, only_grows
 from async_rlhf.generation.decoding import Decoding
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import Prompt, Sample, Turn
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Prompt tokens in one forward pass, padding included: few enough for the activations to fit a CPU's caches, enough to
@@ -74,7 +75,9 @@ class TransformersEngine:
         self._takes_positions = "position_ids" in accepted
         self.adds_rows = only_grows(DynamicCache(config=model.config))
         """Whether rows can be added to a cache."""
-        self._prefill_options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.keeps_pasts = self.adds_rows
+        """Whether turns that are all decoded at once go on from what was computed for the last ones."""
+        self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @property
     def device(self) -> torch.device:
@@ -120,12 +123,13 @@ class TransformersEngine:
         samples = self.params.samples_per_prompt
         per_chunk = max(1, self.params.batch_size // samples)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+        keeps = self.keeps_pasts and len(order) <= per_chunk and all(isinstance(each, Turn) for each in prompts)
         completions: dict[int, tuple[Sample, ...]] = {}
         with self._evaluating():
             for start in range(0, len(order), per_chunk):
                 chunk = order[start : start + per_chunk]
                 once = iter([[prompts[i] for i in chunk]])
-                decoding = Decoding(self, len(chunk) * samples)
+                decoding = Decoding(self, len(chunk) * samples, keeps_pasts=keeps)
                 for number, found in decoding.run(partial(_next, once)):
                     completions[chunk[number]] = found
                 if progress is not None:
@@ -152,8 +156,12 @@ class TransformersEngine:
         finally:
             self.model.train(training)
 
-    def prefill(self, rows: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, DynamicCache]:
+    def prefill(
+        self, rows: Sequence[Sequence[int]], samples: int, pasts: Sequence[Past | None] = ()
+    ) -> tuple[Tensor, DynamicCache]:
         """Run each row of tokens once, padded on the left, and repeat its state for its samples.
+
+        All rows of a pass run as many tokens: the fewest of which every one has a past for the rest.
 
         Returns:
             Logits (B, V) for the next token, and the cache of these tokens.
@@ -169,16 +177,21 @@ class TransformersEngine:
         tokens_PT, mask_PT = tokens_PT.to(device), mask_PT.to(device)
         positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
 
+        known = [past or Past([], None) for past in pasts or [None] * len(rows)]
+        new = [n - min(past.tokens(self.version), n - 1) for n, past in zip(lengths, known, strict=True)]
         at_once = len(rows)
         if self.adds_rows:
-            at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // longest)
+            at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // max(new))
         caches, logits = [], []
         for first in range(0, len(rows), at_once):
-            part = slice(first, first + at_once), slice(longest - max(lengths[first : first + at_once]), longest)
+            part = slice(first, first + at_once)
+            columns, fed = max(lengths[part]), max(new[part])
             caches.append(DynamicCache(config=self.model.config))
-            logits.append(
-                self._forward(tokens_PT[part], mask_PT[part], positions_PT[part], caches[-1], **self._prefill_options)
-            )
+            go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])
+            inputs = tokens_PT[part, -fed:], mask_PT[part, -columns:], positions_PT[part, -fed:]
+            logits.append(self._forward(*inputs, caches[-1], **self._prefill_options))
+        for past in known:
+            past.layers = []
         return torch.cat(logits).repeat_interleave(samples, dim=0), join(caches, len(rows), samples)
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:

@@ -97,12 +97,8 @@ class Scorer:
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
-        require(
-            len(weights) == len(names),
-            "reward_weights",
-            weights,
-            f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}",
-        )
+        right = f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}"
+        require(len(weights) == len(names), "reward_weights", weights, right)
         self._weights = dict(zip(names, weights, strict=True))
         here = config.launch == "local" or config.ray.reward_workers == 0  # else actors call them
         limit = config.reward_timeout if here else None

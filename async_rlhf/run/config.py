@@ -108,18 +108,11 @@ class RunConfig(Checked):
         weights, functions = self.train.reward_weights, self.reward_funcs
         right = f"must be empty, or one number for each of the {len(functions)} of reward_funcs"
         require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
-        require(
-            self.train.eval_steps == 0 or self.data.eval is not None or self.data.eval_fraction is not None,
-            "train.eval_steps",
-            self.train.eval_steps,
-            "must be 0 without data.eval or data.eval_fraction",
-        )
-        require(
-            self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards,
-            "reward_model",
-            self.reward_model,
-            "give a reward_model, reward_funcs, an environment or an agent, or several of them",
-        )
+        steps, held = self.train.eval_steps, self.data.eval is not None or self.data.eval_fraction is not None
+        require(steps == 0 or held, "train.eval_steps", steps, "must be 0 without data.eval or data.eval_fraction")
+        given = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
+        right = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
+        require(given, "reward_model", self.reward_model, right)
         check_functions(self.tools, "tools")
         for name in ("environment", "agent"):
             check_functions([] if getattr(self, name) is None else [getattr(self, name)], name)

@@ -32,7 +32,7 @@ from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.loading import stop_token_ids
-from async_rlhf.types import Prompt
+from async_rlhf.types import Prompt, Sample, Turn
 
 EOS, PAD = 256, 257
 STOPS = (EOS, *range(0, 40))  # enough of the 258 tokens that many rows stop, and many do not
@@ -608,3 +608,59 @@ def test_completions_also_end_at_tokens_given_by_their_texts_or_ids(make_policy,
         stop_token_ids(policy, tokenizer, ids=[258])
     with pytest.raises(ConfigError, match=r"stop_token_ids: got \[-1\]; must be ids of tokens"):
         GenerationConfig(stop_token_ids=[-1])
+
+
+def played(engine, prompts, turns, observed, goes_on):
+    """Some turns of an episode for each prompt, with what is observed in between: every answer."""
+    rows, asked, answers = [list(prompt) for prompt in prompts], [None] * len(prompts), []
+    offset = 0
+    for turn in range(turns):
+        asking = [
+            Turn(i, i, tuple(row), sample=0, offset=offset, limit=5 + i % 3, past=past if goes_on else None)
+            for i, (row, past) in enumerate(zip(rows, asked, strict=True))
+        ]
+        found = [sample for (sample,) in engine.generate(asking)]
+        answers.append(found)
+        asked, offset = [sample.past for sample in found], offset + 100
+        rows = [[*sample.tokens.tolist(), *observed[: 1 + (i + turn) % 4]] for i, sample in enumerate(found)]
+    return answers
+
+
+@pytest.mark.parametrize("between", ["nothing", "other weights", "one that is new"])
+def test_a_turn_goes_on_from_what_was_computed_for_the_last_one(make_policy, between):
+    """The same tokens and log-probabilities as from the beginning, by fewer tokens that are computed."""
+    policy = make_policy(max_position_embeddings=200)
+    engine, seen = TransformersEngine(policy, params(samples_per_prompt=1, batch_size=8, response_length=8)), []
+    policy.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    prompts = [list(range(60, 60 + n)) for n in (30, 51, 38, 30)]
+    generate = engine.generate
+
+    def disturbed(turns):
+        if between == "other weights":
+            engine.version += 1  # as if: what was computed must not be used
+        if between == "one that is new":
+            turns = [replace(turn, past=None) if turn.draw == 1 else turn for turn in turns]  # the longest
+        return generate(turns)
+
+    engine.generate = disturbed
+    computed = []
+    found = []
+    for goes_on in (False, True):
+        seen.clear()
+        found.append(played(engine, prompts, 3, list(range(200, 204)), goes_on))
+        computed.append(sum(columns for _, columns in seen if columns > 1))
+    for mine, theirs in zip(*found, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    assert computed[1] < 0.6 * computed[0] if between == "nothing" else computed[1] == computed[0]
+    assert all(not sample.past.layers for answers in found[1][:-1] for sample in answers) or between != "nothing"
+
+
+def test_what_was_computed_is_kept_only_for_turns_that_are_decoded_at_once(make_policy):
+    policy = make_policy(max_position_embeddings=200)
+    engine = TransformersEngine(policy, params(samples_per_prompt=1, batch_size=2))
+    turns = [Turn(i, i, (60, 61), limit=3) for i in range(3)]
+    assert {type(sample) for (sample,) in engine.generate(turns)} == {Sample}
+    assert all(sample.past.layers for (sample,) in engine.generate(turns[:2]))
+    assert {type(sample) for (sample,) in engine.generate([Prompt(0, 0, (60,))])} == {Sample}

@@ -52,7 +52,8 @@ class Episode:
         """What the policy is to go on with."""
         offset, prompt = len(self._tokens) - self._opening, self.prompt
         limit, position = min(self._params.response_length, self._room - offset), self._first + offset
-        return Turn(prompt.draw, prompt.row, self._tokens, sample=self.number, offset=position, limit=limit)
+        past = getattr(self.turns[-1], "past", None) if self.turns else None
+        return Turn(prompt.draw, prompt.row, self._tokens, {}, None, self.number, position, limit, past)
 
     def add(self, turn: Sample) -> tuple[int, ...]:
         """Add an answer of the policy's. Returns its tokens without the stop token."""
