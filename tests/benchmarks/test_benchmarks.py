@@ -151,6 +151,13 @@ def test_generation(run):
             require(row["/ bare loop"].replace("-", " "), 0.01)
 
 
+def test_turns(run):
+    (rows,) = markdown(run("turns.py"))
+    assert [row["turns"] for row in rows] == ["4", "4", "6"]
+    for row in rows:
+        require(row["all again / going on"].partition("(")[0], 0.1)
+
+
 def test_certificate(run):
     errors, pairs, coverage = markdown(run("certificate.py"))
     assert [len(table) for table in (errors, pairs, coverage)] == [7, 7, 18]
