@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+CONVERSATION = 1 << 20
+"""Positions of random numbers from the beginning of one conversation of a sample to that of the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Turn(Prompt):
     sample: int = 0
     """Its number among the prompt's K samples."""
     offset: int = 0
-    """Tokens since the first drawn one, observations counted; the positions of random numbers go on from here."""
+    """As :attr:`Sample.positions`: the positions of random numbers go on from here."""
     limit: int = 0
     """Most new tokens."""
 
@@ -75,6 +77,8 @@ class Sample:
     """The conversation after the prompt, of an episode with an environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of that episode."""
+    starts: Sequence[int] = ()
+    """Where each conversation of an agent's episode but the first begins: a token sees only those of its own."""
 
     @classmethod
     def answer(
@@ -115,9 +119,18 @@ class Sample:
 
     @property
     def positions(self) -> np.ndarray:
-        """Offset of each drawn token from the first one, observations counted: int64, from 0."""
+        """Offset of each drawn token from the first one of its conversation, observations counted: int64. Each further
+        conversation begins at a multiple of ``CONVERSATION``.
+        """
         (places,) = np.nonzero(self.sampled)
-        return places - places[:1]
+        first = np.append(places, 0)[np.searchsorted(places, (0, *self.starts))]
+        number = np.searchsorted(self.starts, places, side="right")
+        return places - first[number] + CONVERSATION * number
+
+    @property
+    def places(self) -> np.ndarray:
+        """Place of each token in its conversation: int64, from 0."""
+        return np.arange(len(self)) - np.repeat((0, *self.starts), np.diff((0, *self.starts, len(self))))
 
 
 def drawn_versions(samples: Iterable[Sample]) -> set[int]:
@@ -197,6 +210,9 @@ class Experience:
     loss_weights_U: Tensor
     """What each unit adds to the normaliser of the loss; 0 for a unit that carries no signal (a tie)."""
     rows_per_unit: int = 1
+    positions_BT: Tensor | None = None
+    """Place of each token in what the model sees, which begins anew with each conversation of an agent's episode.
+    None if each row is one text."""
     truncated_B: Tensor | None = None
     """True for rows that did not end by themselves, if the objective asks for this."""
 

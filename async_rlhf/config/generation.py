@@ -132,8 +132,8 @@ class GenerationConfig(TruncationConfig):
     """Most answers of the policy in an episode with an environment or tools, each of at most response_length tokens; an
     episode that goes on is cut off there. Must be given with an environment or tools, and null without."""
     episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
-    """Most tokens of an episode after its prompt, with what the environment says; null for max_turns times
-    response_length."""
+    """Most tokens of an episode, or of one conversation of an agent, after its prompt, with what the environment says;
+    null for max_turns times response_length."""
     step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: see reward_errors."""

@@ -21,6 +21,7 @@ from async_rlhf.types import Prompt, Sample, Turn
 _SPARE = 8
 """Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
 
+_OF_ROWS = ("places_B", "steps_B", "lengths_B", "tokens_B")
 
 Complete = tuple[int, tuple[Sample, ...]]
 """A prompt's number, and its completions."""
@@ -79,9 +80,8 @@ class _Rows:
         kept = keep_rows(self.cache, stays, device)
         self.places = [self.places[row] for row in kept.tolist()]
         kept_B = kept.to(device, non_blocking=True)
-        self.places_B, self.steps_B, self.lengths_B, self.tokens_B = (
-            rows[kept_B] for rows in (self.places_B, self.steps_B, self.lengths_B, self.tokens_B)
-        )
+        for name in _OF_ROWS:
+            setattr(self, name, getattr(self, name)[kept_B])
 
     def add(self, other: _Rows) -> None:
         """Append rows. Only for caches that only grow."""
@@ -89,15 +89,8 @@ class _Rows:
         self.columns = max(self.columns, other.columns)
         self.version = self.version if self.version == other.version else None
         self.places += other.places
-        self.places_B, self.steps_B, self.lengths_B, self.tokens_B = (
-            torch.cat(pair)
-            for pair in (
-                (self.places_B, other.places_B),
-                (self.steps_B, other.steps_B),
-                (self.lengths_B, other.lengths_B),
-                (self.tokens_B, other.tokens_B),
-            )
-        )
+        for name in _OF_ROWS:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
 
 
 def _repeats(rows: Sequence[tuple[int, ...]]) -> int:

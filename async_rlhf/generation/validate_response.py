@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,21 +65,29 @@ def check_completions(
 
 def _wrong_episode(sample: Sample, length: int, **limits: Any) -> str:
     """What is wrong with the answers of an episode, each of which begins behind a prompt or an observation."""
-    (starts,) = np.nonzero(sample.sampled & ~np.roll(sample.sampled, 1))
-    (ends,) = np.nonzero(sample.sampled & ~np.roll(sample.sampled, -1))
-    if not len(starts) or sample.sampled[0] or not sample.sampled[-1]:
-        return "it must have a prompt, and end with an answer"
-    if len(sample) - starts[0] > length:
-        return f"there are {len(sample) - starts[0]} tokens after the prompt; must be at most {length} (episode_length)"
     unknown = (sample.tokens < 0) | (sample.tokens >= limits["vocabulary"])
     if unknown.any():
         return f"a token is {sample.tokens[unknown][0]}; it must be from 0 to {limits['vocabulary'] - 1}"
+    bounds = [0, *sample.starts, len(sample)]
+    if any(start >= end for start, end in pairwise(bounds)):
+        return f"its conversations begin at {bounds[:-1]}; must be rising places of its {len(sample)} tokens"
+    return next(filter(None, (_wrong_answers(sample, *own, length, **limits) for own in pairwise(bounds))), "")
+
+
+def _wrong_answers(sample: Sample, begin: int, stop: int, length: int, **limits: Any) -> str:
+    """The same of one conversation, the tokens from ``begin`` to before ``stop``."""
+    sampled = sample.sampled[begin:stop]
+    starts, ends = (begin + np.nonzero(sampled & ~np.roll(sampled, by))[0] for by in (1, -1))
+    if not len(starts) or sampled[0] or not sampled[-1]:
+        return "it must have a prompt, and end with an answer"
+    if stop - starts[0] > length:
+        return f"there are {stop - starts[0]} tokens after the prompt; must be at most {length} (episode_length)"
     for start, end in zip(starts, ends + 1, strict=True):
-        answer, last = sample.tokens[start:end], end == len(sample)
+        answer, last = sample.tokens[start:end], end == stop
         finish: FinishReason = "stop" if answer[-1] in limits["stops"] else "length"
-        if finish == "length" and (not last or sample.finish_reason == "stop"):
+        if finish == "length" and (not last or (end == len(sample) and sample.finish_reason == "stop")):
             return f"the answer before token {end} ends with {answer[-1]}; stop tokens are {limits['stops']}"
-        # The last answer may be shorter: there is room for so many tokens in the whole episode.
+        # The last answer may be shorter: there is room for so many tokens in the whole conversation.
         if wrong := _wrong_tokens(answer, sample.logprobs[start:end], finish, **limits, cut=last):
             return wrong
     return ""

@@ -49,8 +49,10 @@ from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, wei
 from async_rlhf.models.weights import of_digests
 from async_rlhf.types import Experience, ScoredBatch
 
-_Compute: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tensor]]
-"""From tokens and their mask to fields of an experience."""
+_Compute: TypeAlias = Callable[[dict[str, Any]], dict[str, Tensor]]
+"""From fields of an experience to others."""
+_SEEN = ("tokens_BT", "sampled_BT", "positions_BT")
+"""Those that it takes, as far as there are such."""
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +185,7 @@ class Learner:
             with model_at_hand:
                 if deal is None:  # only now: "auto" counts the memory that is left beside the model
                     parts = self._annotating.split(experience.lengths_B, ranks=self.ranks.count)
-                    deal = self._deal("annotating", experience, parts, ("tokens_BT", "sampled_BT"))
+                    deal = self._deal("annotating", experience, parts, _SEEN)
                 experience = self._add(experience, parts, deal, compute)
         return self._credited(experience) if len(experience) else (experience, {})
 
@@ -255,7 +257,7 @@ class Learner:
             rows: on rank 0.
             parts: those of each pass, on rank 0.
             deal: this rank's passes.
-            compute: takes tokens on the device and their mask on the CPU.
+            compute: takes tokens on the device, and the rest on the CPU.
         """
         device, fields = self.parallel.device_of(self.policy), dict[str, Any]()
         found: list[tuple[int, dict[str, Tensor]]] = []
@@ -271,7 +273,7 @@ class Learner:
 
         with torch.no_grad():
             for number, part, counts in deal:
-                values = compute(part["tokens_BT"].to(device), part["sampled_BT"])
+                values = compute({**part, "tokens_BT": part["tokens_BT"].to(device)})
                 if counts:
                     here = {name: tensor.cpu() for name, tensor in values.items()}
                     keep(number, here) if self.ranks.is_main else found.append((number, here))
@@ -280,33 +282,35 @@ class Learner:
                 keep(number, values)
         return replace(rows, **fields)
 
-    def _by_reference(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    def _by_reference(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         temperature = self.config.generation.temperature
         model = self.policy if self.reference is None else self.reference
         with adapters_off(model) if self.reference is None else nullcontext(), self.autocast():
-            output = response_logprobs(model, tokens_BT, mask_BT, temperature, with_entropies=False)
+            output = response_logprobs(model, **rows, temperature=temperature, with_entropies=False)
         return {"reference_logprobs_BT": output.logprobs_BT}
 
-    def _before_update(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    def _before_update(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         """Log-probabilities and values before the update, each only if the objective needs them."""
-        found = {}
+        found, head, temperature = {}, self.model.head, self.config.generation.temperature
         with self.autocast():
-            if self.needs.old_logprobs or self.model.head is not None:
-                temperature = self.config.generation.temperature
-                output = response_logprobs(self.policy, tokens_BT, mask_BT, temperature, False, self.model.head)
+            if self.needs.old_logprobs or head is not None:
+                output = response_logprobs(
+                    self.policy, **rows, temperature=temperature, with_entropies=False, value_head=head
+                )
                 if self.needs.old_logprobs:
                     found["old_logprobs_BT"] = output.logprobs_BT
                 if output.values_BT is not None:
                     found["values_BT"] = output.values_BT
             if isinstance(self.value, PreTrainedModel):
-                found["values_BT"] = response_values(self.value, tokens_BT, mask_BT)
+                found["values_BT"] = response_values(self.value, **rows)
         return found
 
-    def _at_the_end(self, tokens_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    def _at_the_end(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         """Values of whole texts, up to and including the last response token."""
         assert self.value is not None
         with self.autocast():
-            return {"end_values_B": end_values(self.policy, self.value, tokens_BT, last_sampled(mask_BT) + 1)}
+            ends_B = last_sampled(rows.pop("sampled_BT")) + 1
+            return {"end_values_B": end_values(self.policy, self.value, lengths_B=ends_B, **rows)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps.
@@ -398,9 +402,8 @@ class Learner:
             micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
-                    output = self.parallel.forward(
-                        micro_batch.tokens_BT, rows.sampled_BT, config.generation.temperature, not given
-                    )
+                    how = rows.sampled_BT, config.generation.temperature, not given, rows.positions_BT
+                    output = self.parallel.forward(micro_batch.tokens_BT, *how)
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
             if counts:

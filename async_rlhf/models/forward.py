@@ -102,7 +102,9 @@ def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
     return empty_BT.flatten().index_copy(0, places_N, values_N).view_as(empty_BT)
 
 
-def over_response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, reduce: Reduction) -> Tensor:
+def over_response_logits(
+    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, reduce: Reduction, positions_BT: Tensor | None = None
+) -> Tensor:
     """Reduce the logits that predict the response tokens, a chunk of tokens at a time.
 
     Args:
@@ -112,18 +114,25 @@ def over_response_logits(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: 
             waits for the GPU to count them; on the CPU it waits for nothing.
         reduce: gets the logits (C, V) float32 of some of the N response tokens, and which of ``tokens_BT[sampled_BT]``
             they predict; returns (K, C) float32.
+        positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
 
     Returns:
         (K, N) float32 for the N response tokens.
     """
-    return _over_logits(model, tokens_BT, sampled_BT, _places(sampled_BT, tokens_BT.device), reduce)[0]
+    places_N = _places(sampled_BT, tokens_BT.device)
+    return _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT)[0]
 
 
 def _over_logits(
-    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, places_N: Tensor, reduce: Reduction
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    sampled_BT: Tensor,
+    places_N: Tensor,
+    reduce: Reduction,
+    positions_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The numbers (K, N), and the states (N, H) that the head has seen."""
-    rows = laid_out(model, tokens_BT, None, sampled_BT)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT)
     with _logits_at(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
         numbers_KN = over_logits(model, reduce, **rows.inputs)
     return numbers_KN, seen[-1]
@@ -136,6 +145,7 @@ def response_logprobs(
     temperature: float,
     with_entropies: bool = True,
     value_head: nn.Linear | None = None,
+    positions_BT: Tensor | None = None,
 ) -> PolicyOutput:
     """Log-probability of each response token, and the entropy of the distribution it was drawn from.
 
@@ -147,13 +157,14 @@ def response_logprobs(
         temperature: logits are divided by it.
         with_entropies: False skips them and returns zeros.
         value_head: computes values from the states that the model's own head sees.
+        positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
 
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
     reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
-    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, sampled_BT, places_N, reduce)
+    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT)
     values_BT = None
     if value_head is not None:
         values_BT = _in_rows(_scalars(value_head, states_NH), places_N, tokens_BT)
@@ -161,7 +172,9 @@ def response_logprobs(
     return PolicyOutput(_in_rows(logprobs_N, places_N, tokens_BT), entropies_BT, values_BT)
 
 
-def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor) -> Tensor:
+def response_values(
+    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, positions_BT: Tensor | None = None
+) -> Tensor:
     """Value of the text before each response token.
 
     Args:
@@ -169,11 +182,12 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
         tokens_BT: rows of prompt and response, padded on the right.
         sampled_BT: nonzero at response tokens. The first token of a row cannot be one. Where it is on a GPU, the host
             waits for the GPU to count them; on the CPU it waits for nothing.
+        positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
 
     Returns:
         (B, T) float32, 0 outside the response.
     """
-    rows = laid_out(model, tokens_BT, None, sampled_BT)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT)
     hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
     places_N = _places(sampled_BT, tokens_BT.device)
     values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(places_N - 1)])
@@ -181,7 +195,11 @@ def response_values(model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tenso
 
 
 def end_values(
-    policy: PreTrainedModel, value: PreTrainedModel | nn.Linear, tokens_BT: Tensor, lengths_B: Tensor
+    policy: PreTrainedModel,
+    value: PreTrainedModel | nn.Linear,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    positions_BT: Tensor | None = None,
 ) -> Tensor:
     """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
 
@@ -190,10 +208,11 @@ def end_values(
         value: a separate value model, or a head.
         tokens_BT: rows of prompt and response, padded on the right.
         lengths_B: real tokens of each row.
+        positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
     """
     if not isinstance(value, nn.Linear):
-        return reward_scores(value, tokens_BT, lengths_B)
-    rows = laid_out(policy, tokens_BT, lengths_B, None)
+        return reward_scores(value, tokens_BT, lengths_B, positions_BT)
+    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT)
     with _logits_at(policy, rows.at(_ends(tokens_BT, lengths_B))) as seen:
         policy(**rows.inputs)
     return _scalars(value, seen[-1])
@@ -233,14 +252,19 @@ class PolicyAndValueWrapper(nn.Module):
         return self.value if isinstance(self.value, nn.Linear) else None
 
     def forward(
-        self, tokens_BT: Tensor, sampled_BT: Tensor, temperature: float, with_entropies: bool = True
+        self,
+        tokens_BT: Tensor,
+        sampled_BT: Tensor,
+        temperature: float,
+        with_entropies: bool = True,
+        positions_BT: Tensor | None = None,
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
         output = response_logprobs(
-            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, value_head=self.head
+            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, self.head, positions_BT
         )
         if isinstance(self.value, PreTrainedModel):
-            return output._replace(values_BT=response_values(self.value, tokens_BT, sampled_BT))
+            return output._replace(values_BT=response_values(self.value, tokens_BT, sampled_BT, positions_BT))
         return output
 
 
@@ -257,7 +281,9 @@ def last_sampled(sampled_BT: Tensor) -> Tensor:
     return ((sampled_BT != 0) * torch.arange(sampled_BT.shape[1])).amax(dim=1)
 
 
-def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+def reward_scores(
+    model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, positions_BT: Tensor | None = None
+) -> Tensor:
     """Score of each row, read at its last real token.
 
     Args:
@@ -265,11 +291,12 @@ def reward_scores(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor) 
             models have) and one output.
         tokens_BT: rows of prompt and response, padded on the right.
         lengths_B: real tokens of each row.
+        positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
 
     Returns:
         (B,) float32.
     """
-    rows = laid_out(model, tokens_BT, lengths_B, None)
+    rows = laid_out(model, tokens_BT, lengths_B, None, positions_BT)
     hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
     return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
 

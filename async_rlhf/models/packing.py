@@ -5,6 +5,8 @@ by itself, so it needs no change. Attention must not look into another row: tran
 N x N elements, so the model's attention function is called for each row instead, or once with the bounds of the rows
 where PyTorch has a kernel for it (on GPUs, in 16 bits). It gets to know the rows by an argument that transformers hands
 through to it. Layers that are computed again for the backward pass get the same argument again.
+
+A row may have several texts, one after the other, none of which sees another: the conversations of an agent's episode.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ transformers 5 qwen2_moe and phimoe have it only in the mask, olmoe only there."
 
 
 class PackedRows(NamedTuple):
-    """Which tokens of a packed sequence are a row."""
+    """Which tokens of a packed sequence are a row, or a text of one."""
 
     lengths: list[int]
     starts: Tensor
-    """Where each row begins, and where the last one ends: int32, on the device."""
+    """Where each begins, and where the last one ends: int32, on the device."""
 
 
 class Layout(NamedTuple):
@@ -63,16 +65,25 @@ class Layout(NamedTuple):
 
     inputs: dict[str, Any]
     """Arguments of the model's forward pass."""
-    gaps_B: Tensor | None
-    """Cells of padding before each row; None if they are all there."""
-    longest: int
+    starts_S: Tensor | None = None
+    """Where each text begins in the flattened rows; None if the model gets the rows as they are."""
+    shifts_S: Tensor | None = None
+    """How much earlier it begins in what the model gets."""
 
     def at(self, places_N: Tensor) -> Tensor:
         """Where places of the flattened rows (B, T) are in the model's flattened hidden states."""
-        return places_N if self.gaps_B is None else places_N - self.gaps_B[places_N // self.longest]
+        if self.starts_S is None or self.shifts_S is None:
+            return places_N
+        return places_N - self.shifts_S[torch.searchsorted(self.starts_S, places_N, right=True) - 1]
 
 
-def laid_out(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor | None, mask_BT: Tensor | None) -> Layout:
+def laid_out(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    lengths_B: Tensor | None,
+    mask_BT: Tensor | None,
+    positions_BT: Tensor | None = None,
+) -> Layout:
     """The rows as this model is to get them; see :func:`choose`.
 
     Args:
@@ -81,29 +92,50 @@ def laid_out(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor | None
         lengths_B: real tokens of each row; None for those up to the last where the mask is nonzero, of which the rest
             depends on nothing that follows.
         mask_BT: may then not be None. Where it is on a GPU, the host waits for it.
+        positions_BT: of each token in its text; None if each row is one text.
     """
-    if not is_packed(model):
-        return Layout({"input_ids": tokens_BT, "use_cache": False}, None, tokens_BT.shape[1])
+    if not is_packed(model) and positions_BT is None:
+        return Layout({"input_ids": tokens_BT, "use_cache": False})
     if lengths_B is None:
         assert mask_BT is not None
         lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
-    return _packed(tokens_BT, lengths_B.cpu().clamp(min=1))
+    texts = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
+    return (_packed if is_packed(model) else _split)(tokens_BT, *texts)
 
 
-def _packed(tokens_BT: Tensor, lengths_B: Tensor) -> Layout:
-    """All on the device of the tokens, which the host does not wait for; the lengths are on the CPU."""
-    (rows, longest), device = tokens_BT.shape, tokens_BT.device
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths_B.cumsum(0)])
-    places_N = (torch.arange(longest) < lengths_B[:, None]).flatten().nonzero().squeeze(1)
-    packed = PackedRows(lengths_B.tolist(), starts.int().to(device, non_blocking=True))
+def _texts(longest: int, lengths_B: Tensor, positions_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Where each text begins in the flattened rows, and its length: (S,), on the CPU."""
+    places_T = torch.arange(longest)
+    begins_BT = (places_T if positions_BT is None else positions_BT.cpu()) == 0
+    starts_S = (begins_BT & (places_T < lengths_B[:, None])).flatten().nonzero().squeeze(1)
+    ends_B = torch.arange(len(lengths_B)) * longest + lengths_B
+    next_S = torch.cat([starts_S[1:], ends_B[-1:]])
+    return starts_S, torch.minimum(next_S, ends_B[starts_S // longest]) - starts_S
+
+
+def _split(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Layout:
+    """A row for each text. What stands behind it, in place of padding, is as good: no token sees a later one."""
+    device, longest = tokens_BT.device, int(lengths_S.max())
+    cells_ST = (starts_S[:, None] + torch.arange(longest)).clamp(max=tokens_BT.numel() - 1).to(device)
+    inputs = {"input_ids": tokens_BT.flatten()[cells_ST], "use_cache": False}
+    return Layout(inputs, starts_S.to(device), (starts_S - torch.arange(len(starts_S)) * longest).to(device))
+
+
+def _packed(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Layout:
+    """All on the device of the tokens, which the host does not wait for."""
+    device = tokens_BT.device
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
+    shifts_S, packed_N = starts_S - bounds[:-1], torch.arange(int(bounds[-1]))
+    places_N = packed_N + shifts_S.repeat_interleave(lengths_S)
+    packed = PackedRows(lengths_S.tolist(), bounds.int().to(device, non_blocking=True))
     inputs = {
         "input_ids": tokens_BT.flatten()[places_N.to(device, non_blocking=True)][None],
-        "position_ids": (places_N % longest)[None].to(device, non_blocking=True),
+        "position_ids": (packed_N - bounds[:-1].repeat_interleave(lengths_S))[None].to(device, non_blocking=True),
         "attention_mask": torch.empty(1, 1, 0, 0, device=device),  # replaces a mask of N x N, and fits no attention
         "packed_rows": packed,
         "use_cache": False,
     }
-    return Layout(inputs, (torch.arange(rows) * longest - starts[:-1]).to(device, non_blocking=True), longest)
+    return Layout(inputs, starts_S.to(device, non_blocking=True), shifts_S.to(device, non_blocking=True))
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -192,7 +224,7 @@ def _difference(model: PreTrainedModel, device: torch.device, autocast: bool) ->
     alone = [tokens_BT[i : i + 1, :length] for i, length in enumerate(lengths_B.tolist())]
     right_NH = torch.cat([_states(model, {"input_ids": row, "use_cache": False}) for row in alone])
     try:
-        found_NH = _states(model, _packed(tokens_BT, lengths_B).inputs)
+        found_NH = _states(model, _packed(tokens_BT, *_texts(5, lengths_B)).inputs)
     except Exception as error:  # of any kind: the code is not ours, and the rows can still be padded
         return f"which refuses packed rows ({type(error).__name__}: {error})"
     limit = 1e-4 if right_NH.dtype == torch.float32 and not autocast else 0.1

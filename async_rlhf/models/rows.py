@@ -34,7 +34,11 @@ def sampled_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     rewards_BT = torch.zeros(tokens_BT.shape) if rewarded else torch.zeros(1, 1).expand(tokens_BT.shape)
     for i, rewards in rewarded:
         rewards_BT[i, : len(rewards)] = torch.from_numpy(rewards)
+    parts = {}
+    if any(sample.starts for sample in samples):
+        parts["positions_BT"] = pad_rows([sample.places for sample in samples], torch.long)
     return {
+        **parts,
         "tokens_BT": tokens_BT,
         "lengths_B": torch.tensor([len(sample) for sample in samples], dtype=torch.long),
         "sampled_BT": pad_rows([sample.sampled for sample in samples], torch.float32),

@@ -263,7 +263,7 @@ class Scorer:
 
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
         """float64, as the model gave them; on rank 0."""
-        rows = [sample.tokens for sample in samples]
+        rows = [sample.tokens[max(sample.starts, default=0) :] for sample in samples]  # the last conversation
         return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
 
     @cached_property

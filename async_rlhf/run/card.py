@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import decides_result, dotted
@@ -49,30 +49,18 @@ class Card:
     def text(self, first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
         """The card, with metrics of the first logged batch and the newest ones."""
         values = self.record.flat()
-        done = last.get("batch")
-        results = [
-            f"| {metric} | {_number(first.get(metric))} | {_number(last.get(metric))} |"
-            for metric in _SHOWN
-            if metric in last
-        ]
-        if results and done is not None:
-            results = [f"| metric | first logged batch | batch {done:g} |", "|---|---|---|", *results]
         versions = {"async_rlhf": _version(code()), **{name: str(version_of(name)) for name in _PACKAGES}}
-        parts = [
-            f"---\n{self._metadata(values).to_yaml()}\n---",
-            f"# {self.name}",
-            "A language model trained with reinforcement learning by async-rlhf: asynchronous, exact, repeatable.",
-            "\n".join(["| | |", "|---|---|", *(f"| {key} | {_cell(x)} |" for key, x in self._facts(values).items())]),
-            "## Results",
-            "\n".join(results) or "No metrics have been logged.",
-            "## How it was made",
-            "```\n" + " \\\n  ".join(_command(self.config, values)) + "\n```",
-            "What is not named has its default value. Local files and folders are shown without their place; engine "
-            "options and texts that rewards are called with are not shown.",
-            "## Versions",
-            "\n".join(f"- {key}: {value}" for key, value in versions.items()),
-        ]
-        return "\n\n".join(parts) + "\n"
+        card = ModelCard.from_template(
+            self._metadata(values),
+            template_path=str(Path(__file__).with_name("card.md")),
+            name=self.name,
+            facts=self._facts(values),
+            done=last.get("batch"),
+            results=[(metric, first.get(metric), last[metric]) for metric in _SHOWN if metric in last],
+            command=" \\\n  ".join(_command(self.config, values)),
+            versions=versions,
+        )
+        return str(card)
 
     def _metadata(self, values: Mapping[str, Any]) -> ModelCardData:
         model, data = values["model"], str(values.get("data.train"))
@@ -142,14 +130,6 @@ def _place(name: Any) -> str:
     path, colon, rest = name.partition(":")
     local = path.startswith(("/", "~", ".")) or Path(path).expanduser().exists()
     return f"{Path(path).name}{colon}{rest}" if local else name
-
-
-def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _cell(value: str) -> str:
-    return value.replace("|", "\\|").replace("\n", " ")
 
 
 def _version(found: Mapping[str, Any]) -> str:

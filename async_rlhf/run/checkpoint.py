@@ -141,12 +141,10 @@ class ResumeState:
         if not path.exists():
             return
         found = [] if stream is None else _read_batches(path, stream)
-        groups = [group for batch in found for group in batch.groups]
-        same = stream is not None and all(
-            tuple(sample.tokens[: len(group.prompt.tokens)].tolist()) == group.prompt.tokens
-            for group in groups
-            for sample in group.samples
-        )
+        prompts = [group.prompt.tokens for batch in found for group in batch.groups]
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        asked = [_asked(group) for row in rows for group in row["groups"]]
+        same = stream is not None and all(tokens[: len(p)] == p for tokens, p in zip(asked, prompts, strict=False))
         if ranks.broadcast("evaluation under way", lambda: same):
             (self.evaluation,) = found
         elif ranks.is_main:
@@ -221,7 +219,7 @@ def _rollout_rows(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
     names = ("index", "version", "generation_seconds", "shares", "metrics")
     for batch in batches:
         groups = [
-            {"draw": group.prompt.draw, "samples": [_sample_row(sample) for sample in group.samples]}
+            {"draw": group.prompt.draw, "prompt": group.prompt.tokens, "samples": list(map(_sample_row, group.samples))}
             for group in batch.groups
         ]
         yield {**{name: getattr(batch, name) for name in names}, "groups": groups}
@@ -238,6 +236,11 @@ def _read_batches(path: Path, stream: SharedPrompts) -> list[Batch]:
     return [_rollout_batch(row, prompts) for row in rows]
 
 
+def _asked(group: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens of a prompt, or of its first sample, which began with them when prompts were not written."""
+    return tuple(group.get("prompt", group["samples"][0]["tokens"]))
+
+
 def _sample_row(sample: Sample) -> dict[str, Any]:
     values = {item.name: getattr(sample, item.name) for item in fields(sample)}
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
@@ -250,7 +253,7 @@ def _rollout_batch(row: dict[str, Any], prompts: Mapping[int, Prompt]) -> Batch:
 
 def _sample_of(row: dict[str, Any]) -> Sample:
     arrays = {name: np.array(row[name], kind) for name, kind in _SAMPLE_TYPES.items() if row[name] is not None}
-    return Sample(**{**row, **arrays})
+    return Sample(**{**row, **arrays, "starts": tuple(row.get("starts", ()))})
 
 
 def save_learner(learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -30,14 +30,14 @@ def episode_rows(batch: int, groups: Sequence[Group], evaluated: int | None = No
 
 def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]) -> str:
     """An episode for people to read: who says what, with calls of tools, and the rewards of the policy's messages."""
-    lines, left = [], iter(rewards)
-    for message in messages:
+    lines, left = [], list(rewards)
+    for message in reversed(messages):  # earlier ones of the assistant's may not be the policy's
         calls = [call["function"] for call in message.get("tool_calls", ())]
         said = [str(message["content"]), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
-        reward = next(left, None) if message["role"] == "assistant" else None
+        reward = left.pop() if left and message["role"] == "assistant" else None
         given = "" if reward is None else f" [{reward:g}]"
         lines.append(f"{message['role']}: {' '.join(filter(None, said))}{given}")
-    return "\n".join(lines)
+    return "\n".join(lines[::-1])
 
 
 def episode_fields(sample: Sample) -> dict[str, Any]:

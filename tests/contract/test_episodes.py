@@ -317,17 +317,39 @@ async def talk(client, row):
     return float(len(chat[-1]["content"]) % 3)
 
 
+async def forget(client, row):
+    """An agent that asks the same twice, in conversations of their own, and sometimes goes on with the first."""
+    chat = [{"role": "user", "content": f"{row['name']}: "}]
+    said = [await client.chat(chat) for _ in range(2)]
+    with suppress(RefusedError):
+        await client.chat([*chat, said[0], {"role": "user", "content": "more "}])
+    return float(len(said[1]["content"]) % 3)
+
+
+WORLDS = {"agent": World(agent=talk), "tools": World(tools=[calculate]), "conversations": World(agent=forget)}
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("world", [World(agent=talk), World(tools=[calculate])], ids=["agent", "tools"])
-def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, staleness):
-    args = episode_args(tmp_path, algorithm="grpo", staleness=staleness, total_episodes=24)
+@pytest.mark.parametrize(
+    ("world", "algorithm", "staleness"),
+    [("agent", "grpo", 0), ("agent", "grpo", 1), ("tools", "grpo", 0), ("tools", "grpo", 1),
+     ("conversations", "ppo", 0), ("conversations", "online_dpo", 1), ("conversations", "grpo", 2)],
+)  # fmt: skip
+def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, algorithm, staleness):
+    """Also when a run is stopped after batch 1 and resumed."""
+    world, sizes = WORLDS[world], {"staleness": staleness, "total_episodes": 24}
+    args = episode_args(tmp_path, "run", {"mismatch_steps": 1}, algorithm=algorithm, **sizes)
     rewards = () if world.agent else (count_letters,)
-    given = {"agent": world.agent, "tools": world.tools, "reward_funcs": rewards}
-    ours = run_trainer(tokenizer, prompts, args, environment=None, **given)
+    given = {"agent": world.agent, "tools": world.tools, "reward_funcs": rewards, "environment": None}
+    run_trainer(tokenizer, prompts, args, stop_after=1, **given)
+    ours = run_trainer(tokenizer, prompts, replace(args, resume=True), **given)
     more = {"stop_token_ids": (256, *STOPS), "episodes": episodes_of(args, world, tokenizer)}
-    assert_same_run(ours, sequential_oracle(policy_of, tokenizer, prompts, args, "grpo", rewards=rewards, **more))
+    assert_same_run(ours, sequential_oracle(policy_of, tokenizer, prompts, args, algorithm, rewards=rewards, **more))
     assert ours[1][-1]["grad_norm"] > 0
+    found = metrics_of(args)
+    assert max(row["engine/logprob_difference"] for row in found) < 1e-5
+    if world.agent is forget:
+        assert {row["episode/conversations"] for row in found} == {2}
 
 
 @pytest.mark.quick

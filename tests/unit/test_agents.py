@@ -8,16 +8,21 @@ import json
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import byte_tokenizer, new_args, new_policy
+import torch
+from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.playing import EpisodeError
 from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
+from async_rlhf.generation.sampling import draw_tokens, sample_uniforms
+from async_rlhf.run.episodes import conversation
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.types import Batch, Group, ScoredBatch
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -175,20 +180,96 @@ def test_a_stranger_gets_no_answer(tmp_path, chats):
 
 
 def test_a_history_that_is_rewritten_begins_another_conversation(tmp_path, chats):
+    """All conversations are of the sample, in the order of their beginnings; answers are of their own texts alone."""
+
     async def agent(client, row):
-        first = await client.chat([{"role": "user", "content": "one"}])
-        await client.chat([{"role": "user", "content": "changed"}, first, {"role": "user", "content": "two"}])
+        one, other = ([{"role": "user", "content": text}] for text in ("one", "other"))
+        one.append(await client.chat(one))
+        await client.chat(other)
+        again = await client.chat(other)  # it does not go on from anything
+        with suppress(RefusedError):  # the first answer was cut off
+            await client.chat([*one, {"role": "user", "content": "two"}])
+        return float(again["content"] == "") + 1
+
+    prompts, found = sampled(tmp_path, chats, agent, count=6, max_turns=4)
+    policy, turns, different = new_policy(max_position_embeddings=160), set(), 0
+    for prompt, samples in zip(prompts, found, strict=True):
+        for number, sample in enumerate(samples):
+            turns.add(sample.metrics["turns"])
+            assert sample.metrics["conversations"] == 3
+            assert len(sample.starts) == 2
+            assert sample.rewards.sum() == sample.rewards[-1] >= 1
+            texts = np.split(np.arange(len(sample)), sample.starts)
+            asked = [chats.decode(sample.tokens[text[~sample.sampled[text]]].tolist()) for text in texts]
+            assert asked[1:] == ["<u>other<a>"] * 2
+            assert asked[0].startswith("<u>one<a>")
+            assert asked[0].endswith("<u>two<a>") == (sample.metrics["turns"] == 4)
+            first, again = (sample.tokens[text[sample.sampled[text]]].tolist() for text in texts[1:])
+            different += first != again  # the same question, with other random numbers
+            assert sample.places.tolist() == [place for text in texts for place in range(len(text))]
+            uniforms = sample_uniforms(0, prompt.draw, number, sample.positions)
+            drawn = []
+            for text in texts:
+                with torch.no_grad():
+                    logits_TV = policy(torch.tensor(sample.tokens[text][None]).long()).logits[0]
+                drawn.append(logits_TV[torch.tensor(np.flatnonzero(sample.sampled[text]) - 1)])
+            tokens, logprobs = draw_tokens(torch.cat(drawn), torch.from_numpy(uniforms), 0.7)
+            assert tokens.tolist() == sample.drawn.tolist()
+            np.testing.assert_allclose(logprobs, sample.logprobs[sample.sampled], rtol=0, atol=1e-5)
+    assert turns == {3, 4}
+    assert different > 6
+
+
+def each_alone(sample):
+    """Its conversations as samples of their own."""
+    names = ("tokens", "sampled", "logprobs", "versions", "rewards")
+    parts = zip(*(np.split(getattr(sample, name), sample.starts) for name in names), strict=True)
+    return [replace(sample, starts=(), **dict(zip(names, part, strict=True))) for part in parts]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["value model", "value head"])
+def test_the_learner_computes_each_conversation_by_itself(tmp_path, chats, shared):
+    """Everything that it adds to the rows, and what it trains on, is that of rows of their own."""
+
+    async def agent(client, row):
+        for text in ("one", "other", "other"):
+            await client.chat([{"role": "user", "content": text * (1 + row["number"] % 3)}])
         return 1.0
 
-    _, found = sampled(tmp_path, chats, agent)
-    for samples in found:
-        for sample in samples:
-            assert sample.metrics["conversations"] == 2
-            assert sample.metrics["turns"] == 2
-            (asked, text), (answered, _) = parts(chats, sample)
-            assert (asked, answered) == (False, True)
-            assert text.startswith("<u>changed<a>")
-            assert text.endswith("<eos><u>two<a>")
+    prompts, found = sampled(tmp_path, chats, agent)
+    options = {"algorithm": "ppo", "shared_trunk": shared, "bootstrap_truncated": True, "non_eos_penalty": False}
+    args = new_args(tmp_path, "other", **options, num_epochs=1, num_mini_batches=1)
+    trainer = OnlineTrainer(new_policy(max_position_embeddings=160), args, PROMPTS, reward_funcs=count_letters,
+                            processing_class=chats)  # fmt: skip
+    learner = trainer.run.learner
+    (learner.value if shared else learner.value.score).weight.data.normal_()  # it begins with 0
+
+    def annotated(completions, several):
+        groups = tuple(Group(prompt, tuple(samples)) for prompt, samples in zip(prompts, completions, strict=True))
+        scores_PK = torch.zeros(len(groups), several)
+        experience, _ = learner.annotate(ScoredBatch(Batch(1, 0, groups, 0.0), scores_PK, {}))
+        return experience
+
+    together = annotated(found, 2)
+    assert together.positions_BT is not None
+    alone = annotated([[part for sample in each for part in each_alone(sample)] for each in found], 6)
+    assert alone.positions_BT is None
+    for name in ("reference_logprobs_BT", "old_logprobs_BT", "values_BT", "behaviour_logprobs_BT"):
+        mine, theirs = (getattr(rows, name)[rows.sampled_BT > 0] for rows in (together, alone))
+        assert mine.abs().max() > 1e-3
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together.end_values_B, alone.end_values_B[2::3], rtol=1e-5, atol=1e-5)
+    metrics = learner.update(together, 1)
+    assert metrics["policy/approxkl_avg"] < 1e-9  # what is trained is what was before the update
+    assert metrics["val/ratio_var"] < 1e-9
+    (first,) = together.values_BT[together.sampled_BT > 0].mean().reshape(1).tolist()
+    assert metrics["val/value_avg"] == pytest.approx(first, abs=1e-5)
+
+
+def test_conversations_are_shown_with_their_rewards():
+    messages = [{"role": role, "content": role} for role in ("assistant", "user", "assistant", "user", "assistant")]
+    text = conversation(messages, [0.0, 1.5])
+    assert text == "assistant: assistant\nuser: user\nassistant: assistant [0]\nuser: user\nassistant: assistant [1.5]"
 
 
 def test_turns_are_limited_and_a_refused_agent_may_end_as_it_likes(tmp_path, chats):

@@ -139,6 +139,45 @@ def test_a_value_head_entropies_and_end_values_are_those_of_padded_rows():
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("wanted", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "mistral"])
+def test_the_conversations_of_a_row_do_not_see_each_other(kind, wanted):
+    """Each has the numbers and the gradients of a row of its own."""
+    (tokens_BT, mask_BT), texts = rows(), [(0, 0, 5), (0, 5, 12), (0, 12, 20), (1, 0, 9), (1, 9, 12)]
+    tokens_BT, mask_BT, lengths_B = tokens_BT[:2, :20], torch.zeros(2, 20), torch.tensor([20, 12])
+    positions_BT = torch.zeros(2, 20, dtype=torch.long)
+    for b, start, end in texts:
+        positions_BT[b, start:end] = torch.arange(end - start)
+        mask_BT[b, start + 2 : end] = 1
+    policy, critic, head = made(kind), made(kind, values=True), nn.Linear(32, 1)
+
+    def of_rows(model, rows_BT, rows_mask_BT, places_BT=None, rows_lengths_B=None):
+        ends_B = rows_mask_BT.shape[1] * torch.ones(1).long() if rows_lengths_B is None else rows_lengths_B
+        if model is critic:
+            values_BT = response_values(critic, rows_BT, rows_mask_BT, places_BT)
+            return values_BT, end_values(policy, critic, rows_BT, ends_B, places_BT)
+        output = response_logprobs(policy, rows_BT, rows_mask_BT, 0.7, True, head, places_BT)
+        numbers_BT = output.logprobs_BT + 2 * output.values_BT + 3 * output.entropies_BT
+        return numbers_BT, end_values(policy, head, rows_BT, ends_B, places_BT)
+
+    for model in (policy, critic):
+        packed(model, wanted)
+        found_BT, ends_B = of_rows(model, tokens_BT, mask_BT, positions_BT, lengths_B)
+        weights_BT = torch.linspace(-1, 1, 40).view(2, 20)
+        mine = gradients(model, (found_BT * weights_BT).sum())
+        packed(model, False)
+        alone = [of_rows(model, tokens_BT[b : b + 1, s:e], mask_BT[b : b + 1, s:e]) for b, s, e in texts]
+        for (b, start, end), (right_BT, _) in zip(texts, alone, strict=True):
+            torch.testing.assert_close(found_BT[b, start:end], right_BT[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ends_B, torch.cat([alone[2][1], alone[4][1]]), rtol=1e-5, atol=1e-5)
+        sums = [(right * weights_BT[b, s:e]).sum() for (b, s, e), (right, _) in zip(texts, alone, strict=True)]
+        theirs = gradients(model, torch.stack(sums).sum())
+        largest = max(gradient.abs().max() for gradient in theirs.values())
+        assert found_BT.abs().max() > 1e-2 < largest
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-5 * largest.item(), msg=name)
+
+
 def test_layers_that_are_computed_again_see_the_same_rows():
     policy, (tokens_BT, mask_BT) = new_policy(), rows()
     policy.train()

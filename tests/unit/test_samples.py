@@ -157,9 +157,8 @@ class Stream:
 def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     """By the names of their fields."""
 
-    said = (
-        {"messages": [{"role": "assistant", "content": "b"}], "metrics": {"turns": 2.0}} if rewards is not None else {}
-    )
+    messages = [{"role": "assistant", "content": "b"}]
+    said = {} if rewards is None else {"messages": messages, "metrics": {"turns": 2.0}, "starts": (5,)}
     first = replace(two_turns(rewards=rewards), logprobs=np.full(9, np.float32(-1 / 3)), **said)
     group = Group(Prompt(5, 5, (7,)), (first, two_turns(second="d")))
     batch = Batch(4, 3, (group,), 1.5, (3,), {"engine/kl": 0.1})
@@ -168,7 +167,7 @@ def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
     (line,) = (tmp_path / "resume" / "rollouts.jsonl").read_text().splitlines()
     row = json.loads(line)["groups"][0]["samples"][0]
     arrays = {"tokens", "sampled", "logprobs", "versions", "rewards"}
-    assert row.keys() == arrays | {"finish_reason", "messages", "metrics"}
+    assert row.keys() == arrays | {"finish_reason", "messages", "metrics", "starts"}
     read = ResumeState.read(tmp_path)
     read.read_ahead(tmp_path, Stream(7))
     assert read.ahead == [batch]
@@ -184,7 +183,9 @@ def test_a_checkpoint_holds_samples_to_the_bit(tmp_path, rewards):
 def test_a_checkpoint_holds_the_evaluation_under_way(tmp_path, caplog):
     """It is left out if its prompts are others; a rank that has no prompts has no answers."""
     sample = Sample.answer((7, 8), (1, 2), (-0.5, -1.0), (4, 4), "length")
-    held = Batch(-4, 4, (Group(Prompt(5, 5, (7, 8)), (sample, sample)),), 1.5)
+    agents = Sample.answer((1, 2), (1, 2, 3, 4), (-0.5, -1.0, -1.0, -1.0), (4, 4, 4, 4), "length")
+    agents = replace(agents, sampled=np.array([0, 1, 1, 0, 1, 1], bool), starts=(3,))
+    held = Batch(-4, 4, (Group(Prompt(5, 5, (7, 8)), (agents, sample)),), 1.5)
     for name, evaluation in (("with", held), ("without", None)):
         (tmp_path / name).mkdir()
         ResumeState(4, {}, {}, {}, {}, evaluation=evaluation).write(tmp_path / name)

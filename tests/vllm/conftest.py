@@ -40,6 +40,11 @@ STARTED: list[object] = []
 PARAMS = SamplingParams(2, 0.7, 12, STOPS, 0, batch_size=64)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that ends a vLLM in this process comes before those that share one: its end would take theirs along."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_vllm") is None)
+
+
 def widen(model: torch.nn.Module) -> torch.nn.Module:
     """Weights wide enough that samples differ."""
     with torch.no_grad():

@@ -110,6 +110,8 @@ def test_elsewhere_it_is_the_same_run(exact, where, request, make_args, tokenize
 
 URLS: set[str] = set()
 """Of endpoints in this process."""
+SAID: list[tuple[str, str]] = []
+"""The answers to the same question, asked twice in one episode."""
 
 
 async def asks_twice(client, row):
@@ -117,11 +119,12 @@ async def asks_twice(client, row):
     URLS.add(client.base_url)
     async with httpx.AsyncClient(base_url=client.base_url, timeout=60.0) as http:
         chat = [{"role": "user", "content": row["name"]}]
-        for _ in range(2):
+        for asked in (chat, chat, chat[:1]):  # the third does not go on from anything
             key = {"Authorization": f"Bearer {client.api_key}"}
-            answer = await http.post("/chat/completions", json={"messages": chat}, headers=key)
+            answer = await http.post("/chat/completions", json={"messages": asked}, headers=key)
             if answer.is_success:
                 chat += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+    SAID.append((chat[1]["content"], chat[-2]["content"]))
     return len(chat[1]["content"]) / 10
 
 
@@ -134,7 +137,9 @@ def test_an_agent_plays_the_same_by_a_process_and_a_server(server, make_args, to
         found.append(metrics_of(args.output_dir))
     assert same_metrics(*found)
     assert max(row["engine/logprob_difference"] for row in found[1]) < 1e-4
-    assert min(row["episode/turns"] for row in found[1]) > 1
+    assert min(row["episode/turns"] for row in found[1]) > 2
+    assert {row["episode/conversations"] for row in found[1]} == {2}
+    assert sum(one != other for one, other in SAID) > len(SAID) / 2
     (url,) = URLS
     with pytest.raises(httpx.ConnectError):
         httpx.post(f"{url}/chat/completions", json={}, timeout=5.0)

@@ -21,7 +21,7 @@ from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.ends_vllm]
 
 
 def test_all_checkpoints_by_one_engine(tmp_path, tokenizer, monkeypatch):

@@ -11,9 +11,9 @@ from typing import Any
 
 from async_rlhf.generation.episodes.endpoint import RefusedError, as_rendered
 from async_rlhf.generation.episodes.environment import Message
-from async_rlhf.generation.episodes.episode import Ask, Episode
+from async_rlhf.generation.episodes.episode import Ask, Episode, joined
 from async_rlhf.generation.episodes.rendering import Renderer
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import CONVERSATION, Prompt, Sample
 
 
 @dataclass
@@ -30,13 +30,13 @@ class Session:
     """What an agent asks of the policy, one request at a time.
 
     Args:
-        begin: makes an episode without tokens.
+        begin: makes a conversation without tokens, whose first answer has that position.
         renderer: of the run; without tools.
         max_turns: most answers.
         ask: has the policy answer.
     """
 
-    def __init__(self, begin: Callable[[], Episode], renderer: Renderer, max_turns: int | None, ask: Ask) -> None:
+    def __init__(self, begin: Callable[[int], Episode], renderer: Renderer, max_turns: int | None, ask: Ask) -> None:
         self._begin, self._renderer, self._max_turns, self._ask = begin, renderer, max_turns, ask
         self._conversations: list[_Conversation] = []
         self._lock = asyncio.Lock()
@@ -90,7 +90,7 @@ class Session:
             if goes_on and known.renderer.tools == renderer.tools:
                 self._extend(known.episode, renderer.observation(chat[place:], known.episode.last, renderer.is_chat))
                 return known
-        episode = self._begin()
+        episode = self._begin(len(self._conversations) * CONVERSATION)
         try:
             prompt = Prompt(0, 0, (), messages=[] if renderer.is_chat else None)
             episode.open(renderer.opening(prompt, chat), ())
@@ -112,24 +112,28 @@ class Session:
             self.limit.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
     def last(self) -> Episode:
-        """The last conversation, or an episode of which nothing was asked."""
-        return self._conversations[-1].episode if self._conversations else self._begin()
+        """The last conversation; one of which nothing was asked, if there is none."""
+        if not self._conversations:
+            self._conversations.append(_Conversation(self._begin(0), self._renderer, []))
+        return self._conversations[-1].episode
 
-    def sample(self, reward: float) -> Sample:
-        """The last conversation, with the agent's reward at its end.
+    def end(self, reward: float) -> None:
+        """Give the agent's reward for the last answer of the last conversation.
 
         Raises:
             ValueError: the agent asked nothing, or its reward is no finite number.
         """
-        if not self._conversations or not self.last().turns:
+        if not self.last().turns:
             raise ValueError("the agent asked the policy nothing")
         if not math.isfinite(reward):
             raise ValueError(f"the agent returned {reward!r}; must be a finite number")
-        episode = self.last()
         if self.refused:
-            episode.finish_reason = "length"
-        episode.end(reward, {"conversations": float(len(self._conversations)), "turns": float(self._turns)})
-        return episode.sample()
+            self.last().finish_reason = "length"
+        self.last().end(reward, {"conversations": float(len(self._conversations)), "turns": float(self._turns)})
+
+    def sample(self) -> Sample:
+        """All conversations, in the order in which they began."""
+        return joined([each.episode.sample() for each in self._conversations])
 
 
 def _compared(message: Message) -> tuple[Any, ...]:

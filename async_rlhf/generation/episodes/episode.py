@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -17,10 +19,11 @@ Ask = Callable[[Turn], Awaitable[Sample]]
 
 
 class Episode:
-    """What an episode has so far."""
+    """What an episode has so far, or one conversation of an agent's; ``first`` is the position of its first answer."""
 
-    def __init__(self, spec: EpisodeSpec, params: SamplingParams, prompt: Prompt, number: int) -> None:
+    def __init__(self, spec: EpisodeSpec, params: SamplingParams, prompt: Prompt, number: int, first: int = 0) -> None:
         self.prompt, self.number, self.chat = prompt, number, prompt.messages is not None
+        self._first = first
         self.turns: list[Sample] = []
         self.finish_reason: FinishReason = "length"
         self._params, self._room = params, spec.generation.longest_episode
@@ -48,8 +51,8 @@ class Episode:
     def turn(self) -> Turn:
         """What the policy is to go on with."""
         offset, prompt = len(self._tokens) - self._opening, self.prompt
-        limit = min(self._params.response_length, self._room - offset)
-        return Turn(prompt.draw, prompt.row, self._tokens, sample=self.number, offset=offset, limit=limit)
+        limit, position = min(self._params.response_length, self._room - offset), self._first + offset
+        return Turn(prompt.draw, prompt.row, self._tokens, sample=self.number, offset=position, limit=limit)
 
     def add(self, turn: Sample) -> tuple[int, ...]:
         """Add an answer of the policy's. Returns its tokens without the stop token."""
@@ -107,3 +110,15 @@ class Episode:
             rewards[place] = reward
         metrics = {"turns": float(len(self.turns)), **self._metrics}
         return Sample(tokens, sampled, logprobs, versions, self.finish_reason, rewards, self._messages, metrics)
+
+
+def joined(conversations: Sequence[Sample]) -> Sample:
+    """One sample of all conversations of an episode, in their order; it has the last one's end and metrics."""
+    *_, last = conversations
+    starts = accumulate(len(each) for each in conversations[:-1])
+    arrays = {
+        name: np.concatenate([getattr(each, name) for each in conversations])
+        for name in ("tokens", "sampled", "logprobs", "versions", "rewards")
+    }
+    messages = [message for each in conversations for message in each.messages or ()]
+    return replace(last, **arrays, messages=messages, starts=tuple(starts))

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,26 +143,25 @@ class Player:
             return episode.observe(self._renderer.observation(observed.messages, episode.last, episode.chat))
 
     async def _play_agent(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
-        """Have an agent play; its sample is that of its last conversation."""
+        """Have an agent play; its sample has all its conversations."""
         self._endpoint = self._endpoint or Endpoint()
-        session = Session(
-            lambda: Episode(self.spec, params, prompt, number), self._renderer, self._limits.max_turns, ask
-        )
+        begin = partial(Episode, self.spec, params, prompt, number)
+        session = Session(begin, self._renderer, self._limits.max_turns, ask)
         client = await self._endpoint.open(session.answer)
         try:
             given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
             with _blamed():
-                return session.sample(float(given or 0.0))
+                session.end(float(given or 0.0))
         except _FailedError as failed:
             if session.error is not None:
                 raise session.error from None
             if session.refused:  # it was told that there is no room: the episode is cut off
-                return session.sample(0.0)
-            episode = session.last()
-            await self._failed(episode, failed.error, ask)
-            return episode.sample()
+                session.end(0.0)
+            else:
+                await self._failed(session.last(), failed.error, ask)
         finally:
             self._endpoint.forget(client)
+        return session.sample()
 
     async def _failed(self, episode: Episode, error: Exception, ask: Ask) -> None:
         what = f"raised {type(error).__name__}: {error}"

@@ -106,7 +106,8 @@ def distance(
         for weights, reduce in ((first, keep), (second, compare)):
             load(update.policy, weights)
             with learner.autocast():
-                found = over_response_logits(learner.policy, rows.tokens_BT.to(device), rows.sampled_BT, reduce)
+                tokens_BT = rows.tokens_BT.to(device)
+                found = over_response_logits(learner.policy, tokens_BT, rows.sampled_BT, reduce, rows.positions_BT)
         kl_N, more_N = found.double().cpu()
         kl_sum, tokens = kl_sum + kl_N.sum().item(), tokens + len(drawn_N)
         row_N = rows.sampled_BT.nonzero()[:, 0] + unit * experience.rows_per_unit
