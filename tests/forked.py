@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import forkserver, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,39 +43,26 @@ class Forked:
         os.kill(self.pid, number)
 
 
-def start_forked(
-    target: Callable[..., None], *words: object, log: Path, errors: Path | None = None, **environment: str
-) -> Forked:
-    """Call it with these words in a fork, in a session of its own; the log gets what is printed.
-
-    Errors go to a file of their own where there is one.
-    """
+def start_forked(target: Callable[..., None], *words: object, log: Path, **environment: str) -> Forked:
+    """Call it with these words in a fork, in a session of its own; the log gets what is printed."""
     # Where there may be a GPU, what is forked should know nothing of it.
     method = "forkserver" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else "spawn"
-    context = multiprocessing.get_context(method)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    for file in (log, errors or log):
-        file.write_bytes(b"")
-    inherited = ((log, errors or log), {**os.environ, **environment}, os.getcwd())
-    process = context.Process(target=_call, args=(target, words, *inherited), daemon=False)
+    log.write_bytes(b"")
+    call = partial(_call, target, words, log, {**os.environ, **environment}, os.getcwd())
+    process = multiprocessing.get_context(method).Process(target=call, daemon=False)
     start_process(process, "a fork", method)
     return Forked(process)
 
 
-def _call(
-    target: Callable[..., None],
-    words: tuple[object, ...],
-    logs: tuple[Path, Path],
-    environment: dict[str, str],
-    folder: str,
-) -> None:
+def _call(target: Callable[..., None], words: Any, log: Path, environment: dict[str, str], folder: str) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for number, log in enumerate(logs, start=1):
-        with log.open("ab") as file:
-            os.dup2(file.fileno(), number)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     target(*words)

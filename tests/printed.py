@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import runpy
+import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from forked import be_script, start_forked
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 Rows = list[dict[str, str]]
@@ -20,15 +20,10 @@ Rows = list[dict[str, str]]
 
 def by_itself(name: str, *words: str) -> str:
     """What a benchmark prints that runs in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        log, errors = Path(folder, "out"), Path(folder, "errors")
-        process = start_forked(be_script, BENCHMARKS / name, "--smallest", *words, log=log, errors=errors)
-        try:
-            code = process.wait(600)
-        finally:
-            process.process.kill()
-        assert code == 0, f"{log.read_text()[-2000:]}\n{errors.read_text()[-4000:]}"
-        return _own(log.read_text())
+    command = [sys.executable, str(BENCHMARKS / name), "--smallest", *words]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return _own(done.stdout)
 
 
 def in_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *words: str) -> str:

@@ -35,11 +35,8 @@ ALWAYS = 8
 """Batches before a fault that is there in the end only: beyond those that are compared in any case."""
 
 
-LATE = [
-    pytest.param(one, id=one.name, marks=[pytest.mark.rare] * (one not in KINDS.values()))
-    for one in FAULTS
-    if one.within == 1
-]
+RARE = {True: [], False: [pytest.mark.rare]}
+LATE = [pytest.param(f, id=f.name, marks=RARE[f in KINDS.values()]) for f in FAULTS if f.within == 1]
 
 
 @pytest.mark.parametrize("planted", LATE)

@@ -8,21 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 import torch
-from launching import (
-    Forked,
-    family,
-    finish,
-    free_port,
-    kill_all,
-    launch,
-    left_of,
-    metrics_of,
-    process_of,
-    start_ranks,
-    weights_of,
-)
+from launching import family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
 from ranks import new_policy
 
 pytestmark = pytest.mark.distributed
@@ -265,7 +254,7 @@ def test_three_ranks_whose_number_divides_nothing(tmp_path):
             assert torch.allclose(left[name], tensor, rtol=0, atol=1e-6), (run["name"], name)
 
 
-def launch_node(run: dict[str, Any], number: int, port: int, log: Path) -> Forked:
+def launch_node(run: dict[str, Any], number: int, port: int, log: Path) -> Any:
     """One of two nodes with a rank each, as torchrun starts them on each host."""
     words = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     return start_ranks([run], [*words, f"--master-port={port}"], log)
@@ -312,7 +301,7 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(spread, tmp_path, told):
         if told == "torchrun":
             process.send_signal(signal.SIGTERM)
         else:
-            process_of(1, log).terminate()
+            launching.process_of(1, log).terminate()
         process.wait(30)
         assert left_of(members) == []
     finally:
@@ -367,7 +356,7 @@ def test_a_failing_rank_ends_all_of_them_within_seconds(tmp_path, name):
         kill_all(process)
 
 
-def wait_for(condition: Callable[[], bool], process: Forked, log: Path) -> None:
+def wait_for(condition: Callable[[], bool], process: Any, log: Path) -> None:
     deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
