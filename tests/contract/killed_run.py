@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -380,37 +380,13 @@ def command(seconds: float, folder: str, words: Sequence[str]) -> None:
             raise RuntimeError(f"async-rlhf {' '.join(words)} ended with code {ended.code}") from ended
 
 
-def fork_the_fork_server() -> None:
-    """Have the first server of generators be a fork of this process: an interpreter would import everything again.
-
-    Safe while there is no other thread; one that is started again later is an interpreter of its own, as ever.
-    """
-    spawn = util.spawnv_passfds
-
-    def fork_once(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
-        if "forkserver" not in str(arguments[-1]):
-            return spawn(path, arguments, descriptors)
-        util.spawnv_passfds = spawn
-        if (pid := os.fork()) == 0:
-            code = 1
-            try:
-                for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
-                    with suppress(OSError):  # that of the listing itself
-                        os.close(descriptor)
-                exec(arguments[-1], {})
-                code = 0
-            finally:
-                os._exit(code)
-        return pid
-
-    util.spawnv_passfds = fork_once
-
-
 def serve() -> None:
     """Answer requests until there are no more."""
     sys.path.insert(0, str(TESTS))
     for name in ("tiny", "async_rlhf.run.trainer", "transformers.models.gpt_neox.modeling_gpt_neox"):
         import_module(name)
+    from forked import fork_the_fork_server
+
     while line := sys.stdin.readline():
         if (pid := os.fork()) == 0:
             os.setsid()

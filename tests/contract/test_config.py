@@ -172,12 +172,18 @@ def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(tmp_path
         ResumeState(0, saved, {}, {}, {}).check(after, "online_dpo")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The configuration of a run that has ended, and the folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    train_stage(config := a_run(folder)).publish_files({}, {"loss": 1.0})
+    return config, folder / "run"
+
+
 @pytest.mark.parametrize("name", leaves(a_run(Path())))
-def test_a_finished_run_is_another_one_only_by_a_key_that_decides_the_result(name, tmp_path):
-    config = a_run(tmp_path)
-    train_stage(config).publish_files({}, {"loss": 1.0})
-    stage = train_stage(with_other(config, name))
-    stage = replace(stage, folder=tmp_path / "run")  # where the other output_dir would have another marker
+def test_a_finished_run_is_another_one_only_by_a_key_that_decides_the_result(name, finished):
+    config, folder = finished
+    stage = replace(train_stage(with_other(config, name)), folder=folder)  # another output_dir has another marker
     if known_of(config, name).get("role", "result") != "result":
         redone = name == "train.overwrite_output_dir"
         assert stage.done() == (None if redone else {"loss": 1.0})

@@ -35,7 +35,11 @@ ALWAYS = 8
 """Batches before a fault that is there in the end only: beyond those that are compared in any case."""
 
 
-@pytest.mark.parametrize("planted", [f for f in FAULTS if f.within == 1], ids=lambda planted: planted.name)
+RARE = {True: [], False: [pytest.mark.rare]}
+LATE = [pytest.param(f, id=f.name, marks=RARE[f in KINDS.values()]) for f in FAULTS if f.within == 1]
+
+
+@pytest.mark.parametrize("planted", LATE)
 def test_comparing_every_third_batch_finds_a_late_fault_within_three_times_as_many(planted):
     """What is found in the first batch with the fault is found in the first of them that is compared."""
     batches, message = batches_until_found(planted, True, STEPS, STEPS, later=ALWAYS)

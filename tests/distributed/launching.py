@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from forked import Forked, be_script, start_forked
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 NOT_OURS = ("time/", "eval_time/")
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -25,26 +31,43 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def launch(runs: list[dict[str, Any]], ranks: int, log: Path, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
+def launch(runs: list[Any], ranks: int, log: Path, script: Path = SCRIPT) -> Forked:
     """Start the script on so many ranks, in a session of its own."""
     options = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"] if ranks > 1 else []
     return start_ranks(runs, options, log, script)
 
 
-def start_ranks(
-    runs: list[dict[str, Any]], options: list[str], log: Path, script: Path = SCRIPT
-) -> subprocess.Popen[bytes]:
-    """Start the script, by torchrun if there are options for it."""
-    torchrun = ["-m", "torch.distributed.run", *options] if options else []
-    words = [sys.executable, *torchrun, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [*words, json.dumps(runs)], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+def start_ranks(runs: list[Any], options: list[str], log: Path, script: Path = SCRIPT) -> Forked:
+    """Start the script, by torchrun's agent if there are options for it; the agent and its ranks are forks.
+
+    How torchrun itself starts ranks is in test_launch.py.
+    """
+    target = partial(_be_agent, options) if options else be_script
+    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return start_forked(target, script, json.dumps(runs), log=log, **variables)
 
 
-def finish(process: subprocess.Popen[bytes], log: Path, timeout: float) -> str:
+def _be_agent(options: list[str], script: Path, words: str) -> None:
+    """What ``python -m torch.distributed.run`` does."""
+    config, _, _ = config_from_args(parse_args([*options, str(script)]))
+    config.start_method, api._wrap = "fork", _be_rank
+    elastic_launch(config, be_script)(script, words)
+
+
+def _be_rank(rank: int, run: Callable[..., None], words: Any, environments: Any, out: Any, errors: Any, ends: Any, *_):
+    """In place of torch's own, which waits for the agent before it ends: no program does."""
+    os.environ.update(environments[rank])
+    print(f"rank {os.environ['RANK']} is process {os.getpid()}", flush=True)
+    run(*words[rank])
+    ends[rank].put(None)
+
+
+def process_of(rank: int, log: Path) -> psutil.Process:
+    """The process of a rank, which is in the log."""
+    return psutil.Process(int(re.search(rf"rank {rank} is process (\d+)", log.read_text(errors="replace"))[1]))
+
+
+def finish(process: subprocess.Popen[bytes] | Forked, log: Path, timeout: float) -> str:
     """Wait for success; what was printed."""
     try:
         code = process.wait(timeout)
@@ -55,7 +78,7 @@ def finish(process: subprocess.Popen[bytes], log: Path, timeout: float) -> str:
     return text
 
 
-def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def family(process: subprocess.Popen[bytes] | Forked) -> list[psutil.Process]:
     """The process and all below it; torchrun gives its ranks sessions of their own."""
     try:
         parent = psutil.Process(process.pid)
@@ -64,7 +87,7 @@ def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> None:
+def kill_all(process: subprocess.Popen[bytes] | Forked) -> None:
     """kill -9, parents first, so that nobody is left to report or to start anything again."""
     members = family(process)
     for member in members:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 import torch
 from launching import family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
@@ -254,7 +254,7 @@ def test_three_ranks_whose_number_divides_nothing(tmp_path):
             assert torch.allclose(left[name], tensor, rtol=0, atol=1e-6), (run["name"], name)
 
 
-def launch_node(run: dict[str, Any], number: int, port: int, log: Path) -> subprocess.Popen[bytes]:
+def launch_node(run: dict[str, Any], number: int, port: int, log: Path) -> Any:
     """One of two nodes with a rank each, as torchrun starts them on each host."""
     words = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     return start_ranks([run], [*words, f"--master-port={port}"], log)
@@ -301,9 +301,7 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(spread, tmp_path, told):
         if told == "torchrun":
             process.send_signal(signal.SIGTERM)
         else:
-            next(
-                m for m in members if m.environ().get("RANK") == "1" and "ranks.py" in " ".join(m.cmdline())
-            ).terminate()
+            launching.process_of(1, log).terminate()
         process.wait(30)
         assert left_of(members) == []
     finally:
@@ -358,7 +356,7 @@ def test_a_failing_rank_ends_all_of_them_within_seconds(tmp_path, name):
         kill_all(process)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(condition: Callable[[], bool], process: Any, log: Path) -> None:
     deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import stages
 import torch
-from launching import SCRIPT, family, finish, free_port, kill_all, left_of, start_ranks
+from launching import SCRIPT, family, finish, free_port, kill_all, left_of, process_of, start_ranks
 from safetensors.torch import load_file
 
 from async_rlhf.cli import _run
@@ -177,7 +177,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_stage_goes_on_exactly(tmp
             assert time.monotonic() < deadline
             time.sleep(0.05)
         members = family(process)
-        next(m for m in members if "stages.py" in " ".join(m.cmdline()) and m.environ().get("RANK") == "1").kill()
+        process_of(1, log).kill()
         assert process.wait(60) != 0
         assert left_of(members, 30) == []
     finally:

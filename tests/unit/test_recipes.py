@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from forked import be_script, start_forked
 from safetensors.torch import load_file
 from tiny import byte_tokenizer, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
@@ -314,7 +315,7 @@ def test_the_tldr_pipeline(stand_in, tmp_path):
 
 
 @pytest.mark.parametrize("section", ["An environment", "Tools", "An agent"])
-def test_the_examples_of_the_page_on_episodes(section, stand_in, tmp_path):
+def test_the_examples_of_the_page_on_episodes(section, stand_in, tmp_path, monkeypatch):
     """As they are written, on a model that knows nothing; that with another library's client is left out."""
     page = (ROOT / "docs/episodes.md").read_text("utf-8").partition(f"## {section}\n")[2].partition("\n## ")[0]
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "openai" not in block]
@@ -322,6 +323,8 @@ def test_the_examples_of_the_page_on_episodes(section, stand_in, tmp_path):
     for task in ("guess", "sums"):
         (tmp_path / "runs" / task).mkdir(parents=True)
         (tmp_path / "runs" / task / "sft").symlink_to(stand_in / "policy")
-    subprocess.run([sys.executable, "example.py"], cwd=tmp_path, check=True, timeout=300)
+    monkeypatch.chdir(tmp_path)
+    process = start_forked(be_script, tmp_path / "example.py", log=tmp_path / "log")
+    assert process.wait(300) == 0, (tmp_path / "log").read_text()
     line = (tmp_path / "runs/mine/metrics.jsonl").read_text("utf-8").splitlines()[-1]
     assert json.loads(line)["episode/turns"] >= 1

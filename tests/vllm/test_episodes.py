@@ -102,7 +102,7 @@ def test_a_process_plays_by_the_schedule(exact, tokenizer):
                 check_episode(group.prompt, sample, tokenizer, models, EPISODES)
 
 
-@pytest.mark.parametrize("where", ["two processes", "server"])
+@pytest.mark.parametrize("where", [pytest.param("two processes", marks=pytest.mark.rare), "server"])
 def test_elsewhere_it_is_the_same_run(exact, where, request, make_args, tokenizer):
     options = {"workers": 2} if where == "two processes" else served_by(request.getfixturevalue("server"))
     assert same_metrics(train(make_args(generation={**EPISODES, **options}, **EXACT), tokenizer), exact[0])
@@ -156,6 +156,7 @@ train(new_args({out!r}, "inline", {{**EPISODES, "placement": "inline"}}, **{opti
 """
 
 
+@pytest.mark.rare
 def test_inline_is_the_same_as_a_process(tmp_path, tokenizer):
     """In a program of its own: vLLM's end in one process takes every other engine of the process along."""
     options, here = {**EXACT, "staleness": 0}, Path(__file__).parent

@@ -52,6 +52,7 @@ def test_rewards_rise_and_every_batch_is_proven(undisturbed):
     assert mean(undisturbed[-10:]) > mean(undisturbed[:4]) + 1.3
 
 
+@pytest.mark.rare
 def test_rewards_rise_as_with_the_other_engine(undisturbed, make_args, tokenizer):
     """Other random numbers, so not the same. Last means of several seeds are 4.2 to 5.7, from 2.3, with either."""
     theirs = run(make_args(generation={"engine": "transformers"}, **LONG), tokenizer, PROMPTS)
