@@ -11,204 +11,153 @@ INDEX = r"indices should be either on cpu or on the same device"
 GRPO = {"algorithm": "grpo", "samples_per_prompt": 4}
 WORKER = {"generation": {"placement": "process"}}
 
+
+def refused(place: str, right: str, wrong: str, options: dict[str, object] = GRPO, said: str = DEVICES):
+    """A fault, the run that meets it, and what that must end with."""
+    return Fault(place, right, wrong), options, said
+
+
 REFUSED = {
-    "tokens of the learner left on the host": (
-        Fault("learner.learner:Learner._add", 'part["tokens_BT"].to(device)', 'part["tokens_BT"]'),
-        GRPO,
-        DEVICES,
+    "tokens of the learner left on the host": refused(
+        "learner.learner:Learner._add", 'part["tokens_BT"].to(device)', 'part["tokens_BT"]'
     ),
-    "micro-batch left on the host": (
-        Fault("learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x"),
-        GRPO,
-        DEVICES,
+    "micro-batch left on the host": refused(
+        "learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x"
     ),
-    "tokens of the reward model left on the host": (
-        Fault("models.forward:score_padded", "tokens_BT.to(device)", "tokens_BT"),
-        GRPO,
-        DEVICES,
+    "tokens of the reward model left on the host": refused(
+        "models.forward:score_padded", "tokens_BT.to(device)", "tokens_BT"
     ),
-    "prompts left on the host": (
-        Fault(
-            "generation.transformers_engine:TransformersEngine.prefill",
-            "tokens_PT.to(device), mask_PT.to(device)",
-            "tokens_PT, mask_PT.to(device)",
-        ),
-        GRPO,
-        DEVICES,
+    "prompts left on the host": refused(
+        "generation.transformers_engine:TransformersEngine.prefill",
+        "tokens_PT.to(device), mask_PT.to(device)",
+        "tokens_PT, mask_PT.to(device)",
     ),
-    "mask of the prompts left on the host": (
-        Fault(
-            "generation.transformers_engine:TransformersEngine.prefill",
-            "tokens_PT.to(device), mask_PT.to(device)",
-            "tokens_PT.to(device), mask_PT",
-        ),
-        GRPO,
-        DEVICES,
+    "mask of the prompts left on the host": refused(
+        "generation.transformers_engine:TransformersEngine.prefill",
+        "tokens_PT.to(device), mask_PT.to(device)",
+        "tokens_PT.to(device), mask_PT",
     ),
-    "random numbers left on the host": (
-        Fault("generation.decoding:Decoding._begin", ".reshape(count, -1).to(device)", ".reshape(count, -1)"),
-        GRPO,
-        DEVICES,
+    "random numbers left on the host": refused(
+        "generation.decoding:Decoding._begin", ".reshape(count, -1).to(device)", ".reshape(count, -1)"
     ),
-    "stop tokens left on the host": (
-        Fault(
-            "generation.decoding:Decoding.__init__",
-            "torch.tensor(self.params.stop_token_ids, device=device)",
-            "torch.tensor(self.params.stop_token_ids)",
-        ),
-        GRPO,
-        DEVICES,
+    "stop tokens left on the host": refused(
+        "generation.decoding:Decoding.__init__",
+        "torch.tensor(self.params.stop_token_ids, device=device)",
+        "torch.tensor(self.params.stop_token_ids)",
     ),
-    "completions compared on the host": (
-        Fault("generation.audit:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]'),
-        GRPO,
-        INDEX,
+    "completions compared on the host": refused(
+        "generation.audit:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]', said=INDEX
     ),
-    "the reward model is not moved": (
-        Fault(
-            "models.loading:reward_model_for", "placed(check_reward_model(model), device)", "check_reward_model(model)"
-        ),
-        GRPO,
-        r"is on the wrong device",  # it would score, on the CPU
+    "the reward model is not moved": refused(
+        "models.loading:reward_model_for",
+        "placed(check_reward_model(model), device)",
+        "check_reward_model(model)",
+        said=r"is on the wrong device",
     ),
-    "the value head is not moved": (
-        Fault("run.build:_value", "new_value_head(policy, given).to(device)", "new_value_head(policy, given)"),
+    "the value head is not moved": refused(
+        "run.build:_value",
+        "new_value_head(policy, given).to(device)",
+        "new_value_head(policy, given)",
         {"algorithm": "ppo", "shared_trunk": True},
-        DEVICES,
     ),
-    "numpy of a tensor of the device": (
-        Fault(
-            "generation.decoding:Decoding._deliver",
-            "self._tokens_RT[places_B, :longest].cpu().numpy()",
-            "self._tokens_RT[places_B, :longest].numpy()",
-        ),
-        GRPO,
-        r"can't convert cuda:0 device type tensor to numpy",
+    "numpy of a tensor of the device": refused(
+        "generation.decoding:Decoding._deliver",
+        "self._tokens_RT[places_B, :longest].cpu().numpy()",
+        "self._tokens_RT[places_B, :longest].numpy()",
+        said=r"can't convert cuda:0 device type tensor to numpy",
     ),
-    "rows of the host chosen by an index of the device": (
-        Fault("generation.decode_cache:keep_rows", "torch.tensor(stays)", "torch.tensor(stays, device=device)"),
-        GRPO,
-        INDEX,
+    "rows of the host chosen by an index of the device": refused(
+        "generation.decode_cache:keep_rows", "torch.tensor(stays)", "torch.tensor(stays, device=device)", said=INDEX
     ),
-    "units chosen by an index of the device": (
-        Fault(
-            "learner.learner:Learner._deal",
-            "experience.part(parts[number], names)",
-            'experience.part(parts[number].to("cuda:0"), names)',
-        ),
-        GRPO,
-        DEVICES,
+    "units chosen by an index of the device": refused(
+        "learner.learner:Learner._deal",
+        "experience.part(parts[number], names)",
+        'experience.part(parts[number].to("cuda:0"), names)',
     ),
-    "scores of the device written to the host by index": (
-        Fault("models.forward:score_padded", ".float().cpu()", ".float()"),
-        GRPO,
-        DEVICES,
+    "scores of the device written to the host by index": refused(
+        "models.forward:score_padded", ".float().cpu()", ".float()"
     ),
-    "the probe's generator is of another device": (
-        Fault(
-            "generation.audit:probe_tokens",
-            "(vocabulary, (ROWS, LENGTH)",
-            '(vocabulary, (ROWS, LENGTH), device="cuda:0"',
-        ),
+    "the probe's generator is of another device": refused(
+        "generation.audit:probe_tokens",
+        "(vocabulary, (ROWS, LENGTH)",
+        '(vocabulary, (ROWS, LENGTH), device="cuda:0"',
         WORKER,
         r"Expected a 'cuda' device type for generator",
     ),
-    "mask of the monitor on the host": (
-        Fault("learner.monitor:ImportanceRatioStats.add", "* rows.sampled_BT", "* sampled_BT"),
-        GRPO,
-        DEVICES,
+    "mask of the monitor on the host": refused(
+        "learner.monitor:ImportanceRatioStats.add", "* rows.sampled_BT", "* sampled_BT"
     ),
-    "zeros made on the host": (
-        Fault("models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"),
-        GRPO,
-        DEVICES,
+    "zeros made on the host": refused(
+        "models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"
     ),
-    "tokens on another GPU": (
-        Fault("models.forward:score_padded", "tokens_BT.to(device)", 'tokens_BT.to("cuda:1")'),
-        GRPO,
-        DEVICES,
-    ),
+    "tokens on another GPU": refused("models.forward:score_padded", "tokens_BT.to(device)", 'tokens_BT.to("cuda:1")'),
 }
-"""Name, fault, the run that meets it, and what it must end with."""
+REQUIRED = {
+    update_twice: require_update,
+    decode_twice: require_decoding,
+    publish: require_publishing,
+    publish_float32: require_publishing,
+}
+
+
+def too_dear(measure, place: str, right: str, wrong: str):
+    """A fault, what measures it, and the budget that it must exceed."""
+    return Fault(place, right, wrong), measure, REQUIRED[measure]
+
 
 TOO_DEAR = {
-    "metrics read one by one": (
-        Fault(
-            "learner.learner:Learner._backward",
-            "torch.as_tensor(value, dtype=torch.float64, device=device).detach()",
-            "torch.as_tensor(float(value), dtype=torch.float64)",
-        ),
+    "metrics read one by one": too_dear(
         update_twice,
-        require_update,
+        "learner.learner:Learner._backward",
+        "torch.as_tensor(value, dtype=torch.float64, device=device).detach()",
+        "torch.as_tensor(float(value), dtype=torch.float64)",
     ),
-    "response tokens counted on the device": (
-        Fault("learner.learner:Learner._backward", "rows.sampled_BT, config", "micro_batch.sampled_BT, config"),
+    "response tokens counted on the device": too_dear(
+        update_twice, "learner.learner:Learner._backward", "rows.sampled_BT, config", "micro_batch.sampled_BT, config"
+    ),
+    "ratios read after every micro-batch": too_dear(
         update_twice,
-        require_update,
+        "learner.monitor:ImportanceRatioStats.add",
+        "log_ratios_BT.sum(dim=1)",
+        "log_ratios_BT.sum(dim=1).cpu()",
     ),
-    "ratios read after every micro-batch": (
-        Fault("learner.monitor:ImportanceRatioStats.add", "log_ratios_BT.sum(dim=1)", "log_ratios_BT.sum(dim=1).cpu()"),
+    "micro-batch moved while the host waits": too_dear(
+        update_twice, "learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x.to(device)"
+    ),
+    "logits in float64": too_dear(
         update_twice,
-        require_update,
+        "models.head:LogprobsAndEntropies.logprobs",
+        "torch.log_softmax(logits_CV / self.temperature, dim=-1)",
+        "torch.log_softmax(logits_CV.double() / self.temperature, dim=-1).float()",
     ),
-    "micro-batch moved while the host waits": (
-        Fault("learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x.to(device)"),
-        update_twice,
-        require_update,
-    ),
-    "logits in float64": (
-        Fault(
-            "models.head:LogprobsAndEntropies.logprobs",
-            "torch.log_softmax(logits_CV / self.temperature, dim=-1)",
-            "torch.log_softmax(logits_CV.double() / self.temperature, dim=-1).float()",
-        ),
-        update_twice,
-        require_update,
-    ),
-    "weights that leave the device in float32": (
-        Fault(
-            "models.copy_stream:AsyncCopy.copy",
-            "partial(place.copy_, copied, non_blocking=True)",
-            "partial(place.copy_, tensor.clone())",
-        ),
+    "weights that leave the device in float32": too_dear(
         publish,
-        require_publishing,
+        "models.copy_stream:AsyncCopy.copy",
+        "partial(place.copy_, copied, non_blocking=True)",
+        "partial(place.copy_, tensor.clone())",
     ),
-    "weights that the learner's thread copies to the host": (
-        Fault(
-            "models.copy_stream:AsyncCopy.copy",
-            "partial(place.copy_, copied, non_blocking=True)",
-            "place.copy_(copied).size",
-        ),
+    "weights that the learner's thread copies to the host": too_dear(
         publish,
-        require_publishing,
+        "models.copy_stream:AsyncCopy.copy",
+        "partial(place.copy_, copied, non_blocking=True)",
+        "place.copy_(copied).size",
     ),
-    "weights that are not copied within the device": (
-        Fault("models.copy_stream:AsyncCopy.copy", "copied = copied.clone()", "pass"),
-        publish_float32,
-        require_publishing,
+    "weights that are not copied within the device": too_dear(
+        publish_float32, "models.copy_stream:AsyncCopy.copy", "copied = copied.clone()", "pass"
     ),
-    "checksums before the copies have arrived": (
-        Fault("models.copy_stream:AsyncCopy._beside", "self._stream.synchronize()", "None"),
-        publish,
-        require_publishing,
+    "checksums before the copies have arrived": too_dear(
+        publish, "models.copy_stream:AsyncCopy._beside", "self._stream.synchronize()", "None"
     ),
-    "ended rows found on the device": (
-        Fault("generation.decode_cache:keep_rows", "places.to(device, non_blocking=True)", "places.to(device)"),
+    "ended rows found on the device": too_dear(
+        decode_twice, "generation.decode_cache:keep_rows", "places.to(device, non_blocking=True)", "places.to(device)"
+    ),
+    "live rows found by a mask": too_dear(
         decode_twice,
-        require_decoding,
-    ),
-    "live rows found by a mask": (
-        Fault(
-            "generation.decoding:Decoding._draw",
-            "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B, logprobs_B",
-            "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B[tokens_B >= 0], logprobs_B",
-        ),
-        decode_twice,
-        require_decoding,
+        "generation.decoding:Decoding._draw",
+        "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B, logprobs_B",
+        "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B[tokens_B >= 0], logprobs_B",
     ),
 }
-"""Name, fault, what measures it, and the budget that it must exceed."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
