@@ -6,8 +6,10 @@ import asyncio
 import random
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.environment import Message, Observation
 
 SLOW: list[float] = []
@@ -59,3 +61,12 @@ class Sleepy(Echo):
     async def step(self, message: Message) -> Observation:
         await asyncio.sleep(random.SystemRandom().uniform(0.02, 0.05))
         return await super().step(message)
+
+
+async def forget(client, row):
+    """An agent that asks the same twice, in conversations of their own, and sometimes goes on with the first."""
+    chat = [{"role": "user", "content": f"{row['name']}: "}]
+    said = [await client.chat(chat) for _ in range(2)]
+    with suppress(RefusedError):
+        await client.chat([*chat, said[0], {"role": "user", "content": "more "}])
+    return float(len(said[1]["content"]) % 3)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checked_episodes import check_episode, models_of, watch
-from environments import Echo, Greeting, Sleepy
+from environments import Echo, Greeting, Sleepy, forget
 from faulty_worker import run_slow_worker
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
 from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
@@ -212,6 +212,14 @@ def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, sta
         run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "again")))
 
 
+def test_a_run_with_conversations_is_replayed_and_explained(tmp_path):
+    agent = {"environment": None, "agent": f"{environments.__file__}:forget"}
+    run_train(replace(as_command(tmp_path, "Echo", staleness=1), **agent))
+    run_replay(ReplayConfig(str(tmp_path / "run")))
+    step = run_explain(ExplainConfig(str(tmp_path / "run"), batch=2))["step"]["contributions"]
+    assert step["sum_of_units"] == pytest.approx(step["of_the_whole_batch"], rel=1e-4)
+
+
 def test_samples_have_conversations_and_the_rewards_of_their_turns(tmp_path):
     config = as_command(tmp_path, "Greeting", num_samples_logged=100)
     run_train(config)
@@ -315,15 +323,6 @@ async def talk(client, row):
     with suppress(RefusedError):
         await client.chat([*chat, {"role": "user", "content": "more "}])
     return float(len(chat[-1]["content"]) % 3)
-
-
-async def forget(client, row):
-    """An agent that asks the same twice, in conversations of their own, and sometimes goes on with the first."""
-    chat = [{"role": "user", "content": f"{row['name']}: "}]
-    said = [await client.chat(chat) for _ in range(2)]
-    with suppress(RefusedError):
-        await client.chat([*chat, said[0], {"role": "user", "content": "more "}])
-    return float(len(said[1]["content"]) % 3)
 
 
 WORLDS = {"agent": World(agent=talk), "tools": World(tools=[calculate]), "conversations": World(agent=forget)}
