@@ -325,7 +325,7 @@ async def talk(client, row):
     return float(len(chat[-1]["content"]) % 3)
 
 
-WORLDS = {"agent": World(agent=talk), "tools": World(tools=[calculate]), "conversations": World(agent=forget)}
+PLAYED = {"agent": World(agent=talk), "tools": World(tools=[calculate]), "conversations": World(agent=forget)}
 
 
 @pytest.mark.quick
@@ -336,7 +336,7 @@ WORLDS = {"agent": World(agent=talk), "tools": World(tools=[calculate]), "conver
 )  # fmt: skip
 def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, algorithm, staleness):
     """Also when a run is stopped after batch 1 and resumed."""
-    world, sizes = WORLDS[world], {"staleness": staleness, "total_episodes": 24}
+    world, sizes = PLAYED[world], {"staleness": staleness, "total_episodes": 24}
     args = episode_args(tmp_path, "run", {"mismatch_steps": 1}, algorithm=algorithm, **sizes)
     rewards = () if world.agent else (count_letters,)
     given = {"agent": world.agent, "tools": world.tools, "reward_funcs": rewards, "environment": None}
