@@ -27,7 +27,7 @@ test-benchmarks: setup   ## every benchmark in its smallest size; the planner's 
 	$(BIN)/python -m pytest $(PARALLEL) tests/benchmarks tests/memory
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
-	$(BIN)/python -m pytest -m 'vllm and not rare' tests/vllm
+	$(BIN)/python -m pytest -m 'vllm and not rare' tests/vllm $(PARALLEL) --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m distributed tests/distributed $(PARALLEL) --dist loadfile
