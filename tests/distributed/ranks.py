@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from environments import Echo
+from environments import Echo, forget
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
@@ -140,6 +140,7 @@ def train(
     whole: bool = False,
     publishing: str | None = None,
     episodes: bool = False,
+    agent: bool = False,
     **changes,
 ) -> None:
     """One run, as its arguments say.
@@ -168,7 +169,8 @@ def train(
         args,
         PROMPTS,
         reward_funcs=() if episodes else unsteady(slow_rewards, no_reward_at, missing_rewards),
-        environment=Echo if episodes else None,
+        environment=Echo if episodes and not agent else None,
+        agent=forget if agent else None,
         reward_model=None if not reward_model else str(named / "reward_model") if named else new_reward_model(),
         processing_class=byte_tokenizer(),
         eval_dataset=PROMPTS[:5] if evaluate else None,

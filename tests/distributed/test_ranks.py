@@ -100,6 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ddp", "fsdp", "zero3"],
     ),
     "episodes beside": ({**EPISODES, "staleness": 1}, ["ddp", "fsdp"]),
+    "conversations": ({**EPISODES, "agent": True, "algorithm": "grpo", "samples_per_prompt": 4}, ["ddp", "zero3"]),
     "offload": ({**ASYNC, "parallel": {"cpu_offload": True}}, ["zero2", "zero3"]),
 }
 
