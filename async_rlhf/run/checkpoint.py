@@ -143,8 +143,8 @@ class ResumeState:
         found = [] if stream is None else _read_batches(path, stream)
         prompts = [group.prompt.tokens for batch in found for group in batch.groups]
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        asked = [_asked(group) for row in rows for group in row["groups"]]
-        same = stream is not None and all(tokens[: len(p)] == p for tokens, p in zip(asked, prompts, strict=False))
+        groups = [group for row in rows for group in row["groups"]]
+        same = stream is not None and all(_asked(g, len(p)) == p for g, p in zip(groups, prompts, strict=False))
         if ranks.broadcast("evaluation under way", lambda: same):
             (self.evaluation,) = found
         elif ranks.is_main:
@@ -236,9 +236,9 @@ def _read_batches(path: Path, stream: SharedPrompts) -> list[Batch]:
     return [_rollout_batch(row, prompts) for row in rows]
 
 
-def _asked(group: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens of a prompt, or of its first sample, which began with them when prompts were not written."""
-    return tuple(group.get("prompt", group["samples"][0]["tokens"]))
+def _asked(group: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """The tokens of a prompt; the first ones of its first sample, which were the same when prompts were not written."""
+    return tuple(group["prompt"] if "prompt" in group else group["samples"][0]["tokens"][:length])
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
