@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.sampling import draw_tokens, sample_uniforms
 from async_rlhf.run.episodes import conversation
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.explain.ablation import distance
+from async_rlhf.studies.explain.update import clones
 from async_rlhf.types import Batch, Group, ScoredBatch
 
 TEMPLATE = (
@@ -259,7 +262,12 @@ def test_the_learner_computes_each_conversation_by_itself(tmp_path, chats, share
         assert mine.abs().max() > 1e-3
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(together.end_values_B, alone.end_values_B[2::3], rtol=1e-5, atol=1e-5)
+    update = SimpleNamespace(learner=learner, policy=[*learner.policy.parameters()])
+    before = clones(update.policy)
     metrics = learner.update(together, 1)
+    mine, theirs = (distance(update, rows, before, clones(update.policy)) for rows in (together, alone))
+    assert mine.kl == pytest.approx(theirs.kl, rel=1e-3) != 0
+    torch.testing.assert_close(mine.logprobs_B, theirs.logprobs_B.view(-1, 3).sum(dim=1), rtol=1e-4, atol=1e-5)
     assert metrics["policy/approxkl_avg"] < 1e-9  # what is trained is what was before the update
     assert metrics["val/ratio_var"] < 1e-9
     (first,) = together.values_BT[together.sampled_BT > 0].mean().reshape(1).tolist()
