@@ -20,7 +20,7 @@ from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data import cache
 from async_rlhf.system.files import whole_file, whole_folder
-from async_rlhf.system.lock import hold
+from async_rlhf.system.lock import InUseError, hold
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +95,24 @@ class Stage:
             ConfigError: it was done with others, or the folder holds something else, or another process is doing it.
         """
         results = self._done()
-        if results is None and self.locked:
+        if not self.locked or (results is not None and not self._lock.exists()):
+            return results
+        try:
             self.hold()
-            results = self._done()  # another process may have done it meanwhile
-            if results is not None:
-                self._release()
+        except InUseError:
+            if results is None:
+                raise
+            return results
+        results = self._done()  # another process may have done it meanwhile
+        if results is not None:
+            self._release()  # with it goes what a process has left that was killed when all was done
         return results
+
+    @property
+    def _lock(self) -> Path:
+        """A folder that is replaced as a whole has its lock beside it."""
+        folder = self.folder.resolve()
+        return folder.with_name(f".{folder.name}.lock") if self.owns_folder else folder / f".{self.marker.name}.lock"
 
     def hold(self) -> None:
         """Lock the stage against other processes, until it is published or this object is no longer referenced.
@@ -108,10 +120,7 @@ class Stage:
         Raises:
             InUseError: another process is doing it.
         """
-        folder = self.folder.resolve()
-        # A folder that is replaced as a whole has its lock beside it.
-        path = folder.with_name(f".{folder.name}.lock") if self.owns_folder else folder / f".{self.marker.name}.lock"
-        self.__dict__["_hold"] = hold(path, self.name, self.folder)
+        self.__dict__["_hold"] = hold(self._lock, self.name, self.folder)
 
     def _release(self) -> None:
         if (held := self.__dict__.pop("_hold", None)) is not None:

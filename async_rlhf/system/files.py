@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 from uuid import uuid4
@@ -37,15 +39,35 @@ def whole_file(path: Path) -> Iterator[TextIO]:
     several that are written at once, the last to end is there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _delete_abandoned(path)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        with naming(path), temporary.open("w", encoding="utf-8") as file:
+        with naming(path), _locked(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> TextIO:
+    """A new text file, with a lock as long as it is open."""
+    while True:
+        file = path.open("w", encoding="utf-8")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():
+            return file
+        file.close()  # another writer has deleted it before it was locked
+
+
+def _delete_abandoned(path: Path) -> None:
+    """Delete what writers of a file that were killed have left: nobody has a lock on it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError), left.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def whole_lines(path: Path) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -422,3 +423,19 @@ def test_a_small_file_may_be_written_by_several_at_once(tmp_path):
             third.write("\ud800")
     assert path.read_text() == "1, which is longer"
     assert [*path.parent.iterdir()] == [path]
+
+
+def test_what_killed_writers_of_a_small_file_left_is_deleted(tmp_path):
+    path = tmp_path / "table[1].txt"
+    with whole_file(path) as first:
+        if (pid := os.fork()) == 0:
+            with whole_file(path):
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert len([*tmp_path.iterdir()]) == 2
+        with whole_file(path) as second:
+            assert len([*tmp_path.iterdir()]) == 2  # the first one's is still written
+            second.write("2")
+        first.write("1")
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_text() == "1"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -248,6 +248,22 @@ def test_killed_midway_it_is_not_done(make_stage, tmp_path, script, left):
         assert make_stage().done() is None
         finish(make_stage())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+
+
+AFTER_ALL = """
+stage.hold()
+stage.publish_files({stage.folder / "dish": "meal"}, {"loss": 0.5})
+stage.hold()
+die()
+"""
+
+
+def test_killed_when_all_was_done_it_is_done_and_leaves_no_lock(make_stage, tmp_path):
+    subprocess.run([sys.executable, "-c", DIE + AFTER_ALL, str(tmp_path / "out")], check=False)
+    stage = Stage(tmp_path / "out", "cook", make_dataclass("Settings", [("overwrite", bool, False)])(), {}, False)
+    assert (tmp_path / "out" / ".cook.json.lock").exists()
+    assert stage.done() == {"loss": 0.5}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cook.json", "dish"]
 
 
 # ---------------------------------------------------------------- SFT
