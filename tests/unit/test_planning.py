@@ -519,7 +519,7 @@ CHAT = PlanConfig(
 def test_the_learners_that_are_proposed_have_room(capsys):
     results = run_plan(CHAT)
     refused = {row["learners"]: row["why_not"] for row in results["choices"] if "why_not" in row}
-    assert refused[2] == "a learner of 2 needs 90 GB on each device, which has 72"
+    assert refused[2] == "a learner of 2 needs 88 GB on each device, which has 72"
     assert sorted(refused) == [1, 2]
     text = capsys.readouterr().out
     assert f"parallel.ranks: {results['best']['learners']}" in text
