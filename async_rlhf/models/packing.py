@@ -245,6 +245,9 @@ def _attention(
     if packed_rows is None:
         return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
     window = options.pop("sliding_window", None) or None  # some models say 0 for none
+    if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
+        dtype = torch.get_autocast_dtype(query_BHTD.device.type)
+        query_BHTD, key_BHTD, value_BHTD = (part.to(dtype) for part in (query_BHTD, key_BHTD, value_BHTD))
     if _has_kernel(query_BHTD, value_BHTD):
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
         longest, starts = max(packed_rows.lengths), packed_rows.starts
@@ -274,7 +277,11 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch can compute attention of all packed rows at once."""
     size = query.shape[-1]
     fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
-    return query.is_cuda and query.dtype in _SIXTEEN_BITS and fits and torch.cuda.get_device_capability() >= (8, 0)
+    return fits and query.dtype in _SIXTEEN_BITS and _runs_kernel(query.device)
+
+
+def _runs_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.config import ConfigError
+from async_rlhf.models import packing
 from async_rlhf.models.forward import (
     end_values,
     over_response_logits,
@@ -275,11 +277,40 @@ def test_a_window_of_no_tokens_is_none():
 
 def test_rows_are_packed_by_themselves_only_where_tokens_limit_a_pass():
     policy = new_policy()
-    for packing, budget, expected in (
+    for how, budget, expected in (
         ("auto", False, False),
         ("auto", True, True),
         (False, True, False),
         (True, False, True),
     ):
-        choose(packing, budget, {"policy": policy}, False)
+        choose(how, budget, {"policy": policy}, False)
         assert is_packed(policy) is expected
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral"])
+def test_under_autocast_the_kernel_for_packed_rows_gets_16_bits_in_every_layer(kind, monkeypatch):
+    """Emulated: float32 weights make float32 queries and keys beside bfloat16 values."""
+    model, (tokens_BT, mask_BT), calls = made(kind), rows(), list[torch.dtype]()
+
+    def kernel(query, key, value, starts, _, longest, *rest, scale, window_size, enable_gqa):
+        calls.extend(each.dtype for each in (query, key, value))
+        found = []
+        for begin, end in itertools.pairwise(starts.tolist()):
+            q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
+            behind = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            mask = (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+            each = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+            found.append(each.transpose(0, 1))
+            assert end - begin <= longest
+        return torch.cat(found)
+
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    found = []
+    for capable in (False, True):
+        monkeypatch.setattr(packing, "_runs_kernel", lambda _, capable=capable: capable)
+        with torch.autocast("cpu", torch.bfloat16):
+            packed(model)
+            calls.clear()
+            found.append(response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT)
+        assert calls == [torch.bfloat16] * (3 * model.config.num_hidden_layers * capable)
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
