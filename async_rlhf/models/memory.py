@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FLOAT, _BFLOAT = 4, 2
-_CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 256
-"""As in models/head.py."""
+_CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 2048
+"""As in models/head.py on a GPU."""
 _SAVED = {
     ("llama", "float32"): (32, 8, 16),
     ("llama", "autocast"): (30, 4, 8),
@@ -217,10 +217,10 @@ class LearnerMemory:
         return _FLOAT * min(one.sampled, rows) * self.shape.vocabulary
 
     def head_pass(self, one: Pass) -> float:
-        """The head's weights to compute with, and four tensors as large as a chunk: logits, divided by the temperature,
-        their log-softmax, and what entropies need.
+        """The head's weights to compute with, and three tensors as large as a chunk: logits, their log-softmax, and
+        what entropies need.
         """
-        return self.head_cast() + 4 * self.chunk(one)
+        return self.head_cast() + 3 * self.chunk(one)
 
     # Moments
 

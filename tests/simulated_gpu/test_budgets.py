@@ -40,12 +40,12 @@ def update_twice(folder: Path, **options: Any) -> tuple[Update, Update]:
 
 def update_in_chunks(folder: Path, kept: int) -> tuple[Update, Update]:
     """The same with the head in chunks of five tokens, of which so many are kept for the backward pass."""
-    before = head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES
-    head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, 5, kept * 5 * 4 * 258
+    before = head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU, head.KEPT_BYTES
+    head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU, head.KEPT_BYTES = 1, 5, kept * 5 * 4 * 258
     try:
         return update_twice(folder, algorithm="grpo", samples_per_prompt=4)
     finally:
-        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = before
+        head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU, head.KEPT_BYTES = before
 
 
 def require_update(few: Update, many: Update) -> None:

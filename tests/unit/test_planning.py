@@ -519,7 +519,7 @@ CHAT = PlanConfig(
 def test_the_learners_that_are_proposed_have_room(capsys):
     results = run_plan(CHAT)
     refused = {row["learners"]: row["why_not"] for row in results["choices"] if "why_not" in row}
-    assert refused[2] == "a learner of 2 needs 88 GB on each device, which has 72"
+    assert refused[2] == "a learner of 2 needs 90 GB on each device, which has 72"
     assert sorted(refused) == [1, 2]
     text = capsys.readouterr().out
     assert f"parallel.ranks: {results['best']['learners']}" in text
@@ -816,7 +816,7 @@ def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
 
 
 def test_the_planner_knows_how_large_a_chunk_of_the_head_is():
-    assert (memory._CHUNK_BYTES, memory._LEAST_ROWS) == (head.CHUNK_BYTES, head.LEAST_ROWS)
+    assert (memory._CHUNK_BYTES, memory._LEAST_ROWS) == (head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU)
 
 
 @pytest.mark.parametrize(
