@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from async_rlhf.config.online import OnlineConfig
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.models import head
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.memory import LearnerMemory
 from async_rlhf.models.snapshots import SnapshotRing
@@ -161,7 +163,7 @@ CASES = {
 def measure(case: Case) -> dict[str, Peak]:
     """Peak of each part of "annotate", of an update ("forward", "backward", "step" and the rest) and of "publish"."""
     quiet()
-    with FakeRank(case.ranks) as rank:
+    with FakeRank(case.ranks) as rank, patch.object(head, "LEAST_ROWS", head.LEAST_ROWS_ON_GPU):
         ledger = rank.ledger
         ledger.vocabulary = case.model.vocab_size
         learner, ring = _learner(case, rank)

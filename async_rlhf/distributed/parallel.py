@@ -221,13 +221,13 @@ class Parallel:
         with self.gathered(parameters):
             yield self.whole(compute() if dtype is None else compute().to(dtype))
 
-    def has_piece(self, parameter: nn.Parameter) -> bool:
-        """Whether :meth:`piece` can say which numbers of a parameter this rank has."""
+    def has_pieces(self, parameter: nn.Parameter) -> bool:
+        """Whether :meth:`pieces` can say which numbers of a parameter this rank has."""
         return False
 
-    def piece(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
-        """This rank's numbers of a parameter, in one dimension and consecutive in the whole one, and where they begin
-        there. The pieces of all ranks are the whole parameter, each number once. Needs no other rank.
+    def pieces(self, parameter: nn.Parameter) -> list[tuple[Tensor, int]]:
+        """This rank's numbers of a parameter, where they are consecutive in the whole one, in one dimension, and where
+        they begin there. The pieces of all ranks are the whole parameter, each number once. Needs no other rank.
         """
         raise NotImplementedError(f"{type(self).__name__} spreads no weights")
 

@@ -44,7 +44,7 @@ from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import sampled_rows
-from async_rlhf.models.scatter import ScatteredBatches
+from async_rlhf.models.scatter import ScatteredBatches, in_one_copy
 from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
 from async_rlhf.models.weights import of_digests
 from async_rlhf.types import Experience, ScoredBatch
@@ -399,7 +399,7 @@ class Learner:
             if given:  # what a model draws, such as noise on routers, is to depend on nothing else
                 torch.manual_seed(_seed_of(config.seed, batch, number))
             rows = Experience(**part, rows_per_unit=step.rows_per_unit)
-            micro_batch = rows.map(lambda _, x: x.to(device, non_blocking=True))
+            micro_batch = Experience(**in_one_copy(part, device), rows_per_unit=step.rows_per_unit)
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
                     how = rows.sampled_BT, config.generation.temperature, not given, rows.positions_BT

@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 30 << 20
 """Of the float32 logits of a chunk. From 32 MiB on, glibc asks the system for new pages each time."""
-LEAST_ROWS = 256
-"""Of a chunk, however large the vocabulary: with fewer, reading the weights takes longer than computing with them."""
+LEAST_ROWS, LEAST_ROWS_ON_GPU = 256, 2048
+"""Of a chunk, however large the vocabulary: with fewer, reading the weights takes longer than computing with them, and
+on a GPU so does adding up their gradient."""
 KEPT_BYTES = 1 << 28
 """Of log-probabilities of whole chunks, which are kept for the backward pass; other chunks are computed again there."""
 
@@ -95,14 +96,10 @@ class LogprobsAndEntropies:
         self.targets_N, self.temperature, self.with_entropies = targets_N, temperature, with_entropies
 
     def __call__(self, logits_CV: Tensor, part: slice) -> Tensor:
-        return self.numbers(self.logprobs(logits_CV), part)
-
-    def logprobs(self, logits_CV: Tensor) -> Tensor:
-        """Of every token, (C, V)."""
-        return torch.log_softmax(logits_CV / self.temperature, dim=-1)
+        return self.numbers(torch.log_softmax(logits_CV / self.temperature, dim=-1), part)
 
     def numbers(self, logprobs_CV: Tensor, part: slice) -> Tensor:
-        """The result from these."""
+        """The result from the log-probabilities of every token."""
         logprobs_C = -F.nll_loss(logprobs_CV, self.targets_N[part], reduction="none")
         entropies_C = entropies_of(logprobs_CV.detach()) if self.with_entropies else torch.zeros_like(logprobs_C)
         return torch.stack([logprobs_C, entropies_C])
@@ -225,12 +222,13 @@ def _reducing(head: nn.Module, reduce: Reduction, after: After, config: Any) -> 
 def _whole(model: Any, reduce: Reduction, inputs: dict[str, Any]) -> Tensor:
     logits_NV = model(**inputs).logits
     logits_NV = logits_NV.reshape(-1, logits_NV.shape[-1]).float()
-    return torch.cat([reduce(logits_NV[part], part) for part in _parts(*logits_NV.shape)], dim=1)
+    parts = _parts(len(logits_NV), logits_NV.shape[1], logits_NV.device)
+    return torch.cat([reduce(logits_NV[part], part) for part in parts], dim=1)
 
 
-def _parts(rows: int, vocabulary: int) -> list[slice]:
+def _parts(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
     """Chunks of equal size, but for the last; a single one, perhaps empty, if they fit."""
-    size = max(LEAST_ROWS, CHUNK_BYTES // (4 * vocabulary))
+    size = max(LEAST_ROWS_ON_GPU if device.type == "cuda" else LEAST_ROWS, CHUNK_BYTES // (4 * vocabulary))
     count = max(1, -(-rows // size))
     size = -(-rows // count)
     return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), max(size, 1))]
@@ -245,7 +243,7 @@ def _reduced(
     vocabulary: int,
     plain: bool,
 ) -> Tensor:
-    parts = _parts(len(states_NH), vocabulary)
+    parts = _parts(len(states_NH), vocabulary, states_NH.device)
     linear = plain and _is_linear(head)
     if not linear and any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
         parts = [slice(0, len(states_NH))]  # ZeRO-3 gathers at every call: each rank has to make as many
@@ -294,7 +292,7 @@ class _Chunks(torch.autograd.Function):
             weight_VH, bias_V = _cast(weight_VH, autocast), _cast(bias_V, autocast)
             for part in parts:
                 logits_CV = _logits(_cast(states_NH[part], autocast), weight_VH, bias_V, after)
-                logprobs_CV = reduce.logprobs(logits_CV)
+                logprobs_CV = torch.log_softmax(logits_CV.div_(reduce.temperature), dim=-1)
                 del logits_CV
                 numbers_2N[:, part] = reduce.numbers(logprobs_CV, part)
                 keep -= logprobs_CV.numel()
@@ -364,5 +362,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in the total's type."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, left, right, torch.float32, out=total)
     else:
         total += left @ right

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FLOAT, _BFLOAT = 4, 2
-_CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 256
-"""As in models/head.py."""
+_CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 2048
+"""As in models/head.py on a GPU."""
 _SAVED = {
     ("llama", "float32"): (32, 8, 16),
     ("llama", "autocast"): (30, 4, 8),
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def outside(self) -> float:
-        """Parameters in no block: FSDP gathers them together."""
+        """Parameters in no block."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -140,8 +140,12 @@ class LearnerMemory:
         return (_BFLOAT if self.bf16 else _FLOAT) * parameters if self._share > 1 else 0.0
 
     def outside_whole(self) -> float:
-        """Embedding and head, from the beginning of a pass to its end."""
-        return self._whole(self.shape.outside)
+        """The head, while it computes, or the embedding: each by itself, or, if they are one, all through a pass."""
+        return self._whole(self.shape.embedding)
+
+    def tied_whole(self) -> float:
+        """What of it is there while blocks compute."""
+        return self.outside_whole() if self.shape.tied else 0.0
 
     def block_whole(self) -> float:
         """One block."""
@@ -192,10 +196,6 @@ class LearnerMemory:
 
     # The backward pass of one block
 
-    def head_gradient(self) -> float:
-        """Whole, until the ranks sum it with the embedding's at the end."""
-        return self._whole(self.shape.embedding)
-
     def block_again(self) -> float:
         """The last block but one: its weights, those of the next and the gradients of the one before; what it computes
         again, or else what the last block has given up; the gradient of its largest matrix, and of what is passed on
@@ -217,41 +217,38 @@ class LearnerMemory:
         return _FLOAT * min(one.sampled, rows) * self.shape.vocabulary
 
     def head_pass(self, one: Pass) -> float:
-        """The head's weights to compute with, and four tensors as large as a chunk: logits, divided by the temperature,
-        their log-softmax, and what entropies need.
+        """The head's weights to compute with, and three tensors as large as a chunk: logits, their log-softmax, and
+        what entropies need.
         """
-        return self.head_cast() + 4 * self.chunk(one)
+        return self.head_cast() + 3 * self.chunk(one)
 
     # Moments
 
     def annotating(self) -> dict[str, float]:
         """Bytes at each moment of annotation that may be its peak."""
-        inside, casts = self.outside_whole() + self.block_whole(), self.cast_weights()
+        outside, tied, casts = self.outside_whole(), self.tied_whole(), self.cast_weights()
         return {
-            # What embedding and head are copied from is freed only after the first block has been gathered.
-            "first block": 2 * inside + self._states(self.annotate),
-            "last block": casts + inside + self.block_whole() + self.block_passing(self.annotate),
-            "head": casts + inside + self.head_pass(self.annotate) + 2 * self._states(self.annotate),
+            # What a weight is copied from is freed only after the next has been gathered.
+            "first block": 2 * (outside + self.block_whole()) + self._states(self.annotate),
+            "last block": casts + tied + 2 * self.block_whole() + self.block_passing(self.annotate),
+            "head": casts + 2 * outside + self.head_pass(self.annotate) + 2 * self._states(self.annotate),
         }
 
     def updating(self) -> dict[str, float]:
         """The same of an update, without what is held anyway; gradients are held from the first micro-batch on."""
-        outside, casts = self.outside_whole(), self.saved_casts()
-        inside = outside + self.block_whole()
+        outside, tied, casts = self.outside_whole(), self.tied_whole(), self.saved_casts()
         return {
-            "first block": 2 * inside + self._states(self.update),
-            "head": self.cast_weights() + inside + self.saved() + self.head_pass(self.update),
-            # Embedding and head are gathered once more.
-            "gathered again": casts + 2 * outside + self.saved(),
+            "first block": 2 * (outside + self.block_whole()) + self._states(self.update),
+            "head": self.cast_weights() + 2 * outside + self.saved() + self.head_pass(self.update),
             # The sum of the chunks' gradients, float32, and that of one chunk.
             "head's gradient": casts
-            + outside
+            + 2 * outside
             + self.saved()
             + _FLOAT * self.shape.embedding
             + self.head_cast()
             + self.head_pass(self.update),
-            "block": outside + self.head_gradient() + self.block_again() + self.saved(),
-            # Gradients of embedding and head, whole, in a row for the sum, and summed.
+            "block": 2 * tied + self.block_again() + self.saved(),  # if tied, weights and gradient
+            # A gradient, whole, in a row for the sum, and summed.
             "end": 2 * outside + outside / self._share,
         }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -52,10 +53,16 @@ WINDOWED = {
 transformers 5 qwen2_moe and phimoe have it only in the mask, olmoe only there."""
 
 
-class PackedRows(NamedTuple):
-    """Which tokens of a packed sequence are a row, or a text of one."""
+@dataclass
+class PackedRows:
+    """Which tokens of a packed sequence are a row, or a text of one.
+
+    Compiled code looks at no attribute of such an object that it does not use. Of a tuple it would look at all, and the
+    lengths are as many as there are rows: there would be a graph for each number of them.
+    """
 
     lengths: list[int]
+    longest: int
     starts: Tensor
     """Where each begins, and where the last one ends: int32, on the device."""
 
@@ -127,7 +134,8 @@ def _packed(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Layout:
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
     shifts_S, packed_N = starts_S - bounds[:-1], torch.arange(int(bounds[-1]))
     places_N = packed_N + shifts_S.repeat_interleave(lengths_S)
-    packed = PackedRows(lengths_S.tolist(), bounds.int().to(device, non_blocking=True))
+    lengths = lengths_S.tolist()
+    packed = PackedRows(lengths, max(lengths), bounds.int().to(device, non_blocking=True))
     inputs = {
         "input_ids": tokens_BT.flatten()[places_N.to(device, non_blocking=True)][None],
         "position_ids": (packed_N - bounds[:-1].repeat_interleave(lengths_S))[None].to(device, non_blocking=True),
@@ -245,9 +253,12 @@ def _attention(
     if packed_rows is None:
         return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
     window = options.pop("sliding_window", None) or None  # some models say 0 for none
+    if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
+        dtype = torch.get_autocast_dtype(query_BHTD.device.type)
+        query_BHTD, key_BHTD, value_BHTD = (part.to(dtype) for part in (query_BHTD, key_BHTD, value_BHTD))
     if _has_kernel(query_BHTD, value_BHTD):
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
-        longest, starts = max(packed_rows.lengths), packed_rows.starts
+        longest, starts = packed_rows.longest, packed_rows.starts
         out_NHD = varlen_attn(
             query,
             key,
@@ -262,19 +273,36 @@ def _attention(
         )
         assert isinstance(out_NHD, Tensor)  # more only if asked for
         return out_NHD[None], None
+    return _row_by_row(module, query_BHTD, key_BHTD, value_BHTD, packed_rows, window, **options), None
+
+
+@torch.compiler.disable  # it would be unrolled
+def _row_by_row(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    packed_rows: PackedRows,
+    window: int | None,
+    **options: Any,
+) -> Tensor:
     rows = zip(*(part.split(packed_rows.lengths, dim=2) for part in (query_BHTD, key_BHTD, value_BHTD)), strict=True)
     found = []
     for query, key, value in rows:
         mask = _window(query.shape[2], window, query.device)
         found.append(sdpa_attention_forward(module, query, key, value, mask, **options)[0])
-    return torch.cat(found, dim=1), None
+    return torch.cat(found, dim=1)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch can compute attention of all packed rows at once."""
     size = query.shape[-1]
     fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
-    return query.is_cuda and query.dtype in _SIXTEEN_BITS and fits and torch.cuda.get_device_capability() >= (8, 0)
+    return fits and query.dtype in _SIXTEEN_BITS and _runs_kernel(query.device)
+
+
+def _runs_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:

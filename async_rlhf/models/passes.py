@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class Passes:
         """Passes of any lengths, the most expensive first: each unit joins the cheapest pass that has room for it."""
         limit, count = self.tokens or 1, len(units)
         least = -(-sum(min(unit.tokens, limit) for unit in units) // limit)
+        least = max(least, sum(2 * unit.tokens > limit for unit in units))  # no two of these share a pass
         if self.units is not None:
             least = max(least, -(-count // self.units))
         for passes in range(-(-least // ranks) * ranks, count, ranks):
@@ -62,22 +63,29 @@ class Passes:
         return [[number] for number in range(count)]
 
     def _filled(self, units: list[_Part], passes: int) -> list[list[int]] | None:
-        """The same for a number of passes; None if some unit finds no room."""
+        """The same for a number of passes; None if some unit finds no room.
+
+        A pass without room waits until a unit comes that is short enough: mostly once, as the longest come first.
+        """
+        most, room, costs = self.units or len(units), [self.tokens or 0] * passes, [0] * passes
         parts: list[list[int]] = [[] for _ in range(passes)]
-        waiting = [(0, place, _NOTHING) for place in range(passes)]
+        cheapest, waiting = [(0, place) for place in range(passes)], list[tuple[int, int]]()
         for number, unit in enumerate(units):
-            full = []
-            while waiting and waiting[0][2].units and self._exceeds(self._joined([waiting[0][2], unit]), None):
-                full.append(heappop(waiting))
-            if not waiting:
+            while waiting and -waiting[0][0] >= unit.tokens:
+                place = heappop(waiting)[1]
+                heappush(cheapest, (costs[place], place))
+            while cheapest and parts[place := cheapest[0][1]] and room[place] < unit.tokens:
+                heappop(cheapest)
+                heappush(waiting, (-room[place], place))
+            if not cheapest:
                 return None
-            _, place, part = waiting[0]
-            joined = self._joined([part, unit])
-            heapreplace(waiting, (joined.cost, place, joined))
+            _, place = heappop(cheapest)
             parts[place].append(number)
-            for each in full:
-                heappush(waiting, each)
-        return [parts[place] for _, place, _ in sorted(waiting, reverse=True)]
+            room[place] -= unit.tokens
+            costs[place] += unit.cost
+            if len(parts[place]) < most:
+                heappush(cheapest, (costs[place], place))
+        return [parts[place] for _, place in sorted(zip(costs, range(passes), strict=True), reverse=True)]
 
     def _even(self, units: list[_Part], wanted: int) -> list[int]:
         """Sizes of at most ``wanted`` passes, the most expensive of which is nearly as cheap as can be."""

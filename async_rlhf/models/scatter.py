@@ -119,3 +119,17 @@ class ScatteredBatches:
 
 def _sent(dtype: torch.dtype) -> torch.dtype:
     return _SENT.get(dtype, dtype)
+
+
+def in_one_copy(rows: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Rows on the CPU, on a device. On a GPU they arrive by one copy from pinned memory: the host goes on meanwhile,
+    while each copy from other memory would wait for what the GPU has to do before.
+    """
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in rows.items()}
+    # The largest first, so that each begins where its type may.
+    order = sorted(rows.values(), key=lambda tensor: -tensor.itemsize)
+    packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in order]).pin_memory()
+    parts = packed.to(device, non_blocking=True).split([tensor.nbytes for tensor in order])
+    found = {id(tensor): part.view(tensor.dtype).view(tensor.shape) for tensor, part in zip(order, parts, strict=True)}
+    return {name: found[id(tensor)] for name, tensor in rows.items()}

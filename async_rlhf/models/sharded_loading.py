@@ -6,11 +6,12 @@ megabytes at a time. Once the model is sharded, :func:`fill` makes room for this
 tensor.
 
 Every rank reads for itself; rank 0 does not read for all. FSDP shards rows, and rows lie side by side in a file, so
-the ranks of a host together read it once, at the same time, and nothing goes over the network. Each host needs the
-files, as it needs the configuration and the tokenizer: on a file system that it shares, or in the hub's cache, which
-locks what it downloads, so that a host downloads it once. That all hosts have the same files is found by their
-checksums (:func:`share_digests`). DeepSpeed's ZeRO-3 spreads whole weights of rank 0 by itself: :func:`fill_in_turn`
-gives it one at a time.
+the ranks of a host together read it once, at the same time, and nothing goes over the network. Of experts that are
+sharded otherwise each rank reads all, one after the other, and keeps its part. Each host needs the files, as it needs
+the configuration and the tokenizer: on a file system that it shares, or in the hub's cache, which locks what it
+downloads, so that a host downloads it once. That all hosts have the same files is found by their checksums
+(:func:`share_digests`). DeepSpeed's ZeRO-3 spreads whole weights of rank 0 by itself: :func:`fill_in_turn` gives it one
+at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -293,20 +294,20 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def _fill(parameter: nn.Parameter, origin: Origin, read: Read) -> None:
-    mine, first = parameter.data, 0
+    mine, places = parameter.data, [slice(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
-        mine, first = parameter.to_local(), first_row(parameter)
+        mine, (dim, first) = parameter.to_local(), first_index(parameter)
+        places[dim] = slice(first, first + mine.shape[dim])
     if mine.numel() > 0:  # ranks at the end may have no rows
-        places = tuple(slice(size) for size in mine.shape)
-        if places:
-            places = (slice(first, first + len(mine)), *places[1:])
-        mine.copy_(read(origin, places))
+        mine.copy_(read(origin, tuple(places)))
 
 
-def first_row(parameter: DTensor) -> int:
-    """Where this rank's rows of a sharded parameter begin: FSDP deals them as torch.chunk does."""
-    mesh, rows = parameter.device_mesh, parameter.shape[0] if parameter.dim() else 0
-    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(mesh.ndim - 1)), rows)
+def first_index(parameter: DTensor) -> tuple[int, int]:
+    """Which dimension of a parameter is sharded, and where this rank's part begins: FSDP cuts as torch.chunk does."""
+    mesh, place = parameter.device_mesh, parameter.placements[-1]
+    assert isinstance(place, Shard)
+    size = parameter.shape[place.dim]
+    return place.dim, min(mesh.get_local_rank(mesh.ndim - 1) * -(-size // mesh.size(mesh.ndim - 1)), size)
 
 
 @torch.no_grad()

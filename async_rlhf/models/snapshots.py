@@ -357,9 +357,9 @@ class RingShares:
         parallel.barrier("writing weights", model)
         slot, specs = self.ring.slot(version), {spec.name: spec for spec in self.ring.specs}
         for name, (parameter,), _ in published_parameters(model, adapters_only=False):
-            mine, first = parallel.piece(parameter)
-            if mine.numel():
-                yield mine, _part(slot, specs[name], first, mine.numel())
+            for mine, first in parallel.pieces(parameter):
+                if mine.numel():
+                    yield mine, _part(slot, specs[name], first, mine.numel())
         for name, buffer in saved_buffers(model) if parallel.ranks.is_main else ():
             yield buffer.reshape(-1), _part(slot, specs[name], 0, buffer.numel())
 
@@ -432,7 +432,7 @@ def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:
     if not parallel.is_sharded:
         return False
     every = [parameters for _, parameters, _ in published_parameters(model, adapters_only=False)]
-    return all(len(parameters) == 1 and parallel.has_piece(parameters[0]) for parameters in every)
+    return all(len(parameters) == 1 and parallel.has_pieces(parameters[0]) for parameters in every)
 
 
 def _part(slot: Tensor, spec: TensorSpec, first: int, count: int) -> Tensor:

@@ -99,7 +99,8 @@ def reading() -> Iterator[Read]:
 
     def read(origin: Origin, part: tuple[slice, ...]) -> Tensor:
         if isinstance(origin, Merged):
-            return origin.rows(part[0].start, part[0].stop, whole)[(slice(None), *part[1:])]
+            each = (origin.rows(row, row + 1, whole) for row in range(part[0].start, part[0].stop))
+            return torch.cat([made[(slice(None), *part[1:])] for made in each])
         if isinstance(origin, Tensor):
             found = origin[part]
         else:

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from launching import finish, launch, metrics_of, weights_of
+from ranks import widened
+from tiny import LLAMA_SIZES, byte_tokenizer
+from transformers import MixtralConfig, MixtralForCausalLM
 
 pytestmark = pytest.mark.distributed
 
@@ -57,3 +60,32 @@ def test_three_ranks_whose_number_divides_nothing_write_theirs(tmp_path):
     finish(launch(each, 3, tmp_path / "log"), tmp_path / "log", 200)
     for strategy in ("fsdp", "zero3"):
         assert metrics_of(tmp_path / f"{strategy}-shares") == metrics_of(tmp_path / f"{strategy}-gathered")
+
+
+def test_experts_that_the_ranks_do_not_divide_train_as_on_one_and_are_published_and_resumed(tmp_path):
+    """Three on two ranks, which share each of them."""
+    torch.manual_seed(0)
+    tokens = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
+    policy = widened(MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, **tokens, num_local_experts=3)))
+    policy.save_pretrained(tmp_path / "models" / "policy")
+    byte_tokenizer().save_pretrained(tmp_path / "models" / "policy")
+    changes = {"staleness": 1, "total_episodes": 64, "save_steps": 2, "lr_scheduler_type": "constant"}
+    run = {"folder": str(tmp_path), "models": str(tmp_path / "models"), **changes}
+    fsdp = {**run, "strategy": "fsdp", "checkpoint_format": "sharded"}
+    each = [{**fsdp, "name": how, "publishing": how} for how in ("shares", "gathered")]
+    again = {"resume_from": str(tmp_path / "shares" / "checkpoint-2"), "resume_anyway": True, "save_steps": 0}
+    finish(launch([*each, {**fsdp, "name": "again", **again}], 2, tmp_path / "log"), tmp_path / "log", 200)
+    one = {**run, "name": "one", "gradient_accumulation_steps": 2}
+    finish(launch([one], 1, tmp_path / "log"), tmp_path / "log", 100)
+    ours, theirs = metrics_of(tmp_path / "shares"), metrics_of(tmp_path / "one")
+    assert ours == metrics_of(tmp_path / "gathered")
+    assert ours[2:] == metrics_of(tmp_path / "again")
+    for name in ("loss/policy_avg", "grad_norm", "val/ratio"):
+        assert [row[name] for row in ours] == pytest.approx([row[name] for row in theirs], rel=1e-3, abs=1e-5)
+    left, right, start = weights_of(tmp_path / "shares"), weights_of(tmp_path / "one"), policy.state_dict()
+    assert left.keys() == right.keys()
+    experts = [name for name in right if ".experts." in name]
+    assert len(experts) == 2 * 3 * 3
+    moved = max((right[name] - tensor).abs().max() for name, tensor in start.items() if name in right)
+    assert all(torch.allclose(left[name], right[name], rtol=0, atol=1e-3 * moved) for name in right)
+    assert all(torch.equal(left[name], weights_of(tmp_path / "again")[name]) for name in right)

@@ -10,6 +10,7 @@ its own.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ class Traffic:
         self.to_host: Counter[str] = Counter()
         """Bytes by place."""
         self.to_device: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+        """Copies to the device that the host does not wait for, by "pinned" or "pageable" and place."""
         self.most_float64 = 0
         """Elements of the largest float64 tensor on the device."""
 
@@ -288,6 +291,10 @@ def _count_copy(source: Tensor, kind: torch.dtype, target: int | None, non_block
     _crosses(
         "to_host" if to_host else "to_device", source.numel() * (host_type if non_blocking else device_type).itemsize
     )
+    if non_blocking and not to_host:
+        pinned = source.untyped_storage().data_ptr() in SimulatedRuntime.pinned
+        for listener in _listening:
+            listener.copies[f"{'pinned' if pinned else 'pageable'} {_place()}"] += 1
     if not non_blocking or (to_host and _streams[-1] is None):  # to pageable memory the host copies by itself
         _waits()
 
@@ -421,6 +428,14 @@ class SimulatedRuntime:
         return 0
 
 
+def _pinned(tensor: Tensor) -> Tensor:
+    copied = tensor.clone()
+    address = copied.untyped_storage().data_ptr()
+    SimulatedRuntime.cudaHostRegister(address, copied.nbytes, 0)
+    weakref.finalize(copied, SimulatedRuntime.cudaHostUnregister, address)
+    return copied
+
+
 _factories = _Factories()
 
 
@@ -445,6 +460,7 @@ def install() -> None:
     cuda.Stream, cuda.Event, cuda.stream = SimulatedStream, SimulatedEvent, _on_stream
     cuda.current_stream = lambda device=None: _streams[-1] or SimulatedStream(device)
     cuda.cudart = lambda: SimulatedRuntime
+    Tensor.pin_memory = _pinned
     _redirect_autocast()
     _factories.__enter__()
 

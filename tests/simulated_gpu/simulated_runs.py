@@ -111,6 +111,8 @@ class Update:
     """Elements of the largest float64 tensor on the device."""
     cells: int
     """Tokens of the largest micro-batch, padding included."""
+    copies: Mapping[str, int]
+    """To the device that the host did not wait for, by "pinned" or "pageable" and place."""
 
 
 def update(folder: Path, **options: Any) -> Update:
@@ -134,7 +136,7 @@ def update(folder: Path, **options: Any) -> Update:
 
     learner.parallel.forward, learner.update = counted, watched
     trainer.train()
-    return Update(len(sizes), dict(found.waits), found.most_float64, max(sizes))
+    return Update(len(sizes), dict(found.waits), found.most_float64, max(sizes), dict(found.copies))
 
 
 @dataclass(frozen=True)

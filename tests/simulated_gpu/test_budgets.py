@@ -40,12 +40,12 @@ def update_twice(folder: Path, **options: Any) -> tuple[Update, Update]:
 
 def update_in_chunks(folder: Path, kept: int) -> tuple[Update, Update]:
     """The same with the head in chunks of five tokens, of which so many are kept for the backward pass."""
-    before = head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES
-    head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, 5, kept * 5 * 4 * 258
+    before = head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU, head.KEPT_BYTES
+    head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU, head.KEPT_BYTES = 1, 5, kept * 5 * 4 * 258
     try:
         return update_twice(folder, algorithm="grpo", samples_per_prompt=4)
     finally:
-        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = before
+        head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU, head.KEPT_BYTES = before
 
 
 def require_update(few: Update, many: Update) -> None:
@@ -55,6 +55,8 @@ def require_update(few: Update, many: Update) -> None:
     assert sum(waits.values()) <= 2, waits
     ours = {place: count for place, count in waits.items() if ASKED_BY_TRANSFORMERS not in place and count != 0}
     assert ours == {}
+    rows = {place: count for place, count in many.copies.items() if "learner.py" in place or "scatter.py" in place}
+    assert rows == {"pinned async_rlhf/models/scatter.py in_one_copy": many.micro_batches}
     assert max(few.most_float64 / few.cells, many.most_float64 / many.cells) <= 1, "float64 belongs to sums, not logits"
 
 

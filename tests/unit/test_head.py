@@ -206,10 +206,16 @@ def test_chunks_reach_every_token_once_and_are_of_the_size_asked_for(monkeypatch
     monkeypatch.setattr(head_module, "LEAST_ROWS", 5)
     for rows in (0, 1, 9, 10, 11, 99, 100, 101):
         for vocabulary in (1, 100, 200, 201, 10_000):
-            parts = head_module._parts(rows, vocabulary)
+            parts = head_module._parts(rows, vocabulary, torch.device("cpu"))
             assert [row for part in parts for row in range(part.start, part.stop)] == list(range(rows))
             assert max(part.stop - part.start for part in parts) <= max(5, 1000 // vocabulary)
             assert len(parts) == max(1, -(-rows // max(5, 1000 // vocabulary)))
+
+
+@pytest.mark.parametrize(("vocabulary", "chunks"), [(128_256, (32, 4)), (50_304, (32, 4)), (256, (1, 1))])
+def test_chunks_are_larger_on_a_gpu(vocabulary, chunks):
+    parts = [head_module._parts(8192, vocabulary, torch.device(kind)) for kind in ("cpu", "cuda")]
+    assert tuple(map(len, parts)) == chunks
 
 
 # Precision
@@ -335,7 +341,7 @@ def test_a_tensor_of_tokens_times_vocabulary_is_found(tmp_path, monkeypatch, fau
     monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * CHUNK)
     monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
     if fault == "whole logits":
-        monkeypatch.setattr(head_module, "_parts", lambda rows, vocabulary: [slice(0, rows)])
+        monkeypatch.setattr(head_module, "_parts", lambda rows, *_: [slice(0, rows)])
     elif fault == "the head is not replaced":
         monkeypatch.setattr(head_module, "_is_after", lambda *_: False)
     else:

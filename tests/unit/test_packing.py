@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from functools import partialmethod
 
 import pytest
 import torch
 from tiny import LLAMA_SIZES, new_policy
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,6 +24,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.config import ConfigError
+from async_rlhf.models import packing
 from async_rlhf.models.forward import (
     end_values,
     over_response_logits,
@@ -28,6 +32,7 @@ from async_rlhf.models.forward import (
     response_values,
     reward_scores,
 )
+from async_rlhf.models.kernels import compile_blocks
 from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle
 
 LENGTHS_B = torch.tensor([30, 7, 19, 3, 12])
@@ -275,11 +280,66 @@ def test_a_window_of_no_tokens_is_none():
 
 def test_rows_are_packed_by_themselves_only_where_tokens_limit_a_pass():
     policy = new_policy()
-    for packing, budget, expected in (
+    for how, budget, expected in (
         ("auto", False, False),
         ("auto", True, True),
         (False, True, False),
         (True, False, True),
     ):
-        choose(packing, budget, {"policy": policy}, False)
+        choose(how, budget, {"policy": policy}, False)
         assert is_packed(policy) is expected
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral"])
+def test_under_autocast_the_kernel_for_packed_rows_gets_16_bits_in_every_layer(kind, monkeypatch):
+    """Emulated: float32 weights make float32 queries and keys beside bfloat16 values."""
+    model, (tokens_BT, mask_BT), calls = made(kind), rows(), list[torch.dtype]()
+
+    def kernel(query, key, value, starts, _, longest, *rest, scale, window_size, enable_gqa):
+        calls.extend(each.dtype for each in (query, key, value))
+        found = []
+        for begin, end in itertools.pairwise(starts.tolist()):
+            q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
+            behind = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            mask = (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+            each = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+            found.append(each.transpose(0, 1))
+            assert end - begin <= longest
+        return torch.cat(found)
+
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    found = []
+    for capable in (False, True):
+        monkeypatch.setattr(packing, "_runs_kernel", lambda _, capable=capable: capable)
+        with torch.autocast("cpu", torch.bfloat16):
+            packed(model)
+            calls.clear()
+            found.append(response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT)
+        assert calls == [torch.bfloat16] * (3 * model.config.num_hidden_layers * capable)
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("capable", "graphs"), [(True, 1), (False, 5)], ids=["kernel", "row by row"])
+def test_compiled_blocks_have_the_same_graphs_for_any_number_of_rows(capable, graphs, monkeypatch, make_args):
+    """One with the kernel, which knows the rows by a tensor and a number; rows by themselves are left out of graphs."""
+    counter, model, right = CompileCounter(), made("llama"), made("llama")
+    monkeypatch.setattr(packing, "_runs_kernel", lambda _: capable)
+    monkeypatch.setattr(
+        packing, "varlen_attn", lambda query, key, value, starts, _, longest, *rest, **__: query * longest
+    )
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=counter))
+    torch._dynamo.reset()
+    compile_blocks(model, make_args(torch_compile=True))
+    found = []
+    for count in (2, 3, 5, 8, 12):
+        (tokens_BT, mask_BT), logprobs = rows(), []
+        repeated = torch.arange(count) % 4
+        for each in (model, right):
+            setattr(each, packing._MARK, True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=capable):
+                output = response_logprobs(each, tokens_BT[repeated], mask_BT[repeated], 0.7)
+            output.logprobs_BT.sum().backward()
+            logprobs.append(output.logprobs_BT)
+        torch.testing.assert_close(*logprobs, rtol=1e-5, atol=1e-5)
+        found.append(counter.frame_count)
+    assert found == [graphs] * 5

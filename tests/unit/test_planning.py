@@ -816,7 +816,7 @@ def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
 
 
 def test_the_planner_knows_how_large_a_chunk_of_the_head_is():
-    assert (memory._CHUNK_BYTES, memory._LEAST_ROWS) == (head.CHUNK_BYTES, head.LEAST_ROWS)
+    assert (memory._CHUNK_BYTES, memory._LEAST_ROWS) == (head.CHUNK_BYTES, head.LEAST_ROWS_ON_GPU)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def assert_shares(model: nn.Module, whole: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.requires_grad == right[name].requires_grad
-        parts = right[name].data.chunk(RANKS)
+        parts = right[name].data.chunk(RANKS, dim=parameter.placements[0].dim)
         mine = parts[rank] if rank < len(parts) else right[name].data[:0]
         assert torch.equal(parameter.to_local(), mine), name
         assert parameter.dtype == right[name].dtype

@@ -19,7 +19,7 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Model, Parallel
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
-from async_rlhf.models.sharded_loading import fill, first_row
+from async_rlhf.models.sharded_loading import fill, first_index
 
 
 class FullyShardedDataParallel(Parallel):
@@ -60,25 +60,43 @@ class FullyShardedDataParallel(Parallel):
         return model
 
     def _shard(self, model: nn.Module, offload: bool) -> None:
-        """Block by block, so that only one block's weights are whole at a time; none of a model that is unread."""
+        """Block by block, so that only one block's weights are whole at a time; none of a model that is unread.
+
+        Embedding and output head are groups too, unless they are one tensor: then the model's own group has it.
+        """
         offload = offload and self._mesh.device_type != "cpu"  # where else would they be
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+            "shard_placement_fn": self._placement,
         }
         cast: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(autocast_dtype(self.run), torch.float32)}
         for block in blocks(model):
             fully_shard(block, **options, **cast)
         if isinstance(model, PreTrainedModel) and not model.can_generate():
+            fully_shard(model.get_input_embeddings(), **options, **cast)
             # Scores and values are read by calling body and head, each by itself; heads compute in float32.
             for child in model.children():
                 fully_shard(child, **options, **(cast if child is model.base_model else {}))
-        elif isinstance(model, PreTrainedModel) and not self.run.head_float32:
-            fully_shard(model, **options, **cast)
+        elif isinstance(model, PreTrainedModel):
+            outside = {} if self.run.head_float32 else cast
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+            if not {*embedding.parameters()} & {*head.parameters()}:
+                fully_shard(embedding, **options, **outside)
+                fully_shard(head, **options, **outside)
+            fully_shard(model, **options, **outside)
         else:
             fully_shard(model, **options)
         fill(model, torch.device("cpu") if offload else self.device)
+
+    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+        """Experts, all of which are one tensor, are cut along another dimension where the ranks do not divide their
+        number: FSDP would pad this to a multiple, and some ranks would hold nothing else.
+        """
+        if parameter.dim() < 3 or parameter.shape[0] % self.shards == 0:
+            return None
+        return next((Shard(i) for i in range(1, parameter.dim()) if parameter.shape[i] % self.shards == 0), None)
 
     @property
     def shards(self) -> int:
@@ -119,21 +137,25 @@ class FullyShardedDataParallel(Parallel):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def has_piece(self, parameter: nn.Parameter) -> bool:
-        """FSDP shards rows, so that each rank's lie side by side."""
+    def has_pieces(self, parameter: nn.Parameter) -> bool:
+        """FSDP shards rows, so that each rank's lie side by side, or those of each expert."""
         if not isinstance(parameter, DTensor):
             return True
-        return parameter.placements[-1] == Shard(0) and all(place.is_replicate() for place in parameter.placements[:-1])
+        *others, last = parameter.placements
+        return last in (Shard(0), Shard(1)) and all(place.is_replicate() for place in others)
 
-    def piece(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
+    def pieces(self, parameter: nn.Parameter) -> list[tuple[Tensor, int]]:
         if not isinstance(parameter, DTensor):
-            mine, first, writes = parameter.data, 0, self.ranks.is_main
-        else:
-            place = parameter.device_mesh.get_coordinate()
-            assert place is not None
-            mine, writes = parameter.to_local().detach(), not any(place[:-1])  # of several copies the first
-            first = first_row(parameter) * parameter.shape[1:].numel()
-        return mine.reshape(-1) if writes else mine.new_empty(0), first
+            return [(parameter.data.reshape(-1), 0)] if self.ranks.is_main else []
+        place = parameter.device_mesh.get_coordinate()
+        assert place is not None
+        mine = parameter.to_local().detach()
+        if any(place[:-1]):  # of several copies the first writes
+            return []
+        dim, begin = first_index(parameter)
+        each, first = parameter.shape[dim:].numel(), begin * parameter.shape[dim + 1 :].numel()
+        parts = mine.reshape(parameter.shape[:dim].numel(), -1).unbind()
+        return [(part, number * each + first) for number, part in enumerate(parts)]
 
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         assert isinstance(parameter, DTensor)
