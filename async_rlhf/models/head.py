@@ -362,7 +362,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in the total's type."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, left, right, torch.float32, out=total)
     else:
         total += left @ right
