@@ -76,6 +76,7 @@ def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, 
         bf16=in_sixteen_bits(config, model),
         annotate=Pass(0, 0),
         update=Pass(0, 0),
+        zero=3 if parallel.is_sharded and not parallel.casts_gathered else 0,
     )
 
 
