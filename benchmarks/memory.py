@@ -285,7 +285,7 @@ def planned(case: Case) -> LearnerMemory:
         vocabulary=case.model.vocab_size,
         feed_forward=case.model.intermediate_size,
         block=case.model.model_type,
-        sharded=case.strategy == "fsdp",
+        strategy=case.strategy,
         bf16=case.bf16,
         recompute=case.checkpointing,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
 from async_rlhf.config.parallel import launched_on_host
+
+_BESIDE_LEARNER = 0.8
+"""Of a GPU's memory, the most that generators may take where a learner or a reward model computes as well."""
 
 
 def available_cores() -> int:
@@ -100,6 +104,35 @@ def free_gpus(learner: torch.device, reward: str | None = None) -> list[int]:
     if reward is not None and reward.startswith("cuda"):
         used.add(torch.device(reward).index or 0)
     return [gpu for gpu in reversed(range(torch.cuda.device_count())) if gpu not in used]
+
+
+def memory_taken(config: OnlineConfig, learner: torch.device) -> dict[str, float]:
+    """The share of each GPU's memory that vLLM may take in generator processes on this host."""
+    generation, taken = config.generation, dict[str, float]()
+    if generation.engine == "vllm" and generation.vllm.kv_cache_gb is None:
+        for number in range(_workers(config)):
+            given = (generation.device, number, learner, generation.vllm.tensor_parallel_size)
+            for device in worker_devices(*given, config.reward_model_device):
+                taken[device] = taken.get(device, 0.0) + generation.vllm.gpu_memory_utilization
+    return {device: share for device, share in taken.items() if device.startswith("cuda")}
+
+
+def check_memory(config: OnlineConfig, learner: torch.device) -> None:
+    """Require that those who share a GPU do not ask for more than all of its memory.
+
+    Raises:
+        ConfigError: they do.
+    """
+    each, ranks = config.generation.vllm.gpu_memory_utilization, launched_on_host()
+    used = {f"cuda:{rank}" for rank in range(ranks)} if ranks > 1 else {f"cuda:{learner.index or 0}"}
+    used = (used if learner.type == "cuda" else set()) | {config.reward_model_device or ""}
+    for device, share in memory_taken(config, learner).items():
+        number, room = round(share / each), _BESIDE_LEARNER if device in used else 1.0
+        others = f"{number} generators" if number > 1 else "a generator"
+        others += " and what is trained, or judges," if device in used else ""
+        right = f"must be at most {math.floor(100 * room / number) / 100:g}, and leave what the learner needs"
+        right = f"{others} share {device}; {right if device in used else right.partition(',')[0]}"
+        require(share <= room + 1e-9, "generation.vllm.gpu_memory_utilization", each, right)
 
 
 def check_gpus(config: OnlineConfig, learner: torch.device) -> None:

@@ -76,6 +76,7 @@ def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, 
         bf16=in_sixteen_bits(config, model),
         annotate=Pass(0, 0),
         update=Pass(0, 0),
+        zero=3 if parallel.is_sharded and not parallel.casts_gathered else 0,
     )
 
 
@@ -134,6 +135,7 @@ def with_checkpointing(
     parallel: Parallel,
     device: torch.device,
     rows_per_unit: int,
+    taken: float = 0.0,
 ) -> OnlineConfig:
     """The configuration with ``gradient_checkpointing`` decided: what "auto" means here is told in the log.
 
@@ -144,12 +146,14 @@ def with_checkpointing(
         parallel: how weights will be sharded.
         device: of this rank.
         rows_per_unit: of the algorithm.
+        taken: the share of the device that others will take.
     """
     if config.gradient_checkpointing != "auto":
         return config
     if device.type != "cuda":
         return replace(config, gradient_checkpointing=False)
-    room = _USED * torch.cuda.mem_get_info(device)[1]
+    free, total = torch.cuda.mem_get_info(device)
+    room = _USED * min(free + torch.cuda.memory_reserved(device), (1 - taken) * total)
     needed = bytes_without_checkpointing(config, trained, frozen, parallel, rows_per_unit)
     needed = max(parallel.ranks.gather("gradient_checkpointing", needed))
     told = "on" if needed > room else "off"

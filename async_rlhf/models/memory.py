@@ -2,7 +2,7 @@
 
 Every term is a method of :class:`LearnerMemory`. ``python benchmarks/memory.py`` runs the learner's own code and
 measures what each phase holds; tests/memory demands that both agree. Left out are what kernels, NCCL and the allocator
-need for themselves (see ``hardware.memory_share``), a value model, and adapters.
+need for themselves (see ``hardware.memory_share``), and adapters. A value model is one more of these sums.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 _FLOAT, _BFLOAT = 4, 2
 _CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 2048
 """As in models/head.py on a GPU."""
+_ZERO_BUCKET = 5e8
+"""Gradients that DeepSpeed sums at a time: its reduce_bucket_size, if the configuration says no other."""
 _SAVED = {
     ("llama", "float32"): (32, 8, 16),
     ("llama", "autocast"): (30, 4, 8),
@@ -35,7 +37,7 @@ class Shape:
         hidden: width of the residual stream.
         vocabulary: rows of the embedding.
         kv_width: key heads x head size.
-        feed_forward: width of the feed-forward layer.
+        feed_forward: width of the feed-forward layer; of a mixture, of all experts that a token meets.
         block: "llama" (RMSNorm, gated feed-forward layer) or "gpt_neox" (LayerNorm, GELU).
         tied: whether the output head is the embedding.
     """
@@ -88,6 +90,7 @@ class LearnerMemory:
         update: the largest pass with gradient.
         frozen_bytes: a parameter of the frozen models.
         state_bytes: a parameter of the policy: weight, gradient and moments.
+        zero: the stage of DeepSpeed's ZeRO, which gathers float32 and has another copy of what it updates; else 0.
     """
 
     shape: Shape
@@ -100,6 +103,7 @@ class LearnerMemory:
     update: Pass
     frozen_bytes: float = 4.0
     state_bytes: float = 16.0
+    zero: int = 0
 
     # What lies there all the time
 
@@ -113,11 +117,12 @@ class LearnerMemory:
 
     def gradients(self) -> float:
         """Float32, from the first micro-batch of a step to its end."""
-        return _FLOAT * self.shape.parameters / self._share
+        return _FLOAT * self.shape.parameters / (self.ranks if self.zero >= 2 else self._share)
 
     def optimiser(self) -> float:
-        """AdamW's two moments."""
-        return (self.state_bytes - 2 * _FLOAT) * self.shape.parameters / self._share
+        """AdamW's two moments; with ZeRO also the weights that it updates, which it copies to those of the model."""
+        each = self.state_bytes - 2 * _FLOAT + (_FLOAT if self.zero else 0)
+        return each * self.shape.parameters / (self.ranks if self.zero else self._share)
 
     def frozen_models(self) -> float:
         """Reference and reward model."""
@@ -125,8 +130,10 @@ class LearnerMemory:
 
     def buckets(self) -> float:
         """DDP's memory for gradients, in which they are summed over the ranks. It stays when they are given up, and the
-        next step's lie elsewhere until their last pass.
+        next step's lie elsewhere until their last pass. ZeRO has one of limited size.
         """
+        if self.zero:
+            return _FLOAT * min(_ZERO_BUCKET, self.shape.parameters)
         return 0.0 if self.sharded or self.ranks == 1 else _FLOAT * self.shape.parameters
 
     def held(self) -> float:
@@ -135,9 +142,14 @@ class LearnerMemory:
 
     # Weights of other ranks
 
+    @property
+    def _casts_gathered(self) -> bool:
+        """Whether weights are cast before they are gathered."""
+        return self.bf16 and self._share > 1 and not self.zero
+
     def _whole(self, parameters: float) -> float:
-        """Gathered in the type to compute with."""
-        return (_BFLOAT if self.bf16 else _FLOAT) * parameters if self._share > 1 else 0.0
+        """Gathered in the type to compute with, or by ZeRO in float32."""
+        return (_BFLOAT if self._casts_gathered else _FLOAT) * parameters if self._share > 1 else 0.0
 
     def outside_whole(self) -> float:
         """The head, while it computes, or the embedding: each by itself, or, if they are one, all through a pass."""
@@ -154,8 +166,8 @@ class LearnerMemory:
     # Copies of weights to compute with
 
     def _copies(self, parameters: float) -> float:
-        """Of weights that are float32: those that are gathered are cast before."""
-        return _BFLOAT * parameters if self.bf16 and self._share == 1 else 0.0
+        """Of weights that are float32 where they are needed."""
+        return _BFLOAT * parameters if self.bf16 and not self._casts_gathered else 0.0
 
     def cast_weights(self) -> float:
         """Autocast keeps its copy of every matrix of the policy until the forward pass ends, gathered or not."""
@@ -173,7 +185,7 @@ class LearnerMemory:
 
     @property
     def _computing(self) -> str:
-        return "float32" if not self.bf16 else "bfloat16" if self._share > 1 else "autocast"
+        return "float32" if not self.bf16 else "bfloat16" if self._casts_gathered else "autocast"
 
     def _states(self, one: Pass) -> float:
         """The residual stream."""

@@ -28,6 +28,7 @@ from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.generation.episodes.spec import episodes_of, tools_of
 from async_rlhf.generation.inline import PolicyEngine
+from async_rlhf.generation.placement import memory_taken
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.learner.launch import rank_device, start_ranks
 from async_rlhf.learner.learner import Learner
@@ -253,7 +254,8 @@ def _build(
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
     record = inputs.record or of_python(config, algorithm.name, inputs)  # as asked for
     frozen = _frozen(config, algorithm, models, device)
-    config = with_checkpointing(config, trained, frozen, parallel, device, algorithm.rows_per_unit)
+    taken = memory_taken(config, device).get(f"cuda:{device.index or 0}", 0.0)
+    config = with_checkpointing(config, trained, frozen, parallel, device, algorithm.rows_per_unit, taken)
     reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:

@@ -15,7 +15,7 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import steps_of
 from async_rlhf.generation.inline import PolicyEngine, make_inline
-from async_rlhf.generation.placement import check_engine, check_gpus
+from async_rlhf.generation.placement import check_engine, check_gpus, check_memory
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
@@ -41,6 +41,7 @@ def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> N
     if config.launch == "local":
         check_engine(config.generation)
         check_gpus(config, learner)
+        check_memory(config, learner)
     elif ranks.is_main:
         from async_rlhf.distributed.ray import connect
 

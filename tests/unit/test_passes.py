@@ -247,12 +247,17 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
 def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
     """With so much of the memory that all activations need."""
     needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel(), 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, share * needed / 0.8))
+    memory = share * needed / 0.8
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
         decided = with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2)
     assert decided.gradient_checkpointing is expected
     assert f"gradient_checkpointing: {'on' if expected else 'off'}, for without it the learner takes" in caplog.text
+    # What others have, or will take, is no room.
+    assert with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2, taken=0.3).gradient_checkpointing
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0.7 * memory, memory))
+    assert with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2).gradient_checkpointing
     for said in (True, False):
         asked = replace(config, gradient_checkpointing=said)
         assert with_checkpointing(asked, [new_policy()], [], Parallel(), gpu, 2) is asked

@@ -426,11 +426,15 @@ PLAIN = HardwareConfig(
     decode_share=0.5,
     step_seconds=0.001,
     reduce_gbs=10.0,
+    reduce_seconds=0.0001,
+    copy_gbs=8.0,
     weights_gbs=4.0,
 )
 SMALL = ModelSizeConfig(
-    parameters=1e9, layers=10, kv_width=100, reward_parameters=5e8, activations_gb=1.0, frozen_bytes=2.0
+    parameters=1e9, layers=10, kv_width=100, hidden=1000, reward_parameters=5e8, activations_gb=1.0, frozen_bytes=2.0
 )
+SEEN = 4 * 10 * 1000
+"""Operations of attention for each token that is seen."""
 BATCH = batch_of(
     WorkloadConfig(
         prompts=8, samples_per_prompt=4, prompt_tokens=100, response_length=50, response_tokens=20, trained_per_prompt=2
@@ -441,8 +445,8 @@ BATCH = batch_of(
 
 def test_seconds_of_the_learner_worked_by_hand():
     line = Roofline(PLAIN, SMALL, BATCH)
-    forward = 2 * 1.5e9 * 8 * 4 * 120 / 1e12
-    update = 6 * 1e9 * 8 * 2 * 120 / 0.5e12
+    forward = 1.5 * (2e9 + SEEN * 60) * 8 * 4 * 120 / 1e12
+    update = 3 * (2e9 + SEEN * 60) * 8 * 2 * 120 / 0.5e12
     assert line.learn_seconds(1) == pytest.approx(forward + update)
     # All but one part of 4 bytes a parameter goes round twice.
     assert line.learn_seconds(4) == pytest.approx((forward + update) / 4 + 2 * 0.75 * 4e9 / 10e9)
@@ -453,7 +457,7 @@ def test_seconds_of_the_learner_worked_by_hand():
 def test_seconds_of_a_generator_worked_by_hand():
     line = Roofline(PLAIN, SMALL, BATCH)
     token = 2 * 10 * 100 * 2  # bytes of keys and values
-    prefill = 2e9 * 8 * 100 / 1e12
+    prefill = (2e9 + SEEN * 50) * 8 * 100 / 1e12
     traffic = (50 * 2e9 + 32 * 20 * 110 * token) / 50e9
     assert line.generate_seconds(1) == pytest.approx(prefill + traffic + 50 * 0.001)
     # 3 generators: one has 3 prompts, and reads all weights as often.
@@ -461,16 +465,22 @@ def test_seconds_of_a_generator_worked_by_hand():
     assert line.generate_seconds(3) == pytest.approx(prefill * 3 / 8 + traffic + 50 * 0.001)
     # Where arithmetic is slower than memory, it counts.
     slow = Roofline(replace(PLAIN, memory_gbs=1e6), SMALL, BATCH)
-    assert slow.generate_seconds(1) == pytest.approx(prefill + 32 * 20 * 2e9 / 1e12 + 50 * 0.001)
+    assert slow.generate_seconds(1) == pytest.approx(prefill + 32 * 20 * (2e9 + SEEN * 110) / 1e12 + 50 * 0.001)
+    # 4 devices share all of it, and sum 2 x 10 times a step what each token has, over all but one of them twice.
+    traffic = (50 * 2e9 + 32 * 20 * 110 * token) / 200e9
+    summed = 50 * 20 * 0.0001 + 20 * 2 * (3 / 4) * 1000 * 2 * (8 * 100 + 32 * 20) / 10e9
+    assert line.generate_seconds(1, devices=4) == pytest.approx(prefill / 4 + traffic + 50 * 0.001 + summed)
 
 
 def test_completions_run_in_waves_where_their_keys_and_values_have_no_room():
     line = Roofline(PLAIN, SMALL, BATCH)
-    completion = 2 * 10 * 100 * 2 * 150  # at full length
+    completion = 2 * 10 * 100 * 2 * 120  # of mean length: they never hold more together
     whole = line.generate_seconds(1, room=2e9 + 32 * completion)
     waves = line.generate_seconds(1, room=2e9 + 31 * completion)
     assert whole == line.generate_seconds(1)
-    assert waves == pytest.approx(whole + 50 * (2e9 / 50e9 + 0.001))
+    assert waves == pytest.approx(whole + 50 / 31 * (2e9 / 50e9 + 0.001))
+    with pytest.raises(DoesNotFitError, match="more for a completion, and finds 2 on 2 devices"):
+        line.generate_seconds(1, room=1e9, devices=2)
     with pytest.raises(DoesNotFitError, match="a generator needs 2 GB for weights and more for a completion"):
         line.generate_seconds(1, room=2e9)
 
@@ -480,7 +490,7 @@ def test_weights_are_moved_to_generators_elsewhere_and_into_engines_that_take_tu
     (apart,) = line.batches(Split(2, 2))
     assert apart.generate == (0.5 + line.generate_seconds(2),) * 2
     # The learner copies 4 + 2 bytes a parameter in its memory, and gets half of the weights from its other device.
-    assert (apart.publish, apart.transfer) == (pytest.approx(6e9 / 100e9 + 0.5 * 2e9 / 10e9), 0.5)
+    assert (apart.publish, apart.transfer) == (pytest.approx(6e9 / 100e9 + 0.5 * 2e9 / 10e9), 0.25)
     (turns,) = line.batches(Split(2, 2, in_turn=True))
     assert (turns.generate, turns.publish) == (apart.generate, 0.0)
 
@@ -492,7 +502,7 @@ def test_what_does_not_fit_is_refused():
         Roofline(replace(PLAIN, memory_gb=19), SMALL, BATCH).batches(Split(1, 1))
     assert Roofline(replace(PLAIN, memory_gb=19), SMALL, BATCH).batches(Split(1, 2))
     with pytest.raises(DoesNotFitError, match="a learner of 8 needs 20 GB"):
-        Roofline(replace(PLAIN, memory_gb=19), replace(SMALL, sharded=False), BATCH).batches(Split(1, 8))
+        Roofline(replace(PLAIN, memory_gb=19), replace(SMALL, strategy="ddp"), BATCH).batches(Split(1, 8))
     with pytest.raises(
         DoesNotFitError, match="a generator needs 2 GB for weights and more for a completion, and finds 1"
     ):
@@ -545,7 +555,10 @@ def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
     [
         ({"vocabulary": 50_000}, {}),
         ({"recompute": False}, {"recompute": False, "feed_forward": 28_000}),
-        ({}, {"sharded": False}),
+        ({}, {"strategy": "zero3"}),
+        ({"strategy": "zero2"}, {"strategy": "zero1"}),
+        ({"strategy": "zero1"}, {"strategy": "ddp"}),
+        ({}, {"value_parameters": 8e9}),
         ({"recompute": True}, {"recompute": False}),
         ({"reward_parameters": 0.0}, {}),
         ({"learner_bytes": 12.0}, {}),
@@ -576,7 +589,7 @@ def test_a_recipe_says_how_large_passes_are():
 def test_more_devices_help_ever_less():
     line = Roofline(HardwareConfig(), replace(SMALL, parameters=4e8), replace(BATCH, prompts=512))
     seconds = [line.generate_seconds(g) for g in (1, 2, 4, 8, 16, 32)]
-    floor = 50 * (8e8 / (3350e9 * 0.6) + 0.005)
+    floor = 50 * (8e8 / (3350e9 * 0.85) + 0.001)
     assert all(a > b > floor for a, b in itertools.pairwise(seconds))
     gains = [a / b for a, b in itertools.pairwise(seconds)]
     assert gains == sorted(gains, reverse=True)
@@ -711,6 +724,85 @@ def plan(*words: str) -> int:
     return ended.value.code
 
 
+def recipe(name: str) -> PlanConfig:
+    return parse(PlanConfig, "plan", ["--config", str(RECIPES / "plan" / f"{name}.yml")])[0]
+
+
+def estimate(config: PlanConfig, **hardware) -> Roofline:
+    return Roofline(replace(config.hardware, **hardware), config.model, batch_of(config.workload, None))
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b_32_gpus", 12.9), ("qwen3_30b_a3b_32_gpus", 3.35)])
+def test_of_a_mixture_arithmetic_counts_what_a_token_meets_and_memory_everything(name, billions):
+    """The numbers of active parameters are those that the models' makers state: 12.9 and 3.3 billion."""
+    config = recipe(name)
+    mixture, dense = estimate(config, reduce_gbs=1e9), replace(config, model=replace(config.model, experts_per_token=1))
+    assert mixture._active / 1e9 == pytest.approx(billions, rel=0.01)
+    dense = estimate(replace(dense, model=replace(dense.model, experts=1)), reduce_gbs=1e9)
+    assert dense.learn_seconds(32) / mixture.learn_seconds(32) == pytest.approx(
+        dense._active / mixture._active, rel=0.25
+    )
+    assert mixture.memory(32, True).held() == dense.memory(32, True).held()
+    # Few operations and all weights to gather: then the network decides.
+    assert estimate(config, reduce_gbs=10).learn_seconds(32) > 3 * mixture.learn_seconds(32)
+
+
+@pytest.mark.parametrize(("longer", "share"), [(16_384, 1.27), (32_768, 1.54)])
+def test_attention_grows_with_the_length(longer, share):
+    config = recipe("llama_8b_16k_32_gpus")
+    tokens = replace(config.workload, prompt_tokens=1, response_length=longer - 1, response_tokens=longer - 1)
+    line = estimate(replace(config, workload=tokens))
+    assert line._forward(8.03e9) / (2 * 8.03e9) == pytest.approx(share, rel=0.01)
+
+
+def test_the_update_takes_about_as_long_as_others_report():
+    """torchtitan trains 5,762 tokens a second and GPU, 6,667 compiled, on 8 H100s; verl needs 111 s, 92 compiled, for
+    the 4.8 million tokens of a step. docs/planning.md has the sources.
+    """
+    whole = WorkloadConfig(prompts=16, samples_per_prompt=1, prompt_tokens=1, response_length=8191, train_rows=2)
+    model = replace(recipe("llama_8b_8_gpus").model, reference_parameters=0, reward_parameters=0, recompute=False)
+    titan = Roofline(HardwareConfig(), model, batch_of(whole, None))
+    assert 5762 < 16 * 8192 / 8 / titan.learn_seconds(8) < 6667
+    verl = replace(whole, prompts=4824, prompt_tokens=400, response_length=600)
+    step = Roofline(HardwareConfig(), replace(model, recompute=True), batch_of(verl, None))
+    assert 92 < step.learn_seconds(8) < 130
+
+
+def test_zero_3_holds_float32_and_copies_to_compute_with():
+    config = recipe("llama_8b_8_gpus")
+    fsdp, zero = (
+        estimate(replace(config, model=replace(config.model, strategy=name))).memory(8, True)
+        for name in ("fsdp", "zero3")
+    )
+    assert zero.block_whole() == 2 * fsdp.block_whole()
+    assert zero.cast_weights() == 2 * 32 * zero.shape.one_block
+    assert zero.held() - fsdp.held() == pytest.approx(4 * 8.03e9 / 8 + 4 * 5e8)  # what it updates, and its bucket
+
+
+def test_a_value_model_is_trained_in_the_same_passes():
+    critic = line_of(value_parameters=8.03e9, recompute=True)
+    assert critic.learn_seconds(8) > 1.5 * line_of(recompute=True).learn_seconds(8)
+    assert critic.learner_bytes(8)[0] == pytest.approx(line_of().learner_bytes(8)[0] + 12 * 8.03e9 / 8)
+    ppo = parse(RunConfig, "train", ["--config", str(RECIPES / "tldr" / "ppo_410m.yml")])[0]
+    assert batch_of(WorkloadConfig(), ppo).values
+
+
+def test_devices_of_a_generator_may_be_given(capsys):
+    work = replace(recipe("llama_70b_64_gpus").workload, tensor_parallel=8)
+    results = run_plan(replace(recipe("llama_70b_64_gpus"), workload=work, batches=24))
+    assert {row["tensor_parallel"] for row in results["choices"]} == {8}
+    assert all(row["in_turn"] or 8 * row["generators"] + row["learners"] == 64 for row in results["choices"])
+
+
+def test_in_one_queue_all_places_wait_while_weights_are_loaded():
+    workload = WorkloadConfig(prompts=8, samples_per_prompt=2, response_length=100, response_tokens=20, places=4)
+    work = replace(constant(10.0, 0.0, batches=200), speeds=[1.0])
+    seconds = [simulate(one_queue(work, workload, 0.0, 0, load), 2).step_seconds for load in (0.0, 4.0, 10.0)]
+    assert seconds == pytest.approx([10.0, 10.0, 10.0], rel=0.05)  # nothing but the longest is shortened
+    shorter = [simulate(one_queue(work, workload, 1.0, 0, load), 2).step_seconds for load in (0.0, 4.0, 10.0)]
+    assert shorter == pytest.approx([shorter[0], 4 + 0.6 * shorter[0], 10.0], rel=0.05)
+
+
 def test_the_command_says_what_to_set_and_writes_it_down(tmp_path, capsys):
     words = ["--seconds.generate=3", "--seconds.score=0.5", "--seconds.train=3.5", "--seconds.publish=0.5"]
     words += ["--devices=2", "--workload.prompts=90", "--max_staleness=2", f"--output_dir={tmp_path}"]
@@ -773,6 +865,8 @@ def test_the_command_reads_a_run_and_shows_its_own_error(tmp_path, capsys):
         (["--batches=20"], "batches: got 20; must be at least 40"),
         (["--overlap_slowdown=0.5"], "overlap_slowdown: got 0.5; must be at least 1"),
         (["--variation.learn=-1"], "learn: got -1.0; must be at least 0"),
+        (["--model.experts_per_token=2"], "model.experts_per_token: got 2; must be at most the 1 experts of a block"),
+        (["--model.experts=8"], "model.hidden: got None; must be given with model.experts"),
     ],
 )
 def test_bad_input_is_named(tmp_path, capsys, words, named):
@@ -797,6 +891,15 @@ def test_a_run_of_too_few_batches_is_refused(tmp_path):
         read_run(tmp_path / "run", warm_up=4)
 
 
+PROPOSED = {
+    "llama_8b_8_gpus": ("generation.workers: 2 ", "tensor_parallel"),
+    "llama_70b_32_gpus": ("parallel.ranks: 28, generation.vllm.tensor_parallel_size: 4: ", "in_flight"),
+    "llama_70b_64_gpus": ("parallel.ranks: 48, generation.vllm.tensor_parallel_size: 4: ", "in_flight"),
+    "llama_8b_16k_32_gpus": ("staleness_mode: bounded, generation.in_flight: true, ", "tensor_parallel"),
+}
+"""What is proposed for a recipe, and what is not: several devices and one queue only where they are needed."""
+
+
 @pytest.mark.parametrize("path", sorted((RECIPES / "plan").glob("*.yml")), ids=lambda path: path.stem)
 def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(RECIPES.parent)
@@ -812,7 +915,10 @@ def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
         * (1 + config.tolerance)
     )
     assert not math.isnan(results["best"]["speed_up"])
-    assert "Set staleness: " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    said, unsaid = PROPOSED.get(path.stem, ("Set staleness: ", "\0"))
+    assert said in text, text
+    assert unsaid not in text, text
 
 
 def test_the_planner_knows_how_large_a_chunk_of_the_head_is():

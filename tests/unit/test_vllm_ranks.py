@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from async_rlhf.config import ConfigError, ParallelConfig, RayConfig, VLLMConfig
-from async_rlhf.generation.placement import check_gpus, worker_devices
+from async_rlhf.generation.placement import check_gpus, check_memory, memory_taken, worker_devices
 from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
 from async_rlhf.models.snapshots import Region, SnapshotRing
 from async_rlhf.models.weights import differing, digests, named_weights
@@ -107,6 +107,32 @@ def test_generators_take_no_gpu_of_a_rank_unless_they_are_told_to(
     with nullcontext() if right else pytest.raises(ConfigError, match=wrong):
         check_gpus(config, torch.device("cuda:0"))
     check_gpus(replace(config, parallel=ParallelConfig()), torch.device("cuda:0"))  # one rank shares the only GPU
+
+
+@pytest.mark.parametrize(
+    ("gpus", "share", "changes", "most"),
+    [
+        (1, 0.9, {}, "a generator and what is trained, or judges, share cuda:0; must be at most 0.8, and leave"),
+        (1, 0.5, {"workers": 2}, "2 generators and .* share cuda:0; must be at most 0.4, and leave"),
+        (1, 0.3, {}, None),
+        (2, 0.9, {}, None),
+        (2, 0.6, {"workers": 2}, "2 generators share cuda:1; must be at most 0.5"),
+        (2, 0.5, {"workers": 2}, None),
+        (3, 0.9, {"workers": 2}, None),
+        (2, 0.9, {"device": "cuda:0"}, ".*must be at most 0.8"),
+        (1, 0.9, {"device": "cpu"}, None),
+        (1, 0.9, {"placement": "server", "urls": ["http://127.0.0.1:1"]}, None),
+    ],
+)
+def test_those_who_share_a_gpu_do_not_ask_for_more_than_all_of_it(monkeypatch, make_args, gpus, share, changes, most):
+    on_gpus(gpus, monkeypatch)
+    vllm = VLLMConfig(gpu_memory_utilization=share)
+    config = make_args(generation={"engine": "vllm", "vllm": vllm, **changes}, staleness=1)
+    wrong = f"^generation.vllm.gpu_memory_utilization: got {share}; {most}"
+    with nullcontext() if most is None else pytest.raises(ConfigError, match=wrong):
+        check_memory(config, torch.device("cuda:0"))
+    judging = make_args("judged", generation={"engine": "vllm", "vllm": vllm}, staleness=1)
+    assert memory_taken(judging, torch.device("cuda:0")) == {f"cuda:{gpus - 1}": share}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from async_rlhf.studies.plan import simulate
 from async_rlhf.studies.plan.config import PlanConfig
 from async_rlhf.studies.plan.measured import MeasuredRun, read_run
 from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
-from async_rlhf.studies.plan.search import Choice, Proposal, propose, search, try_split
+from async_rlhf.studies.plan.search import GAIN, Choice, Proposal, in_flight, propose, search, try_split
 from async_rlhf.studies.plan.times import Scaled, Split, Times, given
 from async_rlhf.system import trace
 from async_rlhf.system.files import whole_file
@@ -59,8 +59,10 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
     choices = search(source.times, source.devices, config)
     proposal = propose(choices, config.tolerance, config.in_turn)
     if proposal is None:
-        reasons = "; ".join(dict.fromkeys(choice.why_not for choice in choices))
-        raise ConfigError(f"devices: got {source.devices}; no split is possible: {reasons}")
+        reasons = list(dict.fromkeys(choice.why_not for choice in choices))
+        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        raise ConfigError(f"devices: got {source.devices}; no split is possible: {'; '.join(reasons[:3])}{more}")
+    choices, proposal = _queued(choices, proposal, source.times, config)
     found = [table(choices, proposal, config), advice(proposal, source, config), *_check(source, config)]
     print("\n\n".join([source.text, *found]))
     results = report(choices, proposal, source)
@@ -70,6 +72,25 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
             file.write(json.dumps({"config": asdict(config), **results}, indent=2, allow_nan=False) + "\n")
         write_trace(proposal, folder / TRACE)
     return results
+
+
+def _queued(
+    choices: list[Choice], proposal: Proposal, times: Times, config: PlanConfig
+) -> tuple[list[Choice], Proposal]:
+    """The same, or with one queue over batches, if the configuration leaves that open and it is much faster."""
+    work = config.workload
+    if not isinstance(times, Roofline) or work.in_flight is not None or proposal.choice.split.in_turn:
+        return choices, proposal
+    if times.batch.response_tokens == times.batch.response_length or config.max_staleness == 0:
+        return choices, proposal
+    queued = in_flight(times, choices, config)
+    faster = propose(queued, config.tolerance, in_turn=False)
+    assert faster is not None
+    gain = proposal.outcome.step_seconds / faster.outcome.step_seconds
+    if gain < GAIN or faster.staleness == 0:
+        return choices, proposal
+    others = [choice for choice in choices if choice.split.in_turn or choice.why_not]
+    return others + queued, replace(faster, synchronous=proposal.synchronous, in_flight=gain)
 
 
 def with_recipe(config: PlanConfig) -> PlanConfig:
@@ -149,8 +170,9 @@ def _devices(split: Split) -> int:
 def _split(split: Split) -> str:
     """A split in words."""
     if split.in_turn:
-        return f"{_count(split.generators, 'device')} in turn"
-    return f"{_count(split.generators, 'generator')} and {_count(split.learners, 'learner')}"
+        return f"{_count(split.learners, 'device')} in turn"
+    each = f" of {split.tensor_parallel} devices" if split.tensor_parallel > 1 else ""
+    return f"{_count(split.generators, 'generator')}{each} and {_count(split.learners, 'learner')}"
 
 
 def _count(number: int, name: str) -> str:
@@ -165,8 +187,9 @@ def short(number: float) -> str:
 def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> str:
     """The fastest splits as plain text: seconds from batch to batch for each staleness, and idle times."""
     possible = [choice for choice in choices if choice.outcomes]
-    shown = sorted(possible, key=lambda choice: choice.fastest)[: config.rows]
-    shown += [choice for choice in possible if choice.split.in_turn and choice not in shown]
+    by_speed = sorted(possible, key=lambda choice: choice.fastest)
+    turns = [choice for choice in by_speed if choice.split.in_turn][:1]
+    shown = [choice for choice in by_speed[: config.rows] if not choice.split.in_turn] + turns
     grid = Table(title="seconds a batch", title_justify="left")
     for title in ("generators", "learners", *(f"S = {s}" for s in range(config.max_staleness + 1))):
         grid.add_column(title, justify="right")
@@ -175,11 +198,14 @@ def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> 
     for choice in sorted(shown, key=lambda choice: (not choice.split.in_turn, choice.split.generators)):
         enough = proposal.staleness if choice is proposal.choice else choice.enough(config.tolerance)
         at = choice.outcomes[enough]
-        who = ("in turn", "in turn") if choice.split.in_turn else (choice.split.generators, choice.split.learners)
+        each = f" x {choice.split.tensor_parallel}" if choice.split.tensor_parallel > 1 else ""
+        who = ("in turn", "in turn")
+        if not choice.split.in_turn:
+            who = (f"{choice.split.generators}{each}", str(choice.split.learners))
         seconds = [choice.outcomes.get(s) for s in range(config.max_staleness + 1)]
         cells = ["" if outcome is None else f"{outcome.step_seconds:.3g}" for outcome in seconds]
         idle = ("", "") if choice.split.in_turn else (f"{at.generator_idle:.0%}", f"{at.learner_idle:.0%}")
-        grid.add_row(*map(str, who), *cells, str(enough), *idle, "<-" if choice is proposal.choice else "")
+        grid.add_row(*who, *cells, str(enough), *idle, "<-" if choice is proposal.choice else "")
     refused = [f"{_split(choice.split)}: {choice.why_not}" for choice in choices if choice.why_not]
     more = [f"and {len(refused) - 3} more splits"] if len(refused) > 3 else []
     console = Console(width=200, no_color=True, force_terminal=False, legacy_windows=False)
@@ -198,7 +224,13 @@ def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
         if split.in_turn
         else f"generation.workers: {split.generators} (or so many servers), parallel.ranks: {split.learners}"
     )
-    lines = [f"Set staleness: {proposal.staleness}, {where}: {outcome.step_seconds:.3g} s a batch{rate}."]
+    each = f", generation.vllm.tensor_parallel_size: {split.tensor_parallel}" if split.tensor_parallel > 1 else ""
+    lines = [f"Set staleness: {proposal.staleness}, {where}{each}: {outcome.step_seconds:.3g} s a batch{rate}."]
+    if proposal.in_flight > 1:
+        lines += [
+            "The longest answers decide how long a batch is sampled: also set staleness_mode: bounded, "
+            f"generation.in_flight: true, which is {proposal.in_flight:.2f} times as fast."
+        ]
     lines += _memory(source.times, split)
     if proposal.staleness == 0:
         lines.append(f"Staleness would gain no more than {config.tolerance:.0%}.")
@@ -220,7 +252,7 @@ def _memory(times: Times, split: Split) -> list[str]:
     if not isinstance(times, Roofline) or times.model.activations_gb is not None:
         return []
     recompute = times.recompute(split.learners)
-    needs = times.memory(split.learners, recompute).phases()
+    needs = times.phases(split.learners, recompute)
     phases = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in needs.items())
     with_it = ", with gradient_checkpointing: true" if recompute else ""
     return [f"Each learner needs {max(needs.values()) / 1e9:.0f} GB at its peak{with_it} ({phases})."]

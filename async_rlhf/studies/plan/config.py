@@ -75,7 +75,8 @@ class VariationConfig(Checked):
 
 @dataclass(frozen=True)
 class HardwareConfig(Checked):
-    """One device, and the shares of its peaks that are achieved; the defaults are an H100 80GB SXM."""
+    """One device, and the shares of its peaks that are achieved; the defaults are an H100 80GB SXM. Their sources
+    are in docs/planning.md."""
 
     name: str = key("H100 80GB SXM", role="log")
     """Name in the report."""
@@ -87,18 +88,22 @@ class HardwareConfig(Checked):
     """Share of it that can be used."""
     memory_gbs: float = key(3350.0, above(0))
     """Bandwidth of that memory, in 1e9 bytes a second."""
-    train_mfu: float = key(0.4, _SHARE)
-    """Share of the peak that forward and backward passes achieve."""
+    train_mfu: float = key(0.35, _SHARE)
+    """Share of the peak that forward and backward passes achieve, with what gradient checkpointing computes again."""
     forward_mfu: float = key(0.5, _SHARE)
     """Share of the peak that passes without gradient achieve, including a generator's prefill of prompts."""
-    decode_share: float = key(0.6, _SHARE)
+    decode_share: float = key(0.85, _SHARE)
     """Share of the memory's bandwidth that decoding achieves."""
-    step_seconds: float = key(0.005, at_least(0))
+    step_seconds: float = key(0.001, at_least(0))
     """Overhead of each decoding step, in seconds: launching, sampling, scheduling."""
     reduce_gbs: float = key(300.0, above(0))
-    """Bandwidth of summing gradients over the learners, as NCCL's tests report it ("bus bandwidth")."""
-    weights_gbs: float = key(10.0, above(0))
-    """Speed of bringing weights to the generators and of loading them, in 1e9 bytes a second: copies and checksums."""
+    """Bandwidth of sums and gathers over devices, as NCCL's tests report it ("bus bandwidth")."""
+    reduce_seconds: float = key(1e-5, at_least(0))
+    """What each sum over the devices of a generator takes, however small; there are two in a block."""
+    copy_gbs: float = key(16.0, above(0))
+    """Speed of bringing weights to the generators, beside their work, in 1e9 bytes a second."""
+    weights_gbs: float = key(4.0, above(0))
+    """Speed at which a generator loads and verifies them, in 1e9 bytes a second; each of its devices reads them all."""
 
     _group = "hardware."
 
@@ -108,7 +113,7 @@ class ModelSizeConfig(Checked):
     """Sizes of the models, to estimate times that have not been measured."""
 
     parameters: float | None = key(None, above(0), main="where times come from")
-    """Parameters of the policy, such as 8.0e9."""
+    """Parameters of the policy, such as 8.0e9; of a mixture, with all experts."""
     layers: int = key(0, at_least(0), main="where times come from")
     """Transformer blocks."""
     kv_width: int = key(0, at_least(0), main="where times come from")
@@ -119,7 +124,14 @@ class ModelSizeConfig(Checked):
     vocabulary: int = key(128_256, at_least(1))
     """Rows of the embedding."""
     feed_forward: int | None = key(None, at_least(1))
-    """Width of the feed-forward layer; null for 3.5 x hidden ("llama") or 4 x hidden ("gpt_neox")."""
+    """Width of the feed-forward layer, of a mixture that of one expert ("moe_intermediate_size" in some models'
+    config.json); null for 3.5 x hidden ("llama") or 4 x hidden ("gpt_neox")."""
+    attention_width: int | None = key(None, at_least(1))
+    """Query heads x head size; null for hidden."""
+    experts: int = key(1, at_least(1))
+    """Experts of each block; in a model's config.json "num_experts" or "num_local_experts"."""
+    experts_per_token: int = key(1, at_least(1))
+    """Experts that each token meets; in config.json "num_experts_per_tok". Arithmetic counts these, memory all."""
     block: Literal["llama", "gpt_neox"] = "llama"
     """ "llama" has RMSNorm and a gated feed-forward layer, as Mistral and Qwen have; "gpt_neox" LayerNorm and GELU."""
     tied: bool = False
@@ -128,6 +140,9 @@ class ModelSizeConfig(Checked):
     """Parameters of the reference policy; null for the policy's, 0 for none."""
     reward_parameters: float | None = key(None, at_least(0))
     """Parameters of the reward model; null for the policy's, 0 for none."""
+    value_parameters: float | None = key(None, at_least(0))
+    """Parameters of the value model, which is trained as well; null for the policy's if the recipe's algorithm has one,
+    else for none."""
     generator_bytes: float = key(2.0, above(0))
     """Bytes per weight in a generator, and so in what is published."""
     learner_bytes: float = key(16.0, above(0))
@@ -136,8 +151,8 @@ class ModelSizeConfig(Checked):
     """Bytes per weight of reference and reward model; null for 2 with bf16, else 4."""
     gradient_bytes: float = key(4.0, at_least(0))
     """Bytes of each gradient number that the learners sum up."""
-    sharded: bool = True
-    """The learners share weights, moments, reference and reward model (FSDP, ZeRO-3); else each holds all."""
+    strategy: Literal["fsdp", "zero3", "zero2", "zero1", "ddp"] = "fsdp"
+    """What learners share, as in train.parallel.strategy. With the first two that is all models."""
     bf16: bool = True
     """The learner computes in bfloat16, under autocast."""
     activations_gb: float | None = key(None, at_least(0))
@@ -152,6 +167,11 @@ class ModelSizeConfig(Checked):
             value = getattr(self, name)
             right = "must be at least 1 with model.parameters: it sizes the keys and values"
             require(self.parameters is None or value >= 1, f"model.{name}", value, right)
+        right = f"must be at most the {self.experts} experts of a block"
+        require(self.experts_per_token <= self.experts, "model.experts_per_token", self.experts_per_token, right)
+        for name in ("hidden", "feed_forward"):
+            right = "must be given with model.experts: it sizes the experts"
+            require(self.experts == 1 or getattr(self, name) is not None, f"model.{name}", None, right)
 
 
 @dataclass(frozen=True)
@@ -184,8 +204,11 @@ class WorkloadConfig(Checked):
     """Prompts that a free generator takes at a time; null for the recipe's generation.prompts_per_request, or else as
     many requests as there are generators."""
     in_flight: bool | None = None
-    """Requests of the next batches fill the places that ended answers leave; null for the recipe's
-    generation.in_flight, or else false."""
+    """Requests of the next batches fill the places that ended answers leave; null for true if the recipe's
+    generation.in_flight is, or if estimated times are shorter by a fifth with it."""
+    tensor_parallel: int | None = key(None, at_least(1))
+    """Devices of each generator, which share its model. null: the recipe's generation.vllm.tensor_parallel_size, if
+    that is above 1; or else 1, or the fastest of 1, 2, 4 and 8 if weights take more than half of a device."""
     places: int | None = key(None, at_least(1))
     """Completions that a generator decodes together, if in_flight; null for the recipe's generation.batch_size, or else
     all of its share of a batch."""

@@ -11,9 +11,10 @@ from async_rlhf.studies.plan.config import WorkloadConfig
 from async_rlhf.studies.plan.simulate import Work
 
 _HALVINGS = 60
+_COMPLETIONS = 512
 
 
-def one_queue(work: Work, workload: WorkloadConfig, sigma: float, seed: int) -> Work:
+def one_queue(work: Work, workload: WorkloadConfig, sigma: float, seed: int, load: float = 0.0) -> Work:
     """The same work, where each completion is a request and each place samples like a generator.
 
     A step of decoding takes as long as where completions are decoded in groups, of one place each, until the longest
@@ -24,17 +25,21 @@ def one_queue(work: Work, workload: WorkloadConfig, sigma: float, seed: int) -> 
         workload: prompts, completions, their lengths, and places of each generator.
         sigma: of the lengths; see :func:`lengths`.
         seed: of the lengths.
+        load: of a batch's seconds of each generator, those in which it loads weights: all its places wait.
     """
     assert workload.prompts is not None
     assert workload.samples_per_prompt is not None
     assert workload.response_length is not None
     rows, batches, generators = workload.prompts * workload.samples_per_prompt, len(work.learn), len(work.speeds)
     places = min(workload.places or rows, -(-rows // generators))
+    part = max(1, min(rows // _COMPLETIONS, places))  # of many that are alike, one in so many is enough
+    rows, places = rows // part, places // part
     mean = workload.response_tokens or workload.response_length
     lengths_BR = lengths(np.random.default_rng(seed), (batches, rows), mean, sigma, workload.response_length)
     groups = np.array_split(lengths_BR, -(-rows // places), axis=1)
     steps = sum(group_BR.max(axis=1).mean() for group_BR in groups) / generators
-    seconds_BR = lengths_BR * (np.sum(work.generate, axis=1).mean() / generators / steps)
+    token = (np.sum(work.generate, axis=1).mean() / generators - load) / steps
+    seconds_BR = lengths_BR * (token + load * generators * places / lengths_BR.sum(axis=1).mean())
     speeds = [speed for speed in work.speeds for _ in range(places)]
     return replace(work, generate=seconds_BR.tolist(), speeds=speeds)
 

@@ -1,8 +1,9 @@
 """Estimates times that were not measured, from model sizes, hardware speed and batch size.
 
-Each phase takes the time of its arithmetic or of its memory traffic, at the stated share of the peak. Left out: the
-arithmetic of attention (3% at 600 tokens), the optimiser's own step, rewards in Python, gathers of sharded weights
-(assumed to overlap with arithmetic), and waking an engine that takes turns with training, beyond loading weights.
+Each phase takes the time of its arithmetic or of its memory traffic, at the stated share of the peak. Of a mixture of
+experts, arithmetic counts the parameters that a token meets. Gathers of sharded weights overlap with arithmetic, so a
+pass takes the longer of both. Left out: the optimiser's own step, rewards in Python, and waking an engine that takes
+turns with training, beyond loading weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, parts
 
-_WEIGHT_BYTES = 4.0  # the learner's are float32
+_WEIGHT_BYTES, _GATHERED_BYTES = 4.0, 2.0  # the learner's are float32, and cast before they are gathered
+_MOST_PARALLEL = 8
+"""Devices of a host that are near enough to each other for tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class Batch:
     """Gradient checkpointing, if the recipe says."""
     prompts_per_request: int | None = None
     eval_completions: int | None = None
+    tensor_parallel: int | None = None
+    values: bool = False
+    """Whether the recipe's algorithm has a value model."""
 
 
 def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
@@ -62,6 +68,7 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     trained = whole.trained_per_prompt or samples
     require(trained <= samples, "workload.trained_per_prompt", trained, f"must be at most the {samples} of a prompt")
     recompute = None if recipe is None else recipe.train.gradient_checkpointing
+    needs = None if recipe is None else find(recipe.algorithm).needs(recipe.train)
     return Batch(
         whole.prompts,
         samples,
@@ -77,6 +84,8 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         recompute if isinstance(recompute, bool) else None,
         whole.prompts_per_request,
         whole.eval_completions,
+        whole.tensor_parallel,
+        needs is not None and needs.copies_reward,
     )
 
 
@@ -101,7 +110,8 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
         num_epochs=train.num_epochs,
         num_mini_batches=train.num_mini_batches,
         prompts_per_request=train.generation.prompts_per_request,
-        in_flight=train.generation.in_flight,
+        in_flight=train.generation.in_flight or None,
+        tensor_parallel=tp if (tp := train.generation.vllm.tensor_parallel_size) > 1 else None,
         places=train.generation.batch_size,
         eval_steps=train.eval_steps or None,
     )
@@ -128,8 +138,8 @@ class Roofline:
             raise DoesNotFitError(f"{split.generators} generators are more than the {prompts} prompts of a batch")
         # In turn, an engine gets the memory that the learner leaves; activations are freed by then.
         held, peak = self.learner_bytes(split.learners)
-        room = self._room() - (held if split.in_turn else 0.0)
-        generate = self.generate_seconds(split.generators, room)
+        room, devices = self._room() - (held if split.in_turn else 0.0), split.tensor_parallel
+        generate = self.generate_seconds(split.generators, room, devices)
         if peak > self._room():
             raise DoesNotFitError(
                 f"a learner of {split.learners} needs {peak / 1e9:.0f} GB on each device, which has "
@@ -137,76 +147,111 @@ class Roofline:
             )
         moved = self._weights() / (self.hardware.weights_gbs * 1e9)
         learn = self.learn_seconds(split.learners)
-        requests, evaluate = self._requests(split.generators, generate, moved, room)
+        requests, evaluate = self._requests(split, generate, moved, room)
         if split.in_turn:
             return [BatchTimes(requests, learn, publish=0.0, evaluate=evaluate)]
         publish = self.publish_seconds(split.learners)
-        return [BatchTimes(requests, learn, publish, transfer=moved, evaluate=evaluate)]
+        transfer = self._weights() / (self.hardware.copy_gbs * 1e9)
+        return [BatchTimes(requests, learn, publish, transfer=transfer, evaluate=evaluate, load=moved)]
 
     def _requests(
-        self, generators: int, share: float, moved: float, room: float
+        self, split: Split, share: float, moved: float, room: float
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds of each request of a batch and of an evaluation. Every generator loads the weights once a batch."""
-        batch = self.batch
+        batch, generators, devices = self.batch, split.generators, split.tensor_parallel
         evaluate: tuple[float, ...] = ()
         if batch.eval_completions is not None:
             prompts = batch.eval_completions / batch.samples_per_prompt / generators
-            evaluate = (self.sample_seconds(math.ceil(prompts), room),) * generators
+            evaluate = (self.sample_seconds(math.ceil(prompts), room, devices),) * generators
         if batch.prompts_per_request is None:
             return (moved + share,) * generators, evaluate
         sizes = parts(batch.prompts, batch.prompts_per_request)
         load = moved * min(1.0, generators / len(sizes))
-        return tuple(load + self.sample_seconds(size, room) for size in sizes), evaluate
+        return tuple(load + self.sample_seconds(size, room, devices) for size in sizes), evaluate
+
+    def degrees(self) -> tuple[int, ...]:
+        """Numbers of devices of a generator to try."""
+        if self.batch.tensor_parallel is not None:
+            return (self.batch.tensor_parallel,)
+        small = 2 * self._weights() <= self._room()
+        return (1,) if small else tuple(2**i for i in range(_MOST_PARALLEL.bit_length()))
 
     def publish_seconds(self, learners: int) -> float:
         """Seconds of the learner for a version: a copy in its own memory, of gathered weights if they are sharded."""
-        hardware, gathered = self.hardware, (learners - 1) / learners * self.model.sharded
+        hardware, gathered = self.hardware, (learners - 1) / learners * self._sharded
         copied = self._policy * (_WEIGHT_BYTES + self.model.generator_bytes)
         return copied / (hardware.memory_gbs * 1e9) + gathered * self._weights() / (hardware.reduce_gbs * 1e9)
 
-    def generate_seconds(self, generators: int, room: float | None = None) -> float:
+    def generate_seconds(self, generators: int, room: float | None = None, devices: int = 1) -> float:
         """Seconds of one generator for its share of the prompts; see :meth:`sample_seconds`."""
-        return self.sample_seconds(math.ceil(self.batch.prompts / generators), room)
+        return self.sample_seconds(math.ceil(self.batch.prompts / generators), room, devices)
 
-    def sample_seconds(self, prompts: int, room: float | None = None) -> float:
+    def sample_seconds(self, prompts: int, room: float | None = None, devices: int = 1) -> float:
         """Seconds of one generator for so many prompts.
 
         Every step reads all weights, and the keys and values of the completions under way; as many of these run at once
-        as their keys and values have room for. A step takes the longer of its memory traffic and its arithmetic.
+        as their keys and values have room for. Completions that begin together never hold more tokens than they have in
+        the end: t tokens each, of as many as are longer than t (Markov's inequality). Matrix products take the longer
+        of their memory traffic and their arithmetic, and so does attention after them; with several devices there are
+        two sums over them in each block.
 
         Args:
             prompts: sampled together.
-            room: bytes of the device for weights, keys and values; None for all that can be used.
+            room: bytes of each device for weights, keys and values; None for all that can be used.
+            devices: of the generator, which divide weights, keys and values.
         """
         batch, hardware, model = self.batch, self.hardware, self.model
         rows = prompts * batch.samples_per_prompt
         token = 2 * model.layers * model.kv_width * model.generator_bytes
-        room = (self._room() if room is None else room) - self._weights()
-        at_once = math.floor(room / (token * (batch.prompt_tokens + batch.response_length)))
-        if at_once < 1:
+        room = devices * (self._room() if room is None else room) - self._weights()
+        if room < token * (batch.prompt_tokens + batch.response_length):
             raise DoesNotFitError(
                 f"a generator needs {self._weights() / 1e9:.0f} GB for weights and more for a completion, and finds "
-                f"{max(0.0, room + self._weights()) / 1e9:.0f}"
+                f"{max(0.0, room + self._weights()) / 1e9:.0f}" + (f" on {devices} devices" if devices > 1 else "")
             )
-        operations = 2 * self._policy / (hardware.tflops * 1e12 * hardware.forward_mfu)  # seconds per token
-        steps = batch.response_length * math.ceil(rows / at_once)
-        read = batch.response_tokens * (batch.prompt_tokens + batch.response_tokens / 2) * token * rows
-        traffic = (steps * self._weights() + read) / (hardware.memory_gbs * 1e9 * hardware.decode_share)
-        arithmetic = rows * batch.response_tokens * operations
-        prefill = prompts * batch.prompt_tokens * operations
-        return prefill + max(traffic, arithmetic) + steps * hardware.step_seconds
+        at_once = math.floor(room / (token * (batch.prompt_tokens + batch.response_tokens)))
+        peak = devices * hardware.tflops * 1e12 * hardware.forward_mfu
+        seen, tokens = batch.prompt_tokens + batch.response_tokens / 2, rows * batch.response_tokens
+        steps = batch.response_length * max(1.0, rows / at_once)
+        read = devices * hardware.memory_gbs * 1e9 * hardware.decode_share
+        products = max(steps * self._weights() / read, tokens * 2 * self._active / peak)
+        attention = tokens * max(seen * token / read, self._attention(seen) / peak)
+        prompt = prompts * batch.prompt_tokens
+        prefill = prompt * (2 * self._active + self._attention(batch.prompt_tokens / 2)) / peak
+        each = hardware.step_seconds + 2 * model.layers * hardware.reduce_seconds * (devices > 1)
+        summed = 4 * (devices - 1) / devices * model.layers * shape_of(model).hidden * model.generator_bytes
+        summed *= (prompt + tokens) / (hardware.reduce_gbs * 1e9)
+        return prefill + products + attention + steps * each + summed
 
     def learn_seconds(self, learners: int) -> float:
-        """Seconds of reward model, reference and update with this many learners."""
+        """Seconds of reward, reference and value model and update with this many learners."""
         batch, hardware, model = self.batch, self.hardware, self.model
         length = batch.prompt_tokens + batch.response_tokens
         peak = hardware.tflops * 1e12 * learners
         scored = batch.prompts * batch.samples_per_prompt * length
         trained = batch.prompts * batch.trained_per_prompt * length * batch.num_epochs
-        forward = 2 * self._frozen * scored / (peak * hardware.forward_mfu)
-        update = (8 if self.recompute(learners) else 6) * self._policy * trained / (peak * hardware.train_mfu)
-        summed = 2 * (learners - 1) / learners * self._policy * model.gradient_bytes / (hardware.reduce_gbs * 1e9)
+        judges, trains = sum(map(self._forward, (*self._judges, self._value))), self._forward(self._policy)
+        trains += self._forward(self._value)
+        forward = judges * scored / (peak * hardware.forward_mfu)
+        update = (4 if self.recompute(learners) else 3) * trains * trained / (peak * hardware.train_mfu)
+        around, gbs = (learners - 1) / learners, hardware.reduce_gbs * 1e9
+        if self._sharded:  # once for a forward pass, twice for one with gradient
+            whole = around * _GATHERED_BYTES / gbs / learners
+            forward = max(forward, (self._frozen + self._value) * whole * scored / length / batch.annotate_rows)
+            update = max(update, 2 * self._trained * whole * trained / length / batch.train_rows)
+        summed = 2 * around * self._trained * model.gradient_bytes / gbs
         return forward + update + summed * batch.num_epochs * batch.num_mini_batches
+
+    def _attention(self, seen: float) -> float:
+        """Operations of attention for a token that sees so many, without what is in the weights: scores and their sums
+        of values, in every block.
+        """
+        return 4 * self.model.layers * (self.model.attention_width or shape_of(self.model).hidden) * seen
+
+    def _forward(self, parameters: float) -> float:
+        """Operations of a forward pass for a token of a completion, by the policy or a model of another size."""
+        seen = (self.batch.prompt_tokens + self.batch.response_tokens) / 2
+        return (2 * self._active + self._attention(seen)) * parameters / self._policy
 
     @property
     def _policy(self) -> float:
@@ -214,10 +259,36 @@ class Roofline:
         return self.model.parameters
 
     @property
-    def _frozen(self) -> float:
-        """Parameters of reference and reward model together."""
+    def _active(self) -> float:
+        """Parameters of the policy that a token meets: three matrices for each expert."""
+        model = self.model
+        rest = model.experts - model.experts_per_token
+        return self._policy - (3 * model.layers * rest * model.hidden * model.feed_forward if rest else 0)  # type: ignore
+
+    @property
+    def _judges(self) -> list[float]:
+        """Parameters of reference and reward model."""
         both = (self.model.reference_parameters, self.model.reward_parameters)
-        return sum(self._policy if parameters is None else parameters for parameters in both)
+        return [self._policy if parameters is None else parameters for parameters in both]
+
+    @property
+    def _frozen(self) -> float:
+        return sum(self._judges)
+
+    @property
+    def _value(self) -> float:
+        """Parameters of the value model."""
+        given = self.model.value_parameters
+        return given if given is not None else self._policy if self.batch.values else 0.0
+
+    @property
+    def _trained(self) -> float:
+        return self._policy + self._value
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the learners share all models."""
+        return self.model.strategy in ("fsdp", "zero3")
 
     @property
     def _frozen_bytes(self) -> float:
@@ -233,10 +304,11 @@ class Roofline:
     def learner_bytes(self, learners: int) -> tuple[float, float]:
         """Bytes on each of this many learners: what it holds between batches, and at its peak."""
         if self.model.activations_gb is None:
-            memory = self.memory(learners, self.recompute(learners))
-            return memory.held(), memory.peak()
-        held = self.model.learner_bytes * self._policy + self._frozen_bytes * self._frozen
-        held /= learners if self.model.sharded else 1
+            recompute = self.recompute(learners)
+            held = sum(memory.held() for memory in self.memories(learners, recompute))
+            return held, max(self.phases(learners, recompute).values())
+        held = self.model.learner_bytes * self._trained + self._frozen_bytes * self._frozen
+        held /= learners if self._sharded else 1
         return held, held + self.model.activations_gb * 1e9
 
     def recompute(self, learners: int) -> bool:
@@ -244,7 +316,18 @@ class Roofline:
         asked = self.batch.recompute if self.model.recompute is None else self.model.recompute
         if asked is not None or self.model.activations_gb is not None:
             return bool(asked)
-        return self.memory(learners, recompute=False).peak() > self._room()
+        return max(self.phases(learners, recompute=False).values()) > self._room()
+
+    def phases(self, learners: int, recompute: bool) -> dict[str, float]:
+        """Bytes of each of this many learners at the peak of each phase."""
+        each = [memory.phases() for memory in self.memories(learners, recompute)]
+        return {name: sum(phases[name] for phases in each) for name in each[0]}
+
+    def memories(self, learners: int, recompute: bool) -> list[LearnerMemory]:
+        """Of the policy with the frozen models, and of the value model, which is trained in the same passes."""
+        policy = self.memory(learners, recompute)
+        value = replace(policy, shape=replace(policy.shape, parameters=self._value), frozen=0.0)
+        return [policy, value] if self._value else [policy]
 
     def memory(self, learners: int, recompute: bool) -> LearnerMemory:
         """What each of this many learners holds, term by term."""
@@ -257,13 +340,14 @@ class Roofline:
             shape_of(model),
             self._frozen,
             learners,
-            model.sharded,
+            self._sharded,
             recompute,
             model.bf16,
             annotate,
             update,
             self._frozen_bytes,
             model.learner_bytes,
+            int(model.strategy[4:]) if model.strategy.startswith("zero") else 0,
         )
 
 
@@ -275,6 +359,5 @@ def shape_of(model: ModelSizeConfig) -> Shape:
     root = math.sqrt(embeddings**2 + 48 * model.layers * model.parameters)
     hidden = model.hidden or round((root - embeddings) / (24 * model.layers))
     feed_forward = model.feed_forward or round(hidden * (3.5 if model.block == "llama" else 4))
-    return Shape(
-        model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, feed_forward, model.block, model.tied
-    )
+    met = model.experts_per_token * feed_forward
+    return Shape(model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, met, model.block, model.tied)

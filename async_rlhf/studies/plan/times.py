@@ -16,11 +16,14 @@ from async_rlhf.studies.plan.simulate import Work
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The division of the devices. ``in_turn``: all devices alternate between both tasks, synchronous and inline."""
+    """The division of the devices. ``in_turn``: all devices alternate between both tasks, synchronous and inline.
+    ``tensor_parallel``: devices of each generator.
+    """
 
     generators: int
     learners: int
     in_turn: bool = False
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class BatchTimes:
         rewards: of the reward functions, which run beside training.
         transfer: from publishing until the generators have the weights, beside the learner's work.
         evaluate: of each request for a part of an evaluation, if there are evaluations.
+        load: of each generator for loading weights, if known.
     """
 
     generate: tuple[float, ...]
@@ -44,6 +48,7 @@ class BatchTimes:
     rewards: float = 0.0
     transfer: float = 0.0
     evaluate: tuple[float, ...] = ()
+    load: float = 0.0
 
 
 class DoesNotFitError(ValueError):
@@ -59,6 +64,9 @@ class Times(Protocol):
         Raises:
             DoesNotFitError: the split is impossible.
         """
+
+    def degrees(self) -> Sequence[int]:
+        """Numbers of devices of a generator to try."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,9 @@ class Scaled:
             )
             for i, row in enumerate(self.rows)
         ]
+
+    def degrees(self) -> Sequence[int]:
+        return (1,)
 
     def _requests(self, row: int, split: Split) -> tuple[float, ...]:
         seconds, measured = self.rows[row].generate, self.measured.generators
