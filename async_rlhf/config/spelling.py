@@ -21,8 +21,9 @@ _ELSEWHERE = {
     "reward_model_path": "reward_model",
     "use_vllm": "train.generation.engine",
     "per_device_batch_size": "train.per_device_train_batch_size",
+    "sharded": "model.strategy",
 }
-"""What other trainers call a key, and our name for it."""
+"""What other trainers, or earlier versions, call a key, and our name for it."""
 
 
 def keys_of(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, bool]]:

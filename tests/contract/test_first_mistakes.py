@@ -18,6 +18,7 @@ from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run import trackers
 from async_rlhf.run.config import RunConfig
+from async_rlhf.studies.plan.config import PlanConfig
 
 RECIPE = """\
 model: model  # the first line
@@ -112,6 +113,7 @@ def test_keys_have_lines_through_anchors_and_merges():
 
 def test_names_of_other_trainers_lead_to_keys():
     known = {key for name in BUILT_IN for key, _ in keys_of(RunConfig.of(name))}
+    known |= {key for key, _ in keys_of(PlanConfig)}
     assert set(_ELSEWHERE.values()) <= known
 
 
