@@ -126,8 +126,8 @@ class GenerationConfig(TruncationConfig):
     """Most new tokens of a completion, the stop token included."""
     seed_per_request: bool = True
     """Give vLLM a seed for each prompt, so that what is sampled depends on nothing else. With false all requests draw
-    from one generator of vLLM's: faster on a GPU, where it draws for all rows at once instead of one by one, but no two
-    runs are alike, and what is sampled again comes out differently. Staleness stays as exact as ever."""
+    from one generator of vLLM's: faster on a CPU, where rows with seeds draw one by one, and where vLLM uses its older
+    model runner, but no two runs are alike, and what is sampled again comes out differently. Staleness stays exact."""
     max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
     """Most answers of the policy in an episode with an environment or tools, each of at most response_length tokens; an
     episode that goes on is cut off there. Must be given with an environment or tools, and null without."""

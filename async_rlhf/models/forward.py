@@ -7,6 +7,7 @@ position ids are needed, and any causal language model of transformers works. A 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,8 @@ from async_rlhf.models.packing import laid_out
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import in_shares, pad_rows
 from async_rlhf.types import PolicyOutput
+
+logger = logging.getLogger(__name__)
 
 Row: TypeAlias = Sequence[int] | np.ndarray
 """Tokens of a prompt and its response."""
@@ -71,6 +74,12 @@ class _OutOfAutocast:
 def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+
+
+def advise_sixteen_bits(config: OnlineConfig, device: torch.device) -> None:
+    """Warn that a GPU is to compute in float32, which is the default."""
+    if device.type == "cuda" and autocast_dtype(config) is None:
+        logger.warning("bf16: got false; %s computes in float32, several times as slow as with bf16: true", device)
 
 
 def in_sixteen_bits(config: OnlineConfig, model: PreTrainedModel) -> bool:

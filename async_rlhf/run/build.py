@@ -37,7 +37,7 @@ from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models.budget import with_checkpointing
 from async_rlhf.models.context_length import check_positions, length_key, with_prompt_cap
-from async_rlhf.models.forward import autocast_dtype
+from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
@@ -380,6 +380,8 @@ def _load_models(
     device: torch.device,
 ) -> _Models:
     trust, ref_model = config.trust_remote_code, inputs.ref_model
+    if parallel.ranks.is_main:
+        advise_sixteen_bits(config, device)
     if parallel.is_sharded:
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
     on_meta = _reads_shares(inputs, parallel)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import LLAMA_SIZES, count_letters
+from tiny import LLAMA_SIZES, count_letters, new_args
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +18,7 @@ from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.distributed.parallel import Parallel, decayed_groups, trainable
 from async_rlhf.learner.optimizers import Together, make_optimizer
 from async_rlhf.models import frozen_models
-from async_rlhf.models.forward import response_logprobs, reward_scores
+from async_rlhf.models.forward import advise_sixteen_bits, response_logprobs, reward_scores
 from async_rlhf.models.frozen_models import HostCopy, hold_all, hold_linear
 from async_rlhf.models.kernels import blocks, compile_blocks
 from async_rlhf.run.checkpoint import learner_state, restore_learner
@@ -305,3 +305,10 @@ def test_what_is_decided_of_recomputing_reaches_the_model(make_policy, tokenizer
         args = make_args(f"run-{decided}", total_episodes=8)
         trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
         assert trainer.learner.policy.is_gradient_checkpointing is decided
+
+
+@pytest.mark.parametrize(("device", "changes"), [("cuda:1", {}), ("cuda:1", {"bf16": True}), ("cpu", {})])
+def test_a_gpu_that_computes_in_float32_is_said(tmp_path, caplog, device, changes):
+    advise_sixteen_bits(new_args(tmp_path, **changes), torch.device(device))
+    said = ["bf16: got false; cuda:1 computes in float32, several times as slow as with bf16: true"]
+    assert caplog.messages == (said if device == "cuda:1" and not changes else [])
