@@ -21,9 +21,7 @@ REFUSED = {
     "tokens of the learner left on the host": refused(
         "learner.learner:Learner._add", 'part["tokens_BT"].to(device)', 'part["tokens_BT"]'
     ),
-    "micro-batch left on the host": refused(
-        "learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x"
-    ),
+    "micro-batch left on the host": refused("learner.learner:Learner._backward", "in_one_copy(part, device)", "part"),
     "tokens of the reward model left on the host": refused(
         "models.forward:score_padded", "tokens_BT.to(device)", "tokens_BT"
     ),
@@ -122,11 +120,14 @@ TOO_DEAR = {
         "log_ratios_BT.sum(dim=1).cpu()",
     ),
     "micro-batch moved while the host waits": too_dear(
-        update_twice, "learner.learner:Learner._backward", "x.to(device, non_blocking=True)", "x.to(device)"
+        update_twice,
+        "learner.learner:Learner._backward",
+        "in_one_copy(part, device)",
+        "{name: x.to(device) for name, x in part.items()}",
     ),
     "logits in float64": too_dear(
         update_twice,
-        "models.head:LogprobsAndEntropies.logprobs",
+        "models.head:LogprobsAndEntropies.__call__",
         "torch.log_softmax(logits_CV / self.temperature, dim=-1)",
         "torch.log_softmax(logits_CV.double() / self.temperature, dim=-1).float()",
     ),
