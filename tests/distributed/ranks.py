@@ -118,6 +118,27 @@ def publish_by(how: str | None) -> None:
     snapshots.iterate_weights = refuse if how == "shares" else ITERATE_WEIGHTS
 
 
+def change_modules(whole: bool, first_scale: float, publishing: str | None, head_rows: int | None) -> None:
+    """Read models whole; begin with this loss scale; publish as told; cut the head into chunks of so many rows."""
+    build._reads_shares = (lambda *_: False) if whole else READS_SHARES
+    loss_scale.FIRST = first_scale
+    publish_by(publishing)
+    if head_rows is not None:
+        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
+
+
+def fail_at(trainer: OnlineTrainer, batch: int, **how) -> None:
+    """Break down, as told, before this batch is annotated."""
+    annotate, batches = trainer.learner.annotate, count(1)
+
+    def failing(scored):
+        if next(batches) == batch:
+            break_down(**how)
+        return annotate(scored)
+
+    trainer.learner.annotate = failing
+
+
 def train(
     folder: str,
     name: str,
@@ -149,12 +170,8 @@ def train(
     number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    build._reads_shares = (lambda *_: False) if whole else READS_SHARES
+    change_modules(whole, first_scale, publishing, head_rows)
     named = None if models is None else Path(models.format(rank=rank))
-    loss_scale.FIRST = first_scale
-    publish_by(publishing)
-    if head_rows is not None:
-        head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
     args = new_args(
         Path(folder),
         name,
@@ -178,14 +195,7 @@ def train(
     if rank > 0:
         require_no_batch(trainer)
     if fail is not None:
-        annotate, batches = trainer.learner.annotate, count(1)
-
-        def failing(scored):
-            if next(batches) == 1 + (not slow_rewards):
-                break_down(**fail)
-            return annotate(scored)
-
-        trainer.learner.annotate = failing
+        fail_at(trainer, 1 + (not slow_rewards), **fail)
     trainer.train()
     print(f"rank {rank}: {name} is done", flush=True)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 from simulated_runs import Fault, Published, publish, publish_float32, train, with_fault
-from test_budgets import decode_twice, require_decoding, require_publishing, require_update, update_twice
+from test_budgets import (
+    decode_twice,
+    require_decoding,
+    require_publishing,
+    require_update,
+    update_in_chunks,
+    update_twice,
+)
 
 DEVICES = r"Expected all tensors to be on the same device"
 INDEX = r"indices should be either on cpu or on the same device"
@@ -92,6 +99,7 @@ REFUSED = {
 }
 REQUIRED = {
     update_twice: require_update,
+    update_in_chunks: require_update,
     decode_twice: require_decoding,
     publish: require_publishing,
     publish_float32: require_publishing,
@@ -130,6 +138,12 @@ TOO_DEAR = {
         "models.head:LogprobsAndEntropies.__call__",
         "torch.log_softmax(logits_CV / self.temperature, dim=-1)",
         "torch.log_softmax(logits_CV.double() / self.temperature, dim=-1).float()",
+    ),
+    "logits of a chunk in float64": too_dear(
+        update_in_chunks,
+        "models.head:_logits",
+        "F.linear(states_CH, weight_VH, bias_V).float()",
+        "F.linear(states_CH, weight_VH, bias_V).double()",
     ),
     "weights that leave the device in float32": too_dear(
         publish,
@@ -177,7 +191,7 @@ def test_the_same_runs_pass_without_a_fault(on_gpu, tmp_path, options):
 def test_a_fault_exceeds_a_budget(on_gpu, tmp_path, name):
     fault, measure, require = TOO_DEAR[name]
     given = {"decode_twice": (), "update_twice": (tmp_path,), "publish": ("SnapshotRing", tmp_path)}
-    given["publish_float32"] = given["publish"]
+    given |= {"publish_float32": given["publish"], "update_in_chunks": (tmp_path, 0)}
     found = on_gpu(with_fault, fault, measure, *given[measure.__name__])
     with pytest.raises(AssertionError):
         require(found) if isinstance(found, Published) else require(*found)

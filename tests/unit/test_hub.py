@@ -46,92 +46,94 @@ class Hub:
         self.gate.set()
 
 
-def handler_of(hub: Hub):
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self, content: dict, status: int = 200) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+class Handler(BaseHTTPRequestHandler):
+    @property
+    def hub(self) -> Hub:
+        return self.server.hub
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.headers["Authorization"] != f"Bearer {TOKEN}":
-                self.answer({"error": "Invalid credentials in Authorization header"}, 401)
-            elif self.path == "/api/repos/create":
-                self.create(json.loads(body))
-            elif self.path == "/api/validate-yaml":
-                head = re.match(r"---\n(.*?)\n---\n", json.loads(body)["content"], re.DOTALL)
-                good = head is not None and isinstance(yaml.safe_load(head[1]), dict)
-                self.answer({"errors": [] if good else [{"message": "no metadata"}]}, 200 if good else 400)
-            elif found := re.fullmatch(r"/api/models/(.+)/preupload/main", self.path):
-                hub.reached.set()
-                hub.gate.wait(60)
-                files = [file["path"] for file in json.loads(body)["files"]]
-                modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in files}
-                told = [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]
-                self.answer({"files": told}, 200 if found[1] in hub.files else 404)
-            elif self.path.endswith("/info/lfs/objects/batch"):
-                objects = json.loads(body)["objects"]
-                self.answer({"transfer": "basic", "objects": [self.wanted(one) for one in objects]})
-            elif found := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
-                self.commit(found[1], [json.loads(line) for line in body.splitlines()])
-            else:
-                self.answer({"error": f"POST {self.path}"}, 404)
+    def answer(self, content: dict, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
-        def create(self, asked: dict) -> None:
-            name = f"{asked.get('organization') or 'nobody'}/{asked['name']}"
-            new = name not in hub.files
-            hub.files.setdefault(name, {})
-            if new:
-                hub.private[name] = asked.get("visibility") or ("private" if asked.get("private") else None)
-            place = f"http://127.0.0.1:{self.server.server_port}/{name}"
-            self.answer({"url": place, "error": "exists"}, 200 if new else 409)
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self.answer({"error": "Invalid credentials in Authorization header"}, 401)
+        elif self.path == "/api/repos/create":
+            self.create(json.loads(body))
+        elif self.path == "/api/validate-yaml":
+            head = re.match(r"---\n(.*?)\n---\n", json.loads(body)["content"], re.DOTALL)
+            good = head is not None and isinstance(yaml.safe_load(head[1]), dict)
+            self.answer({"errors": [] if good else [{"message": "no metadata"}]}, 200 if good else 400)
+        elif found := re.fullmatch(r"/api/models/(.+)/preupload/main", self.path):
+            self.hub.reached.set()
+            self.hub.gate.wait(60)
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in files}
+            told = [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]
+            self.answer({"files": told}, 200 if found[1] in self.hub.files else 404)
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            self.answer({"transfer": "basic", "objects": [self.wanted(one) for one in objects]})
+        elif found := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
+            self.commit(found[1], [json.loads(line) for line in body.splitlines()])
+        else:
+            self.answer({"error": f"POST {self.path}"}, 404)
 
-        def wanted(self, one: dict) -> dict:
-            place = f"http://127.0.0.1:{self.server.server_port}/lfs/{one['oid']}"
-            known = {"oid": one["oid"], "size": one["size"]}
-            return known if one["oid"] in hub.lfs else {**known, "actions": {"upload": {"href": place}}}
+    def create(self, asked: dict) -> None:
+        name = f"{asked.get('organization') or 'nobody'}/{asked['name']}"
+        new = name not in self.hub.files
+        self.hub.files.setdefault(name, {})
+        if new:
+            self.hub.private[name] = asked.get("visibility") or ("private" if asked.get("private") else None)
+        place = f"http://127.0.0.1:{self.server.server_port}/{name}"
+        self.answer({"url": place, "error": "exists"}, 200 if new else 409)
 
-        def commit(self, name: str, lines: list[dict]) -> None:
-            if hub.refused > 0:
-                hub.refused -= 1
-                self.answer({"error": "no write access"}, 403)
-                return
-            head, *operations = lines
-            changed = {}
-            for operation in operations:
-                value = operation["value"]
-                large = operation["key"] == "lfsFile"
-                changed[value["path"]] = hub.lfs[value["oid"]] if large else base64.b64decode(value["content"])
-            hub.files[name] |= changed
-            hub.commits.append((name, head["value"]["summary"], sorted(changed)))
-            number = f"{len(hub.commits):040x}"
-            place = f"http://127.0.0.1:{self.server.server_port}/{name}/commit/{number}"
-            self.answer({"commitUrl": place, "commitOid": number})
+    def wanted(self, one: dict) -> dict:
+        place = f"http://127.0.0.1:{self.server.server_port}/lfs/{one['oid']}"
+        known = {"oid": one["oid"], "size": one["size"]}
+        return known if one["oid"] in self.hub.lfs else {**known, "actions": {"upload": {"href": place}}}
 
-        def do_PUT(self) -> None:
-            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            number = self.path.rpartition("/")[2]
-            assert hashlib.sha256(data).hexdigest() == number
-            hub.lfs[number] = data
-            self.answer({})
+    def commit(self, name: str, lines: list[dict]) -> None:
+        if self.hub.refused > 0:
+            self.hub.refused -= 1
+            self.answer({"error": "no write access"}, 403)
+            return
+        head, *operations = lines
+        changed = {}
+        for operation in operations:
+            value = operation["value"]
+            large = operation["key"] == "lfsFile"
+            changed[value["path"]] = self.hub.lfs[value["oid"]] if large else base64.b64decode(value["content"])
+        self.hub.files[name] |= changed
+        self.hub.commits.append((name, head["value"]["summary"], sorted(changed)))
+        number = f"{len(self.hub.commits):040x}"
+        place = f"http://127.0.0.1:{self.server.server_port}/{name}/commit/{number}"
+        self.answer({"commitUrl": place, "commitOid": number})
 
-        def do_GET(self) -> None:
-            self.answer({"error": f"GET {self.path}"}, 404)
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        number = self.path.rpartition("/")[2]
+        assert hashlib.sha256(data).hexdigest() == number
+        self.hub.lfs[number] = data
+        self.answer({})
 
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
+    def do_GET(self) -> None:
+        self.answer({"error": f"GET {self.path}"}, 404)
 
-    return Handler
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
 
 
 @contextmanager
 def standing_in(monkeypatch):
     hub = Hub()
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub)) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.hub = hub
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
