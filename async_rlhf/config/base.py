@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -207,6 +208,10 @@ DEVICE = Rule(
 EACH_ONCE = Rule(lambda names: len(set(names)) == len(names), "must name each once")
 
 
+hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+"""The types of a configuration's fields, by name; evaluated once for each class, as a run makes many of them."""
+
+
 class Checked:
     """Base of the frozen configs: checks type and rules of every field; subclasses add checks of several."""
 
@@ -214,7 +219,7 @@ class Checked:
     """Prefix of key names in errors."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = hints_of(type(self))
         for item in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, item.name)
             require(fits(value, hints[item.name]), item.name, value, f"must be {spelt(hints[item.name])}")

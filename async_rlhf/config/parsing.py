@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, require, spelt
+from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import check_file, check_words, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
@@ -72,7 +72,7 @@ def options_of(kind: type[Checked], prefix: str = "", given: Any = None) -> Iter
         prefix: of the keys, with its dot.
         given: an instance, whose values are the defaults; None for those of the class.
     """
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     for item in fields_of(kind):
         hint, key = hints[item.name], f"{prefix}{item.name}"
         default = _default(item) if given is None else getattr(given, item.name)
@@ -188,7 +188,7 @@ class _Values:
     def arguments(self, kind: type[Checked], prefix: str = "") -> dict[str, Any]:
         """What the class is called with: keys that are set, and groups of which one is set."""
         made: dict[str, Any] = {}
-        hints = get_type_hints(kind)
+        hints = hints_of(kind)
         for item in dataclasses.fields(kind):  # type: ignore[arg-type]
             key, default = f"{prefix}{item.name}", _default(item)
             if _is_group(hint := hints[item.name]):

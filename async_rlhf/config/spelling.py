@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from async_rlhf.config.base import Checked, ConfigError
+from async_rlhf.config.base import Checked, ConfigError, hints_of
 
 _ELSEWHERE = {
     "num_generations": "train.samples_per_prompt",
@@ -28,7 +28,7 @@ _ELSEWHERE = {
 
 def keys_of(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Every key with dots, and whether any keys may stand below it, as in ``models``."""
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in hints_of(kind).items():
         if name.startswith("_"):
             continue
         if isinstance(hint, type) and issubclass(hint, Checked):

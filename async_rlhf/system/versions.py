@@ -29,6 +29,7 @@ _SECONDS = 20
 """Most that git may take: its index may be on a slow network drive."""
 
 
+@cache
 def version_of(package: str) -> str | None:
     """The installed version of a package; None if it is not installed."""
     try:
