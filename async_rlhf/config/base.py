@@ -204,6 +204,8 @@ DEVICE = Rule(
     ),
     f'must be "cpu", "cuda", "cuda:1" or the like up to {_LAST_DEVICE}, "mps" or "xpu"',
 )
+APART = Rule(lambda value: value == "learner" or DEVICE.holds(value), f'{DEVICE.right}; or "learner"')
+"""Where a model that is not trained computes: where the learner does, in its turn, or on a device, beside training."""
 
 EACH_ONCE = Rule(lambda names: len(set(names)) == len(names), "must name each once")
 

@@ -44,7 +44,7 @@ def check_together(config: OnlineConfig) -> None:
     _check_generation(config)
     _check_precision_and_penalty(config)
     _check_parallel(config)
-    _check_reward_device(config)
+    _check_own_devices(config)
     _check_launch(config)
     _check_deterministic(config)
 
@@ -194,13 +194,13 @@ def _check_parallel(config: OnlineConfig) -> None:
     require(here or config.reward_model_bits is None, "reward_model_bits", config.reward_model_bits, right)
 
 
-def _check_reward_device(config: OnlineConfig) -> None:
-    """Refuse a device for a reward model that is somewhere else."""
+def _check_own_devices(config: OnlineConfig) -> None:
+    """Refuse a device for a frozen model that is somewhere else."""
     device = config.reward_model_device
     right = "must be null with ray.reward_workers, which have devices of their own (ray.reward_num_gpus)"
     require(device is None or config.ray.reward_workers == 0, "reward_model_device", device, right)
-    right = "must be false with reward_model_device, where the reward model is alone"
-    require(device is None or not config.offload_frozen, "offload_frozen", True, right)
+    right = "must be false with reward_model_device and reference_device, where frozen models are alone"
+    require(not config.own_devices or not config.offload_frozen, "offload_frozen", True, right)
 
 
 def _check_launch(config: OnlineConfig) -> None:

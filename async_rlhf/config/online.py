@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_rlhf.config.base import DEVICE, FOLDER, SUMS, Checked, Rule, above, at_least, at_most, inside, key, require
+from async_rlhf.config.base import APART, FOLDER, SUMS, Checked, Rule, above, at_least, at_most, inside, key, require
 from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensPerPass, TrainingConfig
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig
@@ -252,9 +252,12 @@ class OnlineConfig(TrainingConfig):
     reward_model_bits: Literal[4, 8] | None = None
     """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
     them."""
-    reward_model_device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
+    reward_model_device: str | None = key(None, APART, role="place", must_stay=SUMS)
     """A device for the reward model alone, e.g. "cuda:3", or "cpu" where cores are left: it then judges batches as they
-    come, beside training. null computes it on the learner's device, shared by its ranks, when a batch has its turn."""
+    come, beside training. "learner" computes it on the learner's device, shared by its ranks, when a batch has its
+    turn. null is "cpu" where generator processes and a learner share a CPU and take no turns, else "learner"."""
+    reference_device: str | None = key(None, APART, role="place", must_stay=SUMS)
+    """The same for the reference policy. It takes a model of its own: adapters are switched off where they are."""
     num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
     """CPU threads of the learner; null for torch's choice, less the generators' share."""
     lora: LoRAConfig = key(LoRAConfig)
@@ -384,9 +387,9 @@ class OnlineConfig(TrainingConfig):
         return self.metric_for_best_model or self.stop_at
 
     @property
-    def scores_elsewhere(self) -> bool:
-        """Whether the reward model computes where the learner does not."""
-        return self.ray.reward_workers > 0 or self.reward_model_device is not None
+    def own_devices(self) -> set[str]:
+        """The devices that frozen models have for themselves."""
+        return {name for name in (self.reward_model_device, self.reference_device) if name not in (None, "learner")}
 
     @property
     def evaluation_delay(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -74,7 +74,7 @@ def check_engine(config: GenerationConfig) -> None:
 
 
 def worker_devices(
-    device: str | None, number: int, learner: torch.device, each: int = 1, reward: str | None = None
+    device: str | None, number: int, learner: torch.device, each: int = 1, apart: Collection[str] = ()
 ) -> tuple[str, ...]:
     """The devices of a worker. By default workers use the GPUs that the learner does not use, the last first; a CPU
     learner's workers run on the CPU, and a single GPU is shared.
@@ -84,25 +84,24 @@ def worker_devices(
         number: the worker's. Workers beyond the last free GPUs begin with the first ones again.
         learner: its device.
         each: how many GPUs a worker needs.
-        reward: the device that the reward model has for itself.
+        apart: the devices that frozen models have for themselves.
     """
     if device is not None and device != "cuda":
         return (device,)
     if device is None and learner.type != "cuda":
         return (learner.type,)
-    others = free_gpus(learner, reward) or free_gpus(learner) or [0]
+    others = free_gpus(learner, apart) or free_gpus(learner) or [0]
     groups = max(1, len(others) // each)
     first = number % groups * each
     return tuple(f"cuda:{gpu}" for gpu in others[first : first + each])
 
 
-def free_gpus(learner: torch.device, reward: str | None = None) -> list[int]:
-    """The GPUs that neither the learner nor a reward model of its own device uses, the last first."""
+def free_gpus(learner: torch.device, apart: Collection[str] = ()) -> list[int]:
+    """The GPUs that neither the learner nor a frozen model of its own device uses, the last first."""
     ranks, used = launched_on_host(), set[int]()
     if learner.type == "cuda":
         used |= set(range(ranks)) if ranks > 1 else {learner.index or 0}
-    if reward is not None and reward.startswith("cuda"):
-        used.add(torch.device(reward).index or 0)
+    used |= {torch.device(name).index or 0 for name in apart if name.startswith("cuda")}
     return [gpu for gpu in reversed(range(torch.cuda.device_count())) if gpu not in used]
 
 
@@ -112,7 +111,7 @@ def memory_taken(config: OnlineConfig, learner: torch.device) -> dict[str, float
     if generation.engine == "vllm" and generation.vllm.kv_cache_gb is None:
         for number in range(_workers(config)):
             given = (generation.device, number, learner, generation.vllm.tensor_parallel_size)
-            for device in worker_devices(*given, config.reward_model_device):
+            for device in worker_devices(*given, config.own_devices):
                 taken[device] = taken.get(device, 0.0) + generation.vllm.gpu_memory_utilization
     return {device: share for device, share in taken.items() if device.startswith("cuda")}
 
@@ -125,7 +124,7 @@ def check_memory(config: OnlineConfig, learner: torch.device) -> None:
     """
     each, ranks = config.generation.vllm.gpu_memory_utilization, launched_on_host()
     used = {f"cuda:{rank}" for rank in range(ranks)} if ranks > 1 else {f"cuda:{learner.index or 0}"}
-    used = (used if learner.type == "cuda" else set()) | {config.reward_model_device or ""}
+    used = (used if learner.type == "cuda" else set()) | config.own_devices
     for device, share in memory_taken(config, learner).items():
         number, room = round(share / each), _BESIDE_LEARNER if device in used else 1.0
         others = f"{number} generators" if number > 1 else "a generator"
@@ -149,7 +148,7 @@ def check_gpus(config: OnlineConfig, learner: torch.device) -> None:
         require(learner.type != "cuda" or each <= found, key, each, right)
         return
     on_gpus = learner.type == "cuda" if generation.device is None else generation.device == "cuda"
-    free = free_gpus(learner, config.reward_model_device) if on_gpus else []
+    free = free_gpus(learner, config.own_devices) if on_gpus else []
     if each == 1:
         right = f"the {config.parallel.ranks} ranks leave no GPU to generators; must name a GPU that they are to share "
         right += '("cuda:0"), or be "cpu"; or start fewer ranks, let rank 0 see another GPU, or sample on servers'

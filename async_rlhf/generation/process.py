@@ -51,7 +51,7 @@ class ProcessGenerator(RemoteGenerator):
             generation.device,
             learner=self.parallel.device_of(policy),
             each=generation.vllm.tensor_parallel_size,
-            reward=config.reward_model_device,
+            apart=config.own_devices,
         )
         devices = {taken for number in range(generation.workers) for taken in self._devices(number)}
         shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}

@@ -21,12 +21,13 @@ from async_rlhf.algorithms.policy import kl_penalties
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.loss_scale import LossScale
-from async_rlhf.distributed.parallel import Parallel, decayed_groups, trainable
+from async_rlhf.distributed.parallel import ALONE, Parallel, decayed_groups, trainable
 from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
-from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens
+from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens, passes_alone
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     RewardWrapper,
@@ -47,7 +48,9 @@ from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.scatter import ScatteredBatches, in_one_copy
 from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
 from async_rlhf.models.weights import of_digests
-from async_rlhf.types import Experience, ScoredBatch
+from async_rlhf.rewards.prefetch import EarlyResults
+from async_rlhf.system.trace import Trace
+from async_rlhf.types import Experience, Group, ScoredBatch
 
 _Compute: TypeAlias = Callable[[dict[str, Any]], dict[str, Tensor]]
 """From fields of an experience to others."""
@@ -78,6 +81,7 @@ class Learner:
         parallel: how work and weights are divided among ranks; None for a single one.
         load: loads a checkpoint's weights into the trained models, before they are sharded.
         optimizers: the user's own optimiser, and its schedule; None for AdamW, and the configuration's schedule.
+        reference_apart: the reference policy computes beside training, on rank 0 and on the device that it is on.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Learner:
         parallel: Parallel | None = None,
         load: Callable[[PolicyAndValueWrapper], None] | None = None,
         optimizers: Optimizers = (None, None),
+        reference_apart: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.config = config
@@ -107,6 +112,11 @@ class Learner:
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
             load(self.model)
+        self._early: EarlyResults[Tensor | None] | None = None
+        """What a reference policy that computes apart says of batches, on rank 0."""
+        self._reference_apart = reference_apart and own_reference is not None
+        if self._reference_apart and self.ranks.is_main:
+            self._early = EarlyResults(self._reference_logprobs, name="reference")
         self._prepare(own_reference, optimizers[0])
         self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
@@ -138,7 +148,9 @@ class Learner:
                 model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
         # From here on the weights may be sharded, so no code may rely on having all of them.
-        self.reference = None if reference is None else frozen(reference, config, self.parallel)
+        parallel = ALONE if self._reference_apart else self.parallel
+        needed = self._early is not None or not self._reference_apart
+        self.reference = frozen(reference, config, parallel) if reference is not None and needed else None
         self._reference_at_hand = on_device(self.reference, config, self.parallel)
         parts = [self.policy] if value is None else [self.policy, value]
         if config.fp16:
@@ -180,7 +192,11 @@ class Learner:
             On rank 0 the rows to train on, and metrics over all samples of the batch, trained on or not. On the others
             an experience without rows.
         """
-        experience, parts, deal = _rewarded(scored), list[Tensor](), None
+        groups, scores_B = _rewarded(scored)
+        experience, parts, deal = _rows(groups, scores_B), list[Tensor](), None
+        if self._early is not None:
+            found = self._early.of(replace(scored.batch, groups=groups))
+            experience = replace(experience, reference_logprobs_BT=found)
         for model_at_hand, compute in self._annotations():
             with model_at_hand:
                 if deal is None:  # only now: "auto" counts the memory that is left beside the model
@@ -189,10 +205,39 @@ class Learner:
                 experience = self._add(experience, parts, deal, compute)
         return self._credited(experience) if len(experience) else (experience, {})
 
+    def begin(self, index: int, first: int, groups: Sequence[Group]) -> None:
+        """Say that a part of a batch has been sampled, from its prompt number ``first`` on: a reference policy that
+        computes apart takes the batch up once it is whole. From any thread of rank 0.
+        """
+        if self._early is not None and index > 0:  # others are held-out answers
+            self._early.begin(index, first, groups, self.config.batch_size)
+
+    def started(self, trace: Trace | None = None) -> AbstractContextManager[None]:
+        """Within, a reference policy that computes apart does so; ``trace`` gets spans of it."""
+        return nullcontext() if self._early is None else self._early.running(trace)
+
+    def _reference_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
+        """(B, T): by a reference policy that computes apart, as :meth:`annotate` would have it of these prompts alone;
+        None without any."""
+        rows, device = _rows(groups), self._reference_passes[1]
+        parts = self._reference_passes[0].split(rows.lengths_B)
+        deal = self._deal("annotating", rows, parts, _SEEN, ranks=ALONE.ranks)
+        # Kernels of libraries run on the current device, and each thread has its own.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._add(rows, parts, deal, self._by_reference, device, ALONE.ranks).reference_logprobs_BT
+
+    @cached_property
+    def _reference_passes(self) -> tuple[Passes, torch.device]:
+        """The limits of a pass through a reference policy that computes apart, and its device."""
+        assert self.reference is not None
+        device = self.reference.device
+        shared = self.ranks.count == 1 and device == self.policy.device
+        return self._annotating if shared else passes_alone("reference policy", self.reference, self.config), device
+
     def _annotations(self) -> list[tuple[AbstractContextManager[object], _Compute]]:
         """What the algorithm needs that passes without gradient give, each with what puts its model at hand."""
         kinds: list[tuple[AbstractContextManager[object], _Compute]] = []
-        if self.needs.reference:
+        if self.needs.reference and not self._reference_apart:
             kinds.append((self._reference_at_hand, self._by_reference))
         if self.needs.old_logprobs or self.needs.values:
             kinds.append((nullcontext(), self._before_update))
@@ -207,10 +252,11 @@ class Learner:
         parts: Sequence[Tensor],
         names: Collection[str] | None = None,
         told: _Step | None = None,
+        ranks: Ranks | None = None,
     ) -> ScatteredBatches:
         """This rank's passes over some units of rank 0's experience, with the fields of these names, or with all."""
         return ScatteredBatches(
-            self.ranks,
+            ranks or self.ranks,
             place,
             len(parts),
             lambda number: experience.sizes(parts[number]),
@@ -250,7 +296,15 @@ class Learner:
             return self.config
         return self.config.with_kl_coef(kl_coef)
 
-    def _add(self, rows: Experience, parts: Sequence[Tensor], deal: ScatteredBatches, compute: _Compute) -> Experience:
+    def _add(
+        self,
+        rows: Experience,
+        parts: Sequence[Tensor],
+        deal: ScatteredBatches,
+        compute: _Compute,
+        device: torch.device | None = None,
+        ranks: Ranks | None = None,
+    ) -> Experience:
         """The rows with more fields, computed without gradient by all ranks.
 
         Args:
@@ -258,8 +312,11 @@ class Learner:
             parts: those of each pass, on rank 0.
             deal: this rank's passes.
             compute: takes tokens on the device, and the rest on the CPU.
+            device: None for the policy's.
+            ranks: who compute; None for all of the learner's.
         """
-        device, fields = self.parallel.device_of(self.policy), dict[str, Any]()
+        ranks, fields = ranks or self.ranks, dict[str, Any]()
+        device = device or self.parallel.device_of(self.policy)
         found: list[tuple[int, dict[str, Tensor]]] = []
 
         def keep(number: int, values: dict[str, Tensor]) -> None:
@@ -276,8 +333,8 @@ class Learner:
                 values = compute({**part, "tokens_BT": part["tokens_BT"].to(device)})
                 if counts:
                     here = {name: tensor.cpu() for name, tensor in values.items()}
-                    keep(number, here) if self.ranks.is_main else found.append((number, here))
-        for items in self.ranks.collect("annotations", found):
+                    keep(number, here) if ranks.is_main else found.append((number, here))
+        for items in ranks.collect("annotations", found):
             for number, values in items:
                 keep(number, values)
         return replace(rows, **fields)
@@ -285,7 +342,8 @@ class Learner:
     def _by_reference(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         temperature = self.config.generation.temperature
         model = self.policy if self.reference is None else self.reference
-        with adapters_off(model) if self.reference is None else nullcontext(), self.autocast():
+        device = None if self._early is None else model.device
+        with adapters_off(model) if self.reference is None else nullcontext(), self.autocast(device):
             output = response_logprobs(model, **rows, temperature=temperature, with_entropies=False)
         return {"reference_logprobs_BT": output.logprobs_BT}
 
@@ -440,10 +498,10 @@ class Learner:
         """The configuration, with the KL coefficient of the batch that was annotated last."""
         return self._adapted_config(self._batch_coef)
 
-    def autocast(self) -> torch.autocast:
-        """The types that the learner computes in."""
+    def autocast(self, device: torch.device | None = None) -> torch.autocast:
+        """The types that the learner computes in; on another device than the policy's, if one is given."""
         dtype = autocast_dtype(self.config)
-        return torch.autocast(self.parallel.device_of(self.policy).type, dtype, enabled=dtype is not None)
+        return torch.autocast((device or self.parallel.device_of(self.policy)).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
         fixed = parameter_digests(self.model, lambda p: not p.requires_grad)
@@ -452,13 +510,17 @@ class Learner:
         return of_digests(fixed)
 
 
-def _rewarded(scored: ScoredBatch) -> Experience:
-    """The rows of prompts whose completions all have a reward; none on other ranks than 0."""
+def _rewarded(scored: ScoredBatch) -> tuple[tuple[Group, ...], Tensor]:
+    """Prompts whose completions all have a reward, and the scores of their rows; none on other ranks than 0."""
     rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
-    groups = [group for group, kept in zip(scored.batch.groups, rewarded_P.tolist(), strict=True) if kept]
+    groups = zip(scored.batch.groups, rewarded_P.tolist(), strict=True)
+    return tuple(group for group, kept in groups if kept), scored.scores_PK[rewarded_P].flatten()
+
+
+def _rows(groups: Sequence[Group], scores_B: Tensor | None = None) -> Experience:
     rows = sampled_rows([sample for group in groups for sample in group.samples])
-    loss_weights_U = torch.ones(len(rows["tokens_BT"]))
-    return Experience(**rows, scores_B=scored.scores_PK[rewarded_P].flatten(), loss_weights_U=loss_weights_U)
+    ones_U = torch.ones(len(rows["tokens_BT"]))
+    return Experience(**rows, scores_B=ones_U if scores_B is None else scores_B, loss_weights_U=ones_U)
 
 
 def _seed_of(*numbers: int) -> int:

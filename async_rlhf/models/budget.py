@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.distributed.parallel import Parallel, trainable
+from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.memory import LearnerMemory, Pass, Shape
+from async_rlhf.models.packing import is_packed
+from async_rlhf.models.passes import Passes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,15 @@ class PassMemory:
             middle = (fits + exceeds) // 2
             fits, exceeds = (middle, exceeds) if self.bytes(middle) <= room else (fits, middle)
         return fits
+
+
+def passes_alone(key: str, model: PreTrainedModel, config: OnlineConfig) -> Passes:
+    """The limits of a pass through a model that is not trained, and alone on its device; ``key`` as in the log."""
+    tokens = config.annotate_max_tokens
+    if tokens == "auto":
+        memory = PassMemory.of([model], config, ALONE, with_gradient=False)
+        tokens = fitting_tokens(f"annotate_max_tokens ({key})", memory, model.device, to_come=0.0)
+    return Passes(config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
 
 
 def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool) -> LearnerMemory:

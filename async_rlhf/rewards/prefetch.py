@@ -1,4 +1,4 @@
-"""Rewards of batches that have been sampled, computed beside training and before their turn."""
+"""What frozen models and functions say of batches that have been sampled, beside training, before their turn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _are(jobs: Sequence[_Job[Judged]], batch: Batch) -> bool:
     return len(mine) == len(theirs) and all(ours is other for ours, other in zip(mine, theirs, strict=True))
 
 
-class EarlyRewards(Generic[Judged]):
+class EarlyResults(Generic[Judged]):
     """Judges batches one after the other in a daemon thread, so that a function that hangs keeps nothing from ending.
 
     Args:
@@ -51,6 +51,7 @@ class EarlyRewards(Generic[Judged]):
         ordered: judge batches in the order of their turns, as what is judged may depend on what was judged before:
             functions may draw random numbers. Else in the order in which they come.
         waits: whether a batch must not be judged before its turn; asked where ``ordered``.
+        name: what is computed, for traces.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class EarlyRewards(Generic[Judged]):
         join: Callable[[Sequence[Judged]], Judged] | None = None,
         ordered: bool = False,
         waits: Callable[[int], bool] = lambda index: False,
+        name: str = "rewards",
     ) -> None:
-        self._judge, self._join, self._ordered, self._waits = judge, join, ordered, waits
+        self._judge, self._join, self._ordered, self._waits, self._name = judge, join, ordered, waits, name
         self._here: dict[int, dict[int, Sequence[Group]]] = {}
         """Parts of batches that are not whole yet, by the number of the first prompt."""
         self._alone = threading.Lock()
@@ -79,7 +81,7 @@ class EarlyRewards(Generic[Judged]):
             first: the batch that has the first turn.
         """
         self._next, ended = first, threading.Event()
-        threading.Thread(target=self._work, args=(trace, ended), name="early rewards", daemon=True).start()
+        threading.Thread(target=self._work, args=(trace, ended), name=f"early {self._name}", daemon=True).start()
         try:
             yield
         finally:
@@ -201,4 +203,4 @@ class EarlyRewards(Generic[Judged]):
             self._changed.notify_all()
         if trace is not None:
             what = {"batch": job.index} if job.index > 0 else {"evaluation": -job.index}
-            trace.add("rewards", started, time.monotonic(), "rewards", **what)
+            trace.add(self._name, started, time.monotonic(), self._name, **what)

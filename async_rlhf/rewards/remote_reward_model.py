@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_rlhf.distributed.parallel import ALONE
-from async_rlhf.models.budget import PassMemory, fitting_tokens
+from async_rlhf.models.budget import passes_alone
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_padded
+from async_rlhf.models.passes import Passes
 from async_rlhf.rewards.scorer import Scorer
 
 
@@ -36,8 +37,7 @@ class ApartScorer(Scorer):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return [score_padded(model, **padded(rows), autocast=dtype, device=device) for rows in batches]
 
-    def _fitting_tokens(self) -> int:
+    @cached_property
+    def _passes(self) -> Passes:
         assert self.reward_model is not None
-        assert self._device is not None
-        passes = PassMemory.of([self.reward_model], self.config, ALONE, with_gradient=False)
-        return fitting_tokens("annotate_max_tokens (reward model)", passes, self._device, to_come=0.0)
+        return passes_alone("reward model", self.reward_model, self.config)

@@ -32,7 +32,7 @@ from async_rlhf.rewards.functions import (
     has_failed,
     raise_or_warn,
 )
-from async_rlhf.rewards.prefetch import EarlyRewards
+from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
@@ -104,7 +104,7 @@ class Scorer:
         limit = config.reward_timeout if here else None
         apart = bool(reward_funcs) and not self.model_elsewhere
         self._apart = apart and all(getattr(function, "by_prompt", False) for function in reward_funcs)
-        self._early = EarlyRewards(
+        self._early = EarlyResults(
             self._judge,
             join=_Judged.join if self._apart else None,
             ordered=bool(reward_funcs) and not self._apart,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import ExitStack
@@ -56,7 +57,7 @@ from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.rewards.scorer import Scorer, metric_names
 from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
-from async_rlhf.run.factory import check_launch, make_scorer, reward_device
+from async_rlhf.run.factory import check_launch, frozen_device, make_scorer
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
 from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
@@ -260,10 +261,10 @@ def _build(
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    learner = Learner(
-        models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
-    )
-    scorer = make_scorer(config, tokenizer, models.reward, inputs.reward_funcs, inputs.prompt_field, parallel)
+    given = models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
+    learner = Learner(*given, reference_apart=models.reference_apart)
+    judges = models.reward, inputs.reward_funcs, inputs.prompt_field
+    scorer = make_scorer(config, tokenizer, *judges, parallel, models.reward_apart)
     temperature = config.eval_temperature or config.generation.temperature
     evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
@@ -369,6 +370,9 @@ class _Models:
     reference: PreTrainedModel | None
     reward: PreTrainedModel | None
     value: PreTrainedModel | nn.Linear | None
+    reference_apart: bool
+    reward_apart: bool
+    """Whether these compute beside training."""
 
 
 def _load_models(
@@ -380,6 +384,13 @@ def _load_models(
     device: torch.device,
 ) -> _Models:
     trust, ref_model = config.trust_remote_code, inputs.ref_model
+    apart = {key: frozen_device(key, config, device) for key in ("reference_device", "reward_model_device")}
+
+    def place(key: str) -> torch.device:
+        """For this process's copy of a frozen model: that which computes apart is rank 0's."""
+        alone = apart[key] if parallel.ranks.is_main else torch.device("cpu")
+        return device if apart[key] is None or alone is None else alone
+
     if parallel.ranks.is_main:
         advise_sixteen_bits(config, device)
     if parallel.is_sharded:
@@ -390,16 +401,27 @@ def _load_models(
     params = _sampling(config, policy, tokenizer, inputs)
     # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
-    reward = None
+    reward, named = None, config.reward_model_device
+    known = inputs.reward_model is not None or named in (None, "learner")
+    require(known, "reward_model_device", named, "must be null: there is no reward model")
     if inputs.reward_model is not None:
-        place, here = reward_device(config, device, parallel.ranks.is_main), not config.scores_elsewhere
+        here = apart["reward_model_device"] is None and not config.ray.reward_workers
+        where = torch.device("cpu") if config.ray.reward_workers else place("reward_model_device")
         bits = config.reward_model_bits
         # Who scores elsewhere gets whole weights.
-        reward = reward_model_for(inputs.reward_model, tokenizer, place, trust, bits, on_meta=on_meta and here)
+        reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, bits, on_meta=on_meta and here)
+    own, where = apart["reference_device"] is not None, place("reference_device")
+    alone = algorithm.needs(config).reference and not (ref_model is None and _adapts(config, policy))
+    named = config.reference_device
+    right = "must be null: this run has no reference policy that is a model of its own"
+    require(alone or named in (None, "learner"), "reference_device", named, right)
+    if own and named is not None and ref_model is None:
+        ref_model = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
     if isinstance(ref_model, str):
-        reference: PreTrainedModel | None = load_policy(ref_model, device, "ref_model", trust=trust, on_meta=on_meta)
+        meta = on_meta and not own
+        reference: PreTrainedModel | None = load_policy(ref_model, where, "ref_model", trust=trust, on_meta=meta)
     else:
-        reference = None if ref_model is None else ref_model.to(device)
+        reference = None if ref_model is None else ref_model.to(where)
     if reference is not None:
         check_embeddings(reference, tokenizer, "ref_model")
     value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, on_meta)
@@ -411,7 +433,12 @@ def _load_models(
         add_adapters(policy, config.lora, config.seed)
     if config.lora.publish == "adapter":
         only_adapter(policy)
-    return _Models(policy, params, reference, reward, value)
+    return _Models(policy, params, reference, reward, value, own, apart["reward_model_device"] is not None)
+
+
+def _adapts(config: OnlineConfig, policy: PreTrainedModel) -> bool:
+    """Whether adapters are trained, without which the policy is its own reference."""
+    return config.lora.rank > 0 or has_adapters(policy)
 
 
 def _reads_shares(inputs: Inputs, parallel: Parallel) -> bool:
@@ -438,9 +465,10 @@ def _frozen(config: OnlineConfig, algorithm: Algorithm, models: _Models, device:
     found = []
     if algorithm.needs(config).reference and not (models.reference is None and has_adapters(models.policy)):
         found.append(models.reference or models.policy)  # a copy of the policy
-    if models.reward is not None and not config.scores_elsewhere:
+    if models.reward is not None and config.ray.reward_workers == 0:
         found.append(models.reward)
-    return found
+    own = [torch.device(name) for name in config.own_devices]
+    return [model for model in found if model.device not in own]
 
 
 def _value(

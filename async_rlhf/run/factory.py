@@ -15,7 +15,7 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import steps_of
 from async_rlhf.generation.inline import PolicyEngine, make_inline
-from async_rlhf.generation.placement import check_engine, check_gpus, check_memory
+from async_rlhf.generation.placement import check_engine, check_gpus, check_memory, threads_side_by_side
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
@@ -84,18 +84,19 @@ def make_scorer(
     reward_funcs: Sequence[RewardFunction],
     prompt_field: str,
     parallel: Parallel,
+    apart: bool = False,
 ) -> Scorer:
-    """Make the scorer; with several ranks, only rank 0 has actors, or a device for the reward model alone."""
+    """Make the scorer; with several ranks, only rank 0 has actors, or a reward model that computes ``apart``."""
     if config.ray.reward_workers and parallel.ranks.is_main:
         from async_rlhf.rewards.ray import RayScorer
 
         return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
-    if config.reward_model_device is not None and parallel.ranks.is_main:
-        assert reward_model is not None
+    here = not apart and not config.ray.reward_workers
+    if reward_model is not None and apart and parallel.ranks.is_main:
         model = _at_work(reward_model, config, ALONE)
         return ApartScorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
-    here = None if reward_model is None or config.scores_elsewhere else _at_work(reward_model, config, parallel)
-    return Scorer(tokenizer, config, here, reward_funcs, prompt_field, parallel)
+    model = _at_work(reward_model, config, parallel) if reward_model is not None and here else None
+    return Scorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
 
 
 def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> PreTrainedModel:
@@ -115,16 +116,18 @@ def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Para
     return reward_model
 
 
-def reward_device(config: OnlineConfig, learner: torch.device, is_main: bool) -> torch.device:
-    """The device for this process's copy of the reward model: not its GPU if other processes do the scoring.
+def frozen_device(key: str, config: OnlineConfig, learner: torch.device) -> torch.device | None:
+    """Where a frozen model computes beside training; None where the learner does, when a batch has its turn.
 
     Raises:
         ConfigError: the device that is named is not there.
     """
-    name = config.reward_model_device
-    if name is None:
-        return torch.device("cpu") if config.ray.reward_workers else learner
+    name = getattr(config, key)
+    if name is None and learner.type == "cpu" and not config.offload_frozen:
+        return learner if threads_side_by_side(config, learner, config.parallel.ranks) else None
+    if name in (None, "learner"):
+        return None
     device, gpus = torch.device(name), torch.cuda.device_count()
     right = f"must be a device of this host, which has {gpus} GPUs"
-    require(device.type != "cuda" or (device.index or 0) < gpus, "reward_model_device", name, right)
-    return device if is_main else torch.device("cpu")
+    require(device.type != "cuda" or (device.index or 0) < gpus, key, name, right)
+    return device

@@ -42,6 +42,7 @@ from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.system.log import JsonLines
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
+from async_rlhf.types import Group
 
 
 class OnlineTrainer:
@@ -298,10 +299,11 @@ def train(run: Run) -> OnlineTrainerState:
             generator.agreement.restore(run.resumed.values["agreement"])
         trained = 0 if run.resumed is None else run.resumed.batch
         stack.enter_context(run.scorer.started(trace, first=trained + 1))
+        stack.enter_context(run.learner.started(trace))
         if run.eval_prompts is not None:
             pending = None if run.resumed is None else run.resumed.evaluation
             run.scorer.expect(trained, None if pending is None else pending.version)
-        generator.on_arrival = run.scorer.begin
+        generator.on_arrival = partial(_arrived, run)
         run.require_folder()
         logs = {}
         if run.ranks.is_main:
@@ -325,6 +327,12 @@ def train(run: Run) -> OnlineTrainerState:
         stack.close()
         run.watch.close()
     return state
+
+
+def _arrived(run: Run, index: int, first: int, groups: Sequence[Group]) -> None:
+    """Let what needs no weights of the policy begin with prompts that have been sampled."""
+    run.scorer.begin(index, first, groups)
+    run.learner.begin(index, first, groups)
 
 
 def _log(run: Run, name: str) -> JsonLines:

@@ -127,7 +127,14 @@ def a_run(folder: Path) -> RunConfig:
 
 
 ONLINE = leaves(new_args(Path()))
-LAST_DIGITS = {"device", "reward_model_device", "num_threads", "generation.device", "generation.num_threads"}
+LAST_DIGITS = {
+    "device",
+    "reward_model_device",
+    "reference_device",
+    "num_threads",
+    "generation.device",
+    "generation.num_threads",
+}
 LAST_DIGITS |= {"generation.vllm.tensor_parallel_size"}
 LONGER_OR_KEPT = {"total_episodes", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"}
 SERVED = {"engine": "vllm", "placement": "server", "urls": ["http://a"]}

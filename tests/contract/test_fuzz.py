@@ -430,7 +430,7 @@ def test_numbers_may_have_thousands_apart(text, monkeypatch):
     assert (found.batches, found.warmup_steps, found.save_steps) == (1000, 1000, 1000)
 
 
-@pytest.mark.parametrize("key", ["train.device", "train.generation.device", "train.reward_model_device"])
+@pytest.mark.parametrize("key", ["train.device", "train.generation.device", "train.reference_device"])
 @pytest.mark.parametrize(
     "device", ["cuda:99999999999999999999", "cuda:128", "xpu:255", "cuda:01", "cuda:\u0661", "cuda:"]
 )

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"algorithm": "rloo", "staleness": 1, "kl": {"coef": 0.3, "target": 0.01, "horizon": 100}},
         ["ddp", "zero3"],
     ),
-    "reward model apart": ({**ASYNC, "reward_model_device": "cpu"}, ["fsdp"]),
+    "frozen models apart": ({**ASYNC, "reward_model_device": "cpu", "reference_device": "cpu"}, ["fsdp", "zero3"]),
     "reduced once": ({**ASYNC, "parallel": {"reduce": "once"}}, ["fsdp"]),
     "two copies": ({**ASYNC, "parallel": {"shard_size": 1}}, ["fsdp"]),
     "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),

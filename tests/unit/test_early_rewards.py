@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from async_rlhf import KLConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.rewards.functions import RewardError
-from async_rlhf.rewards.prefetch import EarlyRewards
+from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.system.random_state import capture, equal
@@ -328,7 +328,7 @@ def test_completions_that_were_sampled_again_draw_what_the_first_ones_drew():
     for _ in range(20):
         asked.clear()
         random.seed(1)
-        rewards = EarlyRewards(judge, ordered=True)
+        rewards = EarlyResults(judge, ordered=True)
         with rewards.running(None):
             rewards.begin(1, 0, groups[0], 1)
             rewards.begin(2, 0, groups[1], 1)
@@ -350,7 +350,7 @@ def test_only_the_very_completions_that_were_judged_are_taken():
         asked.append(given)
         return len(asked)
 
-    rewards = EarlyRewards(judge)
+    rewards = EarlyResults(judge)
     with rewards.running(None):
         rewards.begin(1, 1, groups[1:], 2)
         rewards.begin(1, 0, groups[:1], 2)

@@ -1,4 +1,4 @@
-"""A reward model on a device of its own: the same run, and batches that are judged while others are trained on."""
+"""Frozen models on devices of their own: the same run, and batches that they see while others are trained on."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from tiny import count_letters
 
 from async_rlhf import OnlineDPOTrainer
-from async_rlhf.config import ConfigError, RayConfig
+from async_rlhf.config import ConfigError, LoRAConfig, RayConfig
 from async_rlhf.learner.learner import Learner
-from async_rlhf.rewards.prefetch import EarlyRewards
+from async_rlhf.rewards.prefetch import EarlyResults
 
 
 @pytest.fixture
 def train(make_policy, make_reward_model, tokenizer, prompts, make_args, tmp_path):
     def train(name: str, **options):
-        both = options.pop("with_functions", False)
-        args = make_args(output_dir=str(tmp_path / name), staleness=1, annotate_batch_size=3, **options)
+        both, model = options.pop("with_functions", False), options.pop("reward_model", True)
+        args = make_args(output_dir=str(tmp_path / name), **{"staleness": 1, "annotate_batch_size": 3, **options})
         trainer = OnlineDPOTrainer(
             make_policy(),
             args,
             prompts,
-            reward_model=make_reward_model(),
+            reward_model=make_reward_model() if model else None,
             reward_funcs=[count_letters] if both else [],
             processing_class=tokenizer,
             eval_dataset=prompts[:3] if args.eval_steps else None,
@@ -38,17 +38,22 @@ def train(make_policy, make_reward_model, tokenizer, prompts, make_args, tmp_pat
     return train
 
 
+APART, IN_TURN = (dict.fromkeys(("reward_model_device", "reference_device"), value) for value in ("cpu", "learner"))
+
+
 @pytest.mark.parametrize("options", [{}, {"with_functions": True, "eval_steps": 2}, {"eval_steps": 2, "bf16": True}])
 def test_the_run_is_the_same_bit_for_bit(train, options):
-    (ours, weights), (theirs, others) = train("apart", reward_model_device="cpu", **options), train("here", **options)
+    (ours, weights), (theirs, others) = train("apart", **APART, **options), train("here", **IN_TURN, **options)
     assert ours == theirs
     assert all(torch.equal(weights[name], others[name]) for name in others)
     assert any("eval_objective/scores" in line for line in ours) == ("eval_steps" in options)
 
 
-def test_a_batch_is_judged_while_the_one_before_is_trained_on(train, monkeypatch):
+@pytest.mark.parametrize("name", ["rewards", "reference"])
+def test_a_batch_is_judged_while_the_one_before_is_trained_on(train, monkeypatch, name):
     """The update of batch 1 does not begin before batch 2 is judged: judged in its turn, it never would be."""
-    judge, update, second = EarlyRewards._do, Learner.update, threading.Event()
+    judge, update, second = EarlyResults._do, Learner.update, threading.Event()
+    devices = {**IN_TURN, "reward_model_device" if name == "rewards" else "reference_device": "cpu"}
 
     def noting(early, job, trace):
         judge(early, job, trace)
@@ -59,10 +64,46 @@ def test_a_batch_is_judged_while_the_one_before_is_trained_on(train, monkeypatch
         assert second.wait(60), "nothing was judged beside training"
         return update(learner, experience, batch)
 
-    monkeypatch.setattr(EarlyRewards, "_do", noting)
+    monkeypatch.setattr(EarlyResults, "_do", noting)
     monkeypatch.setattr(Learner, "update", waiting)
-    logs, _ = train("run", reward_model_device="cpu")
+    logs, _ = train("run", **devices)
     assert len(logs) > 2
+
+
+def test_a_prompt_without_a_reward_is_left_out_of_what_the_reference_says(train, monkeypatch):
+    """Its rows would have shared passes with others; those are computed again, as in turn."""
+    calls = []
+
+    def fails(completions, **columns):
+        calls.append(len(completions))
+        return [float("nan") if "a" in text else float(len(text)) for text in completions]
+
+    monkeypatch.setitem(globals(), "count_letters", fails)
+    options = {"with_functions": True, "reward_errors": "skip", "reward_model": False}
+    beside = {"reference_device": "cpu"}
+    (ours, weights), (theirs, others) = train("apart", **beside, **options), train("here", **IN_TURN, **options)
+    assert calls
+    assert ours == theirs
+    assert any(line["reward/skipped"] > 0 for line in ours)
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("given", "beside"),
+    [({}, True), ({"staleness": 0}, False), ({"offload_frozen": True}, False), (IN_TURN, False), (APART, True)],
+)
+def test_by_default_they_compute_beside_training_where_that_shares_a_cpu(train, monkeypatch, given, beside):
+    """Both of them."""
+    done, work = set(), EarlyResults._do
+
+    def noting(early, job, trace):
+        work(early, job, trace)
+        found = job.done.result()
+        done.add("reference" if torch.is_tensor(found) else found.by_model_R is not None and "rewards")
+
+    monkeypatch.setattr(EarlyResults, "_do", noting)
+    train("run", **given)
+    assert done - {False} == ({"rewards", "reference"} if beside else set())
 
 
 def test_what_it_cannot_be_combined_with_is_named(make_args, train):
@@ -71,5 +112,14 @@ def test_what_it_cannot_be_combined_with_is_named(make_args, train):
         make_args(launch="ray", staleness=1, ray=RayConfig(reward_workers=1), reward_model_device="cpu")
     with pytest.raises(ConfigError, match="offload_frozen: got True; must be false with reward_model_device"):
         make_args(offload_frozen=True, reward_model_device="cpu")
-    with pytest.raises(ConfigError, match="reward_model_device: got 'cuda:7'; must be a device of this host"):
-        train("run", reward_model_device="cuda:7")
+    with pytest.raises(ConfigError, match="offload_frozen: got True; must be false with reward_model_device and ref"):
+        make_args(offload_frozen=True, reference_device="cpu")
+    for key in APART:
+        with pytest.raises(ConfigError, match=f"{key}: got 'cuda:7'; must be a device of this host"):
+            train("run", **{key: "cuda:7"})
+        with pytest.raises(ConfigError, match=f"{key}: got 'gpu'; must be .*; or \"learner\""):
+            make_args(**{key: "gpu"})
+    with pytest.raises(ConfigError, match="reference_device: got 'cpu'; must be null: this run has no reference"):
+        train("run", reference_device="cpu", lora=LoRAConfig(rank=2))
+    with pytest.raises(ConfigError, match="reward_model_device: got 'cpu'; must be null: there is no reward model"):
+        train("run", reward_model_device="cpu", with_functions=True, reward_model=False)
