@@ -13,7 +13,7 @@ quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
 
 test: setup         ## install, then run all tests that need neither vLLM nor a GPU
-	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal
 
 test-quick: setup   ## install, then run the laws, the oracles, the golden runs, and one fault of each kind
 	$(BIN)/python -m pytest -m 'quick and not rare' $(PARALLEL)
@@ -21,6 +21,7 @@ test-quick: setup   ## install, then run the laws, the oracles, the golden runs,
 test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
 	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare $(PARALLEL)
 	FUZZ_CASES=1400 $(BIN)/python -m pytest tests/contract/test_fuzz.py
+	test ! -e $(VENV)/.distributed || $(BIN)/python -m pytest -m 'distributed and rare' tests/distributed
 	test ! -e $(VENV)/.vllm || $(BIN)/python -m pytest -m 'vllm and rare' tests/vllm
 
 test-benchmarks: setup   ## every benchmark in its smallest size; the planner's memory against the learner's
@@ -30,7 +31,7 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m 'vllm and not rare' tests/vllm $(PARALLEL) --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
-	$(BIN)/python -m pytest -m distributed tests/distributed $(PARALLEL) --dist loadfile
+	$(BIN)/python -m pytest -m 'distributed and not rare' tests/distributed $(PARALLEL) --dist loadfile
 
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -35,6 +36,11 @@ LLAMA_SIZES = {
 }
 """A tiny model of the Llama family, as its configuration spells it."""
 PROMPTS = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
+
+
+def rare_unless(kept: Callable[[int], bool], cases: Iterable[Sequence[object]]) -> list[Any]:
+    """The values of a test's parameters. Those whose number is not kept are breadth, for ``make test-rare``."""
+    return [pytest.param(*case, marks=[] if kept(i) else [pytest.mark.rare]) for i, case in enumerate(cases)]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
