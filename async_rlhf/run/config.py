@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 from async_rlhf.algorithms.table import find
@@ -82,9 +82,15 @@ class RunConfig(Checked):
         """This class with one algorithm's keys for ``train``, for parsing."""
         kind = find(algorithm).config
         # No default for train: that would be a run of default size, which not every number of ranks can divide.
-        fields = [("train", kind, field(kw_only=True)), ("algorithm", str, key(algorithm, main="training"))]
+        own = [("train", kind, field(kw_only=True)), ("algorithm", str, key(algorithm, main="training"))]
         namespace = {"__doc__": RunConfig.__doc__}
-        return make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, namespace=namespace)
+        return make_dataclass("RunConfig", own, bases=(RunConfig,), frozen=True, namespace=namespace)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the algorithm's name: a class from a file of the user's own is loaded where it is unpickled."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        train = values.pop("train")
+        return _unpickled, (values, {item.name: getattr(train, item.name) for item in fields(train)})
 
     @property
     def overwrite(self) -> bool:
@@ -130,3 +136,7 @@ class ReplayConfig(OfRunConfig, RepeatableConfig):
 
     output_dir: str | None = key(None, FOLDER, role="place")
     """Where the repeated run goes; null for the folder "replay" in the run's folder."""
+
+
+def _unpickled(values: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+    return RunConfig(**values, train=find(values["algorithm"]).config(**train))

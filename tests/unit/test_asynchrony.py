@@ -14,7 +14,7 @@ from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.summary import asynchrony, better_threads, read_rows
 from async_rlhf.tasks.docstrings.config import QuickstartConfig
-from async_rlhf.tasks.docstrings.quickstart import RUNS, _report, stage_configs
+from async_rlhf.tasks.docstrings.quickstart import RUNS, _gold_difference, _report, stage_configs
 
 
 def rows(batch: float, generate: float, warm_up: float = 9.0) -> list[dict[str, float]]:
@@ -62,12 +62,15 @@ def test_a_quickstart_ends_with_its_summary_whatever_its_page_does(tmp_path, cap
     results = {"reference": "sft", "reference_response": None, "prompts": 2, "dropped": 0, "models": {"sft": model}}
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "evaluation.json").write_text(json.dumps({"config": {}, "results": results}))
+    judged = [{"query": query, "models": {name: {"score": 0.5} for name in RUNS}} for query in "ab"]
+    (tmp_path / "evaluation" / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in judged))
     (tmp_path / "report.html").write_text("my own")
     summary = {"results": {"evaluate": results, "reward": {"eval_accuracy": 0.75}}, "seconds": {"sft": 1.0}}
     assert _report(tmp_path, summary) == summary
     assert "is no page of async-rlhf report" in caplog.text
     said = capsys.readouterr().out
     assert "75.0% of held-out pairs right" in said
+    assert "Gold reward: +0.000" in said
     assert f"summary: {tmp_path / 'summary.json'}" in said
     assert (tmp_path / "report.html").read_text() == "my own"
 
@@ -112,3 +115,16 @@ def test_the_command_says_it_at_the_end(tmp_path, make_policy, tokenizer, monkey
     ((rows, *threads),) = asked
     assert [row["batch"] for row in rows] == [1, 2]
     assert threads == [1, 1, 1]
+
+
+def test_gold_rewards_are_compared_by_prompt(tmp_path):
+    """Asynchronous less synchronous: pairs, so what is harder in some prompts than in others cancels."""
+    scores = [(0.1, 0.2), (0.9, 0.98), (0.5, 0.62)]
+    lines = (
+        {"query": f"q{n}", "models": {"synchronous": {"score": one}, "asynchronous": {"score": other}}}
+        for n, (one, other) in enumerate(scores)
+    )
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = _gold_difference(tmp_path / "samples.jsonl")
+    assert said.startswith("Gold reward: +0.100 (+0.050 to +0.150, 95%) one step off-policy")
+    assert "3 held-out prompts" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 import runpy
 import subprocess
@@ -105,6 +106,16 @@ def test_its_keys_are_in_the_help_and_are_checked(folder):
         train("--train.margin=-1")
     with pytest.raises(ConfigError, match="cliprange"):
         train("--train.cliprange=0.2")
+
+
+def test_another_process_reads_its_configuration(folder):
+    """As those of a sweep do, which know the file by the algorithm's name alone."""
+    config = parse(RunConfig, "train", ["--config", "run.yml"])[0]
+    assert pickle.loads(pickle.dumps(config)) == config
+    Path("config.pickle").write_bytes(pickle.dumps(config))
+    code = "import pickle, pathlib; print(pickle.loads(pathlib.Path('config.pickle').read_bytes()).train.beta)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    assert done.stdout == "3.0\n", done.stderr
 
 
 def test_from_python_it_is_the_same(folder, tokenizer, monkeypatch):

@@ -185,8 +185,8 @@ def told(summary: Mapping[str, Any]) -> str:
         f"mean difference {_interval(summary['mean_difference'], low, high)} "
         f"({summary['interval']['coverage']:.0%}, at all looks together).",
         _spread(summary),
-        f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}. Runs that break down less often than once in "
-        f"{pairs} may not have been seen.",
+        f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}. If no pair is a breakdown, at most "
+        f"{1 - 0.05 ** (1 / pairs):.0%} of runs break down (95%).",
         f"Fixed before the first pair: margin {margin:g}, error {summary['error']:g} for either wrong decision, at "
         f"least {summary['min_pairs']} pairs. The error rates are proven for normal differences.",
     ]

@@ -142,6 +142,17 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     return _report(Path(config.out), summary)
 
 
+def _gold_difference(samples: Path) -> str:
+    """What asynchrony cost in gold reward, on the held-out prompts."""
+    from async_rlhf.commands.evaluation.statistics import paired_difference
+
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    in_turn, at_once = ([row["models"][name]["score"] for row in rows] for name in RUNS)
+    found = paired_difference(at_once, in_turn, [row["query"] for row in rows])
+    between = f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f}, 95%)"
+    return f"Gold reward: {between} one step off-policy against in turn, {len(rows)} held-out prompts, one run of each."
+
+
 def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -170,6 +181,7 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     print(f"reward model: {accuracy:.1%} of held-out pairs right")
     in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
     print(asynchrony(in_turn, at_once, cores=available_cores(), gpus=torch.cuda.device_count()))
+    print(_gold_difference(out / "evaluation" / "samples.jsonl"))
     print(f"{sum(summary['seconds'].values()):.0f} s in all, by stage: {summary['seconds']}")
     made = {
         "summary": out / "summary.json",
