@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from smallest import parse
 
 from async_rlhf.commands.evaluation.statistics import variance_saved
 from async_rlhf.studies.certify import sequential
+from async_rlhf.studies.certify.bets import FRACTIONS, Question
 from async_rlhf.studies.certify.sequential import critical_t
 
 ERROR, MIN_PAIRS, MAX_PAIRS = 0.05, 5, 30
@@ -105,6 +106,50 @@ def simulated(x_RN: Floats, error: float = ERROR, min_pairs: int = MIN_PAIRS) ->
     pairs_R, decision_R = certificates(x_RN, error, min_pairs)
     shares = [float((decision_R == value).mean()) for value in (1, -1, 0)]
     return Simulated(*shares, float(pairs_R.mean()), float(np.quantile(pairs_R, 0.9)))
+
+
+def bets_at_all_looks(d_RN: Floats, question: Question) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """After each pair, its number and whether its certificate is non-inferior, by the bets of the command."""
+    bound, margin, rate = question.bound, question.margin, question.breakdown_rate
+    shares_F11 = np.array(FRACTIONS)[:, None, None]
+
+    def log_wealth(x_RN: Floats, null: float, low: float) -> Floats:
+        gains_FRN = np.maximum(shares_F11 / (null - low) * (x_RN - null), -1.0)
+        with np.errstate(divide="ignore"):
+            logs_FRN = np.cumsum(np.log1p(gains_FRN), axis=2)
+        return np.logaddexp.reduce(logs_FRN, axis=0) - math.log(len(FRACTIONS))
+
+    mean_RN = log_wealth(np.clip(d_RN, -bound, bound), -margin, -bound)
+    rate_RN = log_wealth(-(d_RN < -bound).astype(float), -rate, -1.0)
+    reached_RN = np.minimum(mean_RN, rate_RN) >= -math.log(question.error)
+    for n in range(question.min_pairs, d_RN.shape[1] + 1):
+        yield n, reached_RN[:, n - 1]
+
+
+def bets_table(repeats: int, rng: np.random.Generator) -> list[str]:
+    """Shares of certificates that the bets, and the t-test, call non-inferior; true where the last column says so."""
+    question = Question(1, 0.03, ERROR, MIN_PAIRS, 0.3, 0.1)
+    lines = ["| differences, margin 0.03, bound 0.3, up to 60 pairs | bets | t-test | is it |", "|---|---|---|---|"]
+    cases: dict[str, tuple[Callable[[tuple[int, int]], Floats], bool]] = {
+        "normal, mean -0.03, deviation 0.03": (lambda shape: rng.normal(-0.03, 0.03, shape), False),
+        "exponential below 0, mean -0.03": (lambda shape: -rng.exponential(0.03, shape), False),
+        "exponential above, mean -0.03": (lambda shape: rng.exponential(0.03, shape) - 0.06, False),
+        "1 in 10 loses 0.6, others +0.03": (
+            lambda shape: rng.normal(0.03, 0.01, shape) - 0.6 * (rng.random(shape) < 0.1), False),
+        "1 in 20 loses 0.6, others 0": (
+            lambda shape: rng.normal(0, 0.01, shape) - 0.6 * (rng.random(shape) < 0.05), True),
+        "normal, mean 0, deviation 0.03": (lambda shape: rng.normal(0, 0.03, shape), True),
+        "normal, mean 0, deviation 0.05": (lambda shape: rng.normal(0, 0.05, shape), True),
+    }  # fmt: skip
+    for name, (draw, holds) in cases.items():
+        d_RN = draw((repeats // 10, 60))
+        found_R = np.zeros(len(d_RN), dtype=bool)
+        for _, reached_R in bets_at_all_looks(d_RN, question):
+            found_R |= reached_R
+        _, decision_R = certificates(d_RN + question.margin)
+        by_t = f"{(decision_R > 0).mean():.1%}"
+        lines.append(f"| {name} | {found_R.mean():.1%} | {by_t} | {'yes' if holds else 'no'} |")
+    return lines
 
 
 def fixed_sample(effect: float, power: float, rng: np.random.Generator, repeats: int) -> int:
@@ -215,6 +260,7 @@ def main() -> None:
         [prior_table(repeats // 5, rng)]
         if options.prior
         else [
+            bets_table(repeats, np.random.default_rng(1)),
             error_table(repeats, rng),
             pairs_table(repeats, rng),
             peeking_table(repeats, rng),

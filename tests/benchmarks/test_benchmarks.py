@@ -159,8 +159,10 @@ def test_turns(run):
 
 
 def test_certificate(run):
-    errors, pairs, coverage = markdown(run("certificate.py"))
-    assert [len(table) for table in (errors, pairs, coverage)] == [7, 7, 18]
+    bets, errors, pairs, coverage = markdown(run("certificate.py"))
+    assert [len(table) for table in (bets, errors, pairs, coverage)] == [7, 7, 7, 18]
+    for row in bets:
+        require(row["bets"], 0, 100)
     for row in errors:
         for title, cell in list(row.items())[1:]:
             assert not cell or 0 <= float(cell.removesuffix("%")) <= 100, (title, cell)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +16,8 @@ from tiny import PROMPTS, byte_tokenizer, new_policy
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
+from async_rlhf.studies.certify.bets import Question, fewest_pairs, known_of, log_wealth
 from async_rlhf.studies.certify.certificate import (
-    Question,
     _odds,
     in_order,
     line_of,
@@ -29,7 +31,10 @@ from async_rlhf.studies.certify.certificate import (
 from async_rlhf.studies.certify.command import run_certify, trials_of
 from async_rlhf.studies.certify.config import CertifyConfig
 
-QUESTION = Question(staleness=4, margin=0.02, error=0.05, min_pairs=5)
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import certificate
+
+QUESTION = Question(staleness=4, margin=0.02, error=0.05, min_pairs=5, bound=0.05, breakdown_rate=0.5)
 # Mean gold reward of twelve pairs of runs of one recipe at S = 0 and S = 4 whose seeds had much in common.
 RECORDED = [
     (0.5121, 0.5087),
@@ -106,13 +111,13 @@ def test_decisions(shift, pairs, decision):
 
 
 def test_min_pairs_delays_the_decision():
-    soon, late = decided(arrivals(RECORDED)), decided(arrivals(RECORDED), replace(QUESTION, min_pairs=12))
+    soon, late = decided(arrivals(RECORDED)), decided(arrivals(RECORDED), QUESTION._replace(min_pairs=12))
     assert len(soon) < len(late) == 12
     assert late[-1][1].decision == "non-inferior"
 
 
 def test_the_summary_has_what_the_pairs_have():
-    found = decided(arrivals(RECORDED), replace(QUESTION, min_pairs=12))
+    found = decided(arrivals(RECORDED), QUESTION._replace(min_pairs=12))
     summary = summary_of(found, QUESTION)
     a, b = np.array(RECORDED).T
     d = b - a
@@ -143,6 +148,58 @@ def test_every_look_can_be_written_and_told():
 def test_a_pair_has_the_same_prompts():
     with pytest.raises(ValueError, match="zip"):
         pair_of(0, results(0.5), results(0.5, prompts=7))
+
+
+def test_wealth_is_what_bets_win():
+    """By a loop: each bet is a share of the largest, and wins (x - null) times itself."""
+    x, null, low = [0.2, -0.1, 0.3, -0.3], -0.05, -0.3
+    wealth = []
+    for share in (0.1, 0.25, 0.5, 0.75, 1.0):
+        one = 1.0
+        for value in x:
+            one *= 1 + share / (null - low) * (value - null)
+        wealth.append(one)
+    assert wealth[-1] == pytest.approx(0, abs=1e-12)  # the largest bet has lost everything
+    assert log_wealth(x, null, low) == pytest.approx(math.log(sum(wealth) / 5))
+
+
+FIXED = Question(staleness=1, margin=0.03, error=0.05, min_pairs=5, bound=0.3, breakdown_rate=0.1)
+WRONG = {
+    # Not non-inferior: a mean of -margin within the bound, or breakdowns in one pair of ten.
+    "normal at the margin": lambda rng, shape: rng.normal(-0.03, 0.03, shape),
+    "skewed down at the margin": lambda rng, shape: 0.0 - rng.exponential(0.03, shape),
+    "one in 10 breaks down": lambda rng, shape: rng.normal(0.03, 0.01, shape) - 0.6 * (rng.random(shape) < 0.1),
+    "two in 20 lose a third": lambda rng, shape: np.where(rng.random(shape) < 0.1, -0.3, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_non_inferior_is_as_rare_as_stated(name):
+    """At all looks together, of up to 120 pairs: whatever the differences are distributed like."""
+    d_RN = WRONG[name](np.random.default_rng(3), (2000, 120))
+    wrong_R = np.zeros(len(d_RN), dtype=bool)
+    for _, reached_R in certificate.bets_at_all_looks(d_RN, FIXED):
+        wrong_R |= reached_R
+    assert wrong_R.mean() <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(d_RN))
+
+
+def test_the_benchmark_simulates_these_bets():
+    d_RN = np.random.default_rng(4).normal(0, 0.05, (20, 60))
+    for n, reached_R in certificate.bets_at_all_looks(d_RN, FIXED):
+        for d, reached in zip(d_RN, reached_R, strict=True):
+            assert reached == (known_of(d[:n].tolist(), FIXED).decision == "non-inferior")
+
+
+def test_clear_pairs_decide_as_soon_as_can_be_and_breakdowns_forbid_it():
+    least = fewest_pairs(FIXED)
+    assert least == 40
+    assert known_of([0.05] * (least - 1), FIXED).decision == "undecided"
+    assert known_of([0.05] * least, FIXED).decision == "non-inferior"
+    broken = known_of([0.05] * 17 + [-0.9] * 3 + [0.05] * 40, FIXED)
+    assert (broken.decision, broken.breakdowns) == ("undecided", 3)
+    assert broken.normal.decision == "undecided"
+    assert known_of([-0.2] * 12, FIXED).decision == "inferior"
+    assert fewest_pairs(FIXED._replace(min_pairs=50)) == 50
 
 
 LETTERS = """
@@ -184,6 +241,8 @@ def config(inputs, output, **changes):
         "error": 0.33,
         "min_pairs": 2,
         "max_pairs": 2,
+        "bound": 1e3,
+        "breakdown_rate": 0.9,
         "seed": 3,
         "parallel": 2,
         "output_dir": str(output),
@@ -198,7 +257,11 @@ def config(inputs, output, **changes):
         ({"error": 0.5}, "error: got 0.5; must be below 0.5"),
         ({"staleness": 0}, "staleness: got 0; must be at least 1"),
         ({"min_pairs": 3}, "max_pairs: got 2; must be at least min_pairs, which is 3"),
-        ({"error": 0.05}, "max_pairs: got 2; must be at least 4"),
+        (
+            {"breakdown_rate": 0.1},
+            "max_pairs: got 2; must be at least 17: fewer cannot show that less than 0.1 of pairs",
+        ),
+        ({"bound": 1e-5}, "bound: got 1e-05; must be above the margin, which is 0.0001"),
         ({"seed": 2**32 - 8}, "seed: got 4294967288; must be smaller"),
         ({"base": {"model": "x", "train": {"output_dir": "y"}}}, "base.train.output_dir: got 'y'; must be left out"),
         ({"held_out": {"data": "no.jsonl", "reward_funcs": ["a:b"]}}, "held_out.data: got 'no.jsonl'"),

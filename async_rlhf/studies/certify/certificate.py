@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from async_rlhf.commands.evaluation.statistics import crossed_mean_interval, variance_saved
-from async_rlhf.studies.certify.sequential import Look, look
+from async_rlhf.studies.certify.bets import Known, Question, known_of
+from async_rlhf.studies.certify.sequential import Look
 
 Results = Mapping[str, Any]
 """Of one run; see :func:`~async_rlhf.studies.sweep.one_trial.run_trial`."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was fixed before the first pair."""
-
-    staleness: int
-    margin: float
-    error: float
-    min_pairs: int
 
 
 class Pair(NamedTuple):
@@ -72,18 +62,18 @@ def in_order(arrivals: Iterable[tuple[int, int, Results]], seeds: Sequence[int],
             yield pair_of(next_seed, found.pop((0, next_seed)), found.pop((staleness, next_seed)))
 
 
-def looks(pairs: Iterable[Pair], question: Question) -> Iterator[tuple[Pair, Look]]:
+def looks(pairs: Iterable[Pair], question: Question) -> Iterator[tuple[Pair, Known]]:
     """Each pair with what is known after it, until the question is decided."""
     differences: list[float] = []
     for pair in pairs:
         differences.append(pair.difference)
-        known = look(differences, question.margin, question.error, question.min_pairs)
+        known = known_of(differences, question)
         yield pair, known
         if known.decision != "undecided":
             return
 
 
-def line_of(pair: Pair, known: Look) -> dict[str, Any]:
+def line_of(pair: Pair, known: Known) -> dict[str, Any]:
     """A line of pairs.jsonl. Evidence is in logs to base 10, and the ends of an unbounded interval are null."""
     return {
         "seed": pair.seed,
@@ -94,35 +84,44 @@ def line_of(pair: Pair, known: Look) -> dict[str, Any]:
         "prompts": len(pair.differences),
         "kl_synchronous": pair.kl_synchronous,
         "kl_stale": pair.kl_stale,
-        "mean_difference": known.mean,
-        "low": _bounded(known.low),
-        "high": _bounded(known.high),
+        "mean_difference": known.normal.mean,
+        "breakdowns": known.breakdowns,
+        **_ends(known.normal),
+        "log10_evidence_mean": known.log_mean / math.log(10),
+        "log10_evidence_rate": known.log_rate / math.log(10),
         "log10_evidence_non_inferior": known.log_non_inferior / math.log(10),
         "log10_evidence_inferior": known.log_inferior / math.log(10),
         "decision": known.decision,
+        "decision_if_normal": known.normal.decision,
     }
 
 
-def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[str, Any]:
+def summary_of(found: Sequence[tuple[Pair, Known]], question: Question) -> dict[str, Any]:
     """The certificate: what was decided, on what, and what pairing has saved."""
     pairs, last = [pair for pair, _ in found], found[-1][1]
     saved = variance_saved([pair.synchronous for pair in pairs], [pair.stale for pair in pairs])
     worst = min(pairs, key=lambda pair: pair.difference)
     return {
         "decision": last.decision,
-        "pairs": last.pairs,
+        "decision_if_normal": last.normal.decision,
+        "pairs": last.normal.pairs,
         "seeds": [pair.seed for pair in pairs],
         "prompts": len(pairs[0].differences),
         "staleness": question.staleness,
         "margin": question.margin,
         "error": question.error,
         "min_pairs": question.min_pairs,
+        "bound": question.bound,
+        "breakdown_rate": question.breakdown_rate,
+        "breakdowns": last.breakdowns,
         "gold_synchronous": fmean(pair.synchronous for pair in pairs),
         "gold_stale": fmean(pair.stale for pair in pairs),
-        "mean_difference": last.mean,
-        "interval": {"low": _bounded(last.low), "high": _bounded(last.high), "coverage": 1 - 2 * question.error},
-        "deviation": None if math.isnan(last.deviation) else last.deviation,
+        "mean_difference": last.normal.mean,
+        "interval": {**_ends(last.normal), "coverage": 1 - 2 * question.error},
+        "deviation": None if math.isnan(last.normal.deviation) else last.normal.deviation,
         "other_prompts": crossed_mean_interval([pair.differences for pair in pairs])._asdict(),
+        "log10_evidence_mean": last.log_mean / math.log(10),
+        "log10_evidence_rate": last.log_rate / math.log(10),
         "log10_evidence_non_inferior": last.log_non_inferior / math.log(10),
         "log10_evidence_inferior": last.log_inferior / math.log(10),
         "worst_pair": {"seed": worst.seed, "difference": worst.difference},
@@ -132,7 +131,7 @@ def summary_of(found: Sequence[tuple[Pair, Look]], question: Question) -> dict[s
     }
 
 
-def table(found: Sequence[tuple[Pair, Look]], question: Question) -> str:
+def table(found: Sequence[tuple[Pair, Known]], question: Question) -> str:
     """A Markdown table, a row for each pair."""
     lines = [
         f"| seed | S = 0 | S = {question.staleness} | difference | standard error over prompts "
@@ -148,11 +147,12 @@ def table(found: Sequence[tuple[Pair, Look]], question: Question) -> str:
     return "\n".join(lines)
 
 
-def progress(pair: Pair, known: Look, question: Question) -> str:
+def progress(pair: Pair, known: Known, question: Question) -> str:
     """One line after a pair."""
+    mean, low, high = known.normal.mean, known.normal.low, known.normal.high
     return (
-        f"pair {known.pairs} (seed {pair.seed}): gold reward {pair.synchronous:.4f} at S = 0, {pair.stale:.4f} at "
-        f"S = {question.staleness}; mean difference {_interval(known.mean, known.low, known.high)}; evidence "
+        f"pair {known.normal.pairs} (seed {pair.seed}): gold reward {pair.synchronous:.4f} at S = 0, {pair.stale:.4f} "
+        f"at S = {question.staleness}; mean difference {_interval(mean, low, high)}; evidence "
         f"{_odds(known.log_non_inferior, question.error)} non-inferior, "
         f"{_odds(known.log_inferior, question.error)} inferior, of "
         f"{1 / question.error:.3g}: {known.decision if known.decision != 'undecided' else 'goes on'}"
@@ -162,19 +162,20 @@ def progress(pair: Pair, known: Look, question: Question) -> str:
 def told(summary: Mapping[str, Any]) -> str:
     """The certificate in words."""
     k, margin, pairs = summary["staleness"], summary["margin"], summary["pairs"]
-    sides = {
+    odds = {
         name: _odds(summary[f"log10_evidence_{name}"] * math.log(10), summary["error"])
-        for name in ("non_inferior", "inferior")
+        for name in ("mean", "rate", "inferior")
     }
-    enough = f"{1 / summary['error']:.3g}"
+    enough, rate = f"{1 / summary['error']:.3g}", f"{summary['breakdown_rate']:.0%}"
+    kept = f"fewer than {rate} of pairs lose more than {summary['bound']:g} (evidence {odds['rate']})"
     decided = {
         "non-inferior": f"S = {k} is non-inferior to S = 0: it costs less than {margin:g} of mean gold reward "
-        f"(evidence {sides['non_inferior']}; {enough} was asked for).",
+        f"(evidence {odds['mean']}), and {kept}; {enough} was asked for.",
         "inferior": f"S = {k} is inferior to S = 0: it costs more than {margin:g} of mean gold reward "
-        f"(evidence {sides['inferior']}; {enough} was asked for).",
-        "undecided": f"Undecided: neither that S = {k} costs less than {margin:g} of mean gold reward (evidence "
-        f"{sides['non_inferior']}) nor that it costs more ({sides['inferior']}); {enough} was asked for. More pairs "
-        "can still decide it: raise max_pairs and start again.",
+        f"(evidence {odds['inferior']}; {enough} was asked for).",
+        "undecided": f"Undecided: that S = {k} costs less than {margin:g} of mean gold reward has evidence "
+        f"{odds['mean']}, that {kept}, that it costs more {odds['inferior']}; {enough} was asked for. More pairs can "
+        "still decide it: raise max_pairs and start again.",
     }[summary["decision"]]
     low, high = (math.nan if end is None else end for end in (summary["interval"]["low"], summary["interval"]["high"]))
     worst, seeds = summary["worst_pair"], summary["seeds"]
@@ -185,10 +186,13 @@ def told(summary: Mapping[str, Any]) -> str:
         f"mean difference {_interval(summary['mean_difference'], low, high)} "
         f"({summary['interval']['coverage']:.0%}, at all looks together).",
         _spread(summary),
-        f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}. If no pair is a breakdown, at most "
-        f"{1 - 0.05 ** (1 / pairs):.0%} of runs break down (95%).",
+        f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}; {summary['breakdowns']} of {pairs} broke down. "
+        f"{pairs} pairs of which none does bound their share by {1 - 0.05 ** (1 / pairs):.0%} (95%).",
+        f"If differences are normal, a t-test says: {summary['decision_if_normal']}. The interval is its, too.",
         f"Fixed before the first pair: margin {margin:g}, error {summary['error']:g} for either wrong decision, at "
-        f"least {summary['min_pairs']} pairs. The error rates are proven for normal differences.",
+        f"least {summary['min_pairs']} pairs, a breakdown is a loss of more than {summary['bound']:g}, and {rate} of "
+        "them too many. The error rates hold for any differences of independent pairs; in the mean a breakdown counts "
+        f"as a loss of {summary['bound']:g}.",
     ]
     return "\n".join(lines)
 
@@ -233,6 +237,10 @@ def _odds(log_evidence: float, error: float) -> str:
 def _interval(estimate: float, low: float, high: float) -> str:
     bounded = math.isfinite(low) and math.isfinite(high)
     return f"{estimate:+.4f} " + (f"[{low:+.4f}, {high:+.4f}]" if bounded else "[no bounds yet]")
+
+
+def _ends(known: Look) -> dict[str, float | None]:
+    return {"low": _bounded(known.low), "high": _bounded(known.high)}
 
 
 def _bounded(end: float) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -14,9 +13,9 @@ from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import load_rows
+from async_rlhf.studies.certify.bets import Known, Question, fewest_pairs
 from async_rlhf.studies.certify.certificate import (
     Pair,
-    Question,
     Results,
     in_order,
     line_of,
@@ -27,7 +26,6 @@ from async_rlhf.studies.certify.certificate import (
     told,
 )
 from async_rlhf.studies.certify.config import CertifyConfig
-from async_rlhf.studies.certify.sequential import Look, critical_t
 from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials
 from async_rlhf.studies.sweep.trials import Trial, of_setting, parsed_held_out, parsed_run
 from async_rlhf.system.files import whole_file
@@ -54,13 +52,16 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
     trials = trials_of(config)
     check_trials(trials)
     _check_prompts(trials[0].held_out)
-    _check_reachable(config)
-    question = Question(config.staleness, config.margin, config.error, config.min_pairs)
+    given = (config.staleness, config.margin, config.error, config.min_pairs)
+    question = Question(*given, 10 * config.margin if config.bound is None else config.bound, config.breakdown_rate)
+    least = fewest_pairs(question)
+    right = f"must be at least {least}: fewer cannot show that less than {config.breakdown_rate:g} of pairs break down"
+    require(config.max_pairs >= least, "max_pairs", config.max_pairs, right)
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder / ".certify.lock", "output_dir", folder), closing(run_trials(trials, config)) as running:
         _fix(config)
-        found: list[tuple[Pair, Look]] = []
+        found: list[tuple[Pair, Known]] = []
         pairs = in_order(_arrivals(running, trials), [trial.seed for trial in trials[::2]], config.staleness)
         for pair, known in looks(pairs, question):
             found.append((pair, known))
@@ -107,15 +108,6 @@ def _check_prompts(held_out: EvaluateConfig) -> None:
     if Path(held_out.data).expanduser().exists():
         rows = len(load_rows(held_out.data, held_out.split, key="held_out.data"))
         require(rows > 1, "held_out.data", held_out.data, f"has {rows} prompt; {right}")
-
-
-def _check_reachable(config: CertifyConfig) -> None:
-    """Require that so many pairs can decide at all."""
-    if math.isfinite(critical_t(config.max_pairs, config.error)):
-        return
-    least = next(n for n in range(2, 10_001) if math.isfinite(critical_t(n, config.error)))
-    right = f"must be at least {least}: fewer never have evidence of 1 / error, however clear they are"
-    require(False, "max_pairs", config.max_pairs, right)
 
 
 def _fix(config: CertifyConfig) -> None:

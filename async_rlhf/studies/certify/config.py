@@ -24,7 +24,12 @@ class CertifyConfig(ManyRunsConfig):
     """A wrong "non-inferior" has at most this chance. So has a wrong "inferior"."""
     min_pairs: int = key(5, at_least(2), main="test")
     """Pairs before which nothing is decided. More of them show rare runs that break down."""
-    max_pairs: int = key(30, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
+    bound: float | None = key(None, above(0), main="test")
+    """A pair that loses more than this is a breakdown, and counts as a loss of this in the mean; a gain counts as this
+    at most. null for ten times the margin."""
+    breakdown_rate: float = key(0.1, above(0), below(1), main="test")
+    """Non-inferior is only what breaks down in fewer pairs than this share. A smaller one takes more pairs."""
+    max_pairs: int = key(60, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
     """Pairs after which the certificate ends undecided. It may be raised later: the error rates hold for any number."""
     seed: int = key(0, *SEED, main="test")
     """Of the first pair; the next has the next number. It decides prompts and sampling of both runs, and is added to
@@ -34,6 +39,8 @@ class CertifyConfig(ManyRunsConfig):
         super().check()
         right = f"must be at least min_pairs, which is {self.min_pairs}"
         require(self.max_pairs >= self.min_pairs, "max_pairs", self.max_pairs, right)
+        right = f"must be above the margin, which is {self.margin:g}"
+        require(self.bound is None or self.bound > self.margin, "bound", self.bound, right)
         judged = self.held_out.get("seed", 0)
         require(type(judged) is int, "held_out.seed", judged, "must be a whole number")
         last = self.seed + self.max_pairs - 1 + judged
