@@ -1,14 +1,14 @@
-"""What rewards add to a batch, if they are computed beside training or in their turn.
+"""What rewards and the reference policy add to a batch, computed beside training or in their turn.
 
     python benchmarks/waits_rewards.py [--json] [--batches 16]
 
 The real trainer with a generator process. Models wait as on devices of their own (waiting.py), so that cores do not
 matter, and the reward function waits for half of a batch's time, as a remote judge does. For each:
 
-    ratio       wall / max(sampling, training) of a batch, scoring not included; 1 is perfect
-    bound       the same by the schedule alone: a batch passes through all three while S + 1 batches are under way, so
-                wall is at least (sampling + rewards + training) / (S + 1)
-    predicted   wall by async-rlhf plan, from sampling and training of the run with rewards in their turn
+    ratio       wall / max(sampling, training) of a batch, rewards and reference not included; 1 is perfect
+    bound       the same by the schedule alone: a batch passes through all while S + 1 batches are under way, so wall is
+                at least (sampling + the longer of rewards and reference + training) / (S + 1)
+    predicted   wall by async-rlhf plan, from the times of the run with both in their turn
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -55,6 +56,7 @@ def run(batches: int, prompts: int, reward_seconds: float, staleness: int, besid
             max_prompt_length=PROMPT_TOKENS,
             progress=False,
             num_threads=1,
+            reference_device=None if beside else "learner",
             generation=GenerationConfig(
                 response_length=RESPONSE_TOKENS, mismatch_samples=0, placement="process", num_threads=1
             ),
@@ -69,25 +71,36 @@ def run(batches: int, prompts: int, reward_seconds: float, staleness: int, besid
     return waits.mean_times([json.loads(line) for line in lines][WARM_UP:])
 
 
-def figures(mean: dict[str, float], reward_seconds: float, staleness: int, predicted: float) -> dict[str, float]:
-    """What is shown of a run."""
-    sampling, training = mean["generate"], mean["annotate"] + mean["train"]
+def figures(mean: dict[str, float], frozen: float, staleness: int, predicted: float) -> dict[str, float]:
+    """What is shown of a run, given the longer of the times that rewards and reference take."""
+    sampling, training = mean["generate"], mean["train"]
     longer = max(sampling, training)
-    bound = max(1.0, (sampling + reward_seconds + training) / (staleness + 1) / longer)
-    shown = {"wall": mean["batch"], "sampling": sampling, "training": training, "score": mean["score"]}
+    bound = max(1.0, (sampling + frozen + training) / (staleness + 1) / longer)
+    shown = {
+        "wall": mean["batch"],
+        "sampling": sampling,
+        "training": training,
+        "score": mean["score"],
+        "reference": mean["annotate"],
+    }
     return {**shown, "ratio": mean["batch"] / longer, "bound": bound, "predicted": predicted}
 
 
 def measure(
     batches: int = 16, prompts: int = PROMPTS, reward_seconds: float = REWARD_SECONDS
 ) -> dict[str, dict[str, float]]:
-    """BackgroundThread training, and in turn."""
+    """Beside training, and in turn."""
     found = {}
     for staleness in (1, 2):
         beside, in_turn = (run(batches, prompts, reward_seconds, staleness, each) for each in (True, False))
-        for name, mean, key in (("beside training", beside, "rewards"), ("in their turn", in_turn, "score")):
-            predicted = waits.predicted(waits.seconds_of(in_turn, **{key: reward_seconds}), staleness)
-            found[f"rewards {name}, S = {staleness}"] = figures(mean, reward_seconds, staleness, predicted)
+        frozen = max(reward_seconds, in_turn["annotate"])
+        apart = waits.seconds_of({**in_turn, "annotate": 0.0, "batch": in_turn["batch"] - in_turn["annotate"]})
+        for name, mean, seconds in (
+            ("beside training", beside, replace(apart, rewards=frozen)),
+            ("in their turn", in_turn, waits.seconds_of(in_turn, score=reward_seconds)),
+        ):
+            predicted = waits.predicted(seconds, staleness)
+            found[f"rewards {name}, S = {staleness}"] = figures(mean, frozen, staleness, predicted)
     return found
 
 

@@ -17,7 +17,7 @@ WAITING = {
     "waits_queue.py": ({"one queue", "batch by batch"}, "places wall predicted"),
     "waits_rewards.py": (
         {f"rewards {how}, S = {s}" for how in ("beside training", "in their turn") for s in (1, 2)},
-        "wall sampling training score ratio bound predicted",
+        "wall sampling training score reference ratio bound predicted",
     ),
     "waits_shares.py": ({"units", "whole shares", "fixed shares"}, "wall best over_best idle predicted"),
 }
