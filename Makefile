@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # A test that takes its process with it ends the suite: pytest-xdist would wait for ever.
 PARALLEL = --numprocesses auto --maxprocesses 4 --max-worker-restart 0
 
-.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm test-foreign lint setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm test-foreign lint wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -48,6 +48,13 @@ lint: setup         ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+wheel: setup        ## build the sdist and the wheel, check what is in them, and try the wheel alone in an empty folder
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python scripts/wheel.py
+
+release: lint test wheel   ## all of a release but the upload
+	@echo "to upload: $(BIN)/python -m twine upload dist/*"
 
 bench: setup        ## how much of sampling and training overlaps
 	$(BIN)/python benchmarks/overlap.py
@@ -104,4 +111,4 @@ audit:              ## whether the pinned versions have known vulnerabilities; w
 	@.audit/bin/python scripts/audit.py
 
 clean:              ## remove what make setup made; results in runs/ stay
-	rm -rf $(VENV) .audit build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

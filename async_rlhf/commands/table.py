@@ -60,6 +60,7 @@ COMMANDS = {
         "studies.report.config:ReportConfig",
         "studies.report.command",
     ),
+    "recipes": Command("list the recipes, or copy one to here", "commands.recipes:RecipesConfig"),
     "config": Command(
         "migrate FILE: rewrite the original's YAML in our format",
         "compat.original.command:MigrateConfig",

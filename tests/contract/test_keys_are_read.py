@@ -30,6 +30,7 @@ from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
+from async_rlhf.commands.recipes import RecipesConfig, run_recipes
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.reward import run_reward
@@ -322,6 +323,8 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(workers, "refuse_second", _in_use)
         patch.setattr(workers, "_PATIENCE_SECONDS", 0.0)
         workers.run_workers(workers.WorkersConfig(str(inputs.folder), 2))
+        patch.chdir(inputs.folder)
+        run_recipes(RecipesConfig("slurm"))
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             patch.setenv(name, value)
         patch.setattr(dist, "init_process_group", _stop)

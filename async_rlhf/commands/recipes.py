@@ -1,0 +1,53 @@
+"""Lists the recipes that come with the package, and copies them out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.base import Checked
+
+_RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@dataclass(frozen=True)
+class RecipesConfig(Checked):
+    """List the recipes, or copy one of them, or a folder of them: ``async-rlhf recipes [NAME]``."""
+
+    name: str | None = None
+    """A file or folder from the list, which is copied to recipes/NAME here; null lists them all."""
+
+
+def run_recipes(config: RecipesConfig) -> None:
+    """Print the names of all recipes, or copy what has the given name.
+
+    Raises:
+        ConfigError: there is no such recipe, or the place of the copy is taken.
+    """
+    names = sorted(p.relative_to(_RECIPES).as_posix() for p in _RECIPES.glob("*/*") if p.is_file())
+    if config.name is None:
+        return _print_all(names)
+    name = config.name.rstrip("/")
+    if name not in {*names, *(one.split("/")[0] for one in names)}:
+        raise ConfigError(f"name: got {config.name!r}; must be one that async-rlhf recipes lists, or a folder of those")
+    source, copy = _RECIPES / name, Path("recipes") / name
+    if copy.exists():
+        raise ConfigError(f"name: got {config.name!r}; {copy} is here already")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copy(source, copy)
+    print(copy)
+
+
+def _print_all(names: list[str]) -> None:
+    """Whoever reads them may stop early, as head does."""
+    try:
+        print("\n".join(names), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the flush at exit goes
