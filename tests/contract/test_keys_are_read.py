@@ -258,7 +258,11 @@ def _many(inputs: Inputs) -> None:
         patch.setattr(sweep, "run_jobs", here)
         grid = {"train.staleness": [0, 1]}
         run_sweep(SweepConfig(**both, output_dir=inputs["sweep"], grid=grid, baseline={"train.staleness": 0}))
-        run_certify(CertifyConfig(**both, output_dir=inputs["certificate"], staleness=1, margin=9.0, max_pairs=5))
+        run_certify(
+            CertifyConfig(
+                **both, output_dir=inputs["certificate"], staleness=1, margin=9.0, breakdown_rate=0.5, max_pairs=10
+            )
+        )
 
 
 ORIGINAL = """sft_model_path: a

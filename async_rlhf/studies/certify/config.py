@@ -24,10 +24,10 @@ class CertifyConfig(ManyRunsConfig):
     """A wrong "non-inferior" has at most this chance. So has a wrong "inferior"."""
     min_pairs: int = key(5, at_least(2), main="test")
     """Pairs before which nothing is decided. More of them show rare runs that break down."""
-    bound: float | None = key(None, above(0), main="test")
+    bound: float | None = key(None, above(0))
     """A pair that loses more than this is a breakdown, and counts as a loss of this in the mean; a gain counts as this
     at most. null for ten times the margin."""
-    breakdown_rate: float = key(0.1, above(0), below(1), main="test")
+    breakdown_rate: float = key(0.1, above(0), below(1))
     """Non-inferior is only what breaks down in fewer pairs than this share. A smaller one takes more pairs."""
     max_pairs: int = key(60, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
     """Pairs after which the certificate ends undecided. It may be raised later: the error rates hold for any number."""
