@@ -1,8 +1,13 @@
-"""Which kernels a model of the learner computes with: its attention, and whether its blocks are compiled."""
+"""How a model of the learner computes: its attention, whether its blocks are compiled, what they compute again."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -32,6 +37,24 @@ def compile_blocks(model: nn.Module, config: OnlineConfig) -> None:
     if config.torch_compile:
         for block in blocks(model):
             block.compile(dynamic=True)  # passes have other lengths each time
+
+
+def recompute(model: PreTrainedModel, config: OnlineConfig) -> None:
+    """Compute activations again in the backward pass if the configuration says so: all, or all but products."""
+    if config.gradient_checkpointing in (True, "selective"):
+        again: dict[str, Any] = {"use_reentrant": False}
+        if config.gradient_checkpointing == "selective":
+            again["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
+        model.gradient_checkpointing_enable(again)
+        model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
+
+
+def _kept(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Keep what counts as work: matrix products, and attention, whoever's kernel it is."""
+    counted = getattr(op, "overloadpacket", op) in flop_registry
+    if counted or any(part in op.name() for part in ("grouped_mm", "attention", "attn")):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
