@@ -5,12 +5,37 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from async_rlhf.config import ConfigError, OnlineConfig
+
+_GROUPED = ExpertsInterface()["grouped_mm"]
+
+
+class _Cast:
+    """Experts whose weights are in another type; no module, so that nothing that hangs on one happens twice."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._experts, name)
+        return found.to(self._dtype) if isinstance(found, Tensor) and found.dim() == 3 else found
+
+
+def _in_autocast(experts: Any, hidden: Tensor, *args: Tensor) -> Tensor:
+    """Autocast does not know the product of a mixture's experts, which would compute in their weights' type."""
+    kind = hidden.device.type
+    cast = torch.is_autocast_enabled(kind)
+    return _GROUPED(_Cast(experts, torch.get_autocast_dtype(kind)) if cast else experts, hidden, *args)
+
+
+ExpertsInterface.register("grouped_mm", _in_autocast)
 
 
 def use_attention(model: PreTrainedModel, config: OnlineConfig, key: str) -> None:
