@@ -107,7 +107,7 @@ class Case:
     model: PretrainedConfig
     ranks: int
     strategy: str = "fsdp"
-    checkpointing: bool = True
+    checkpointing: bool | str = True
     rows: int = 8
     annotate_rows: int = 16
     prompt: int = 200
@@ -152,6 +152,7 @@ CASES = {
     "1.4B, DDP on 4, all activations": Case(pythia(), 4, "ddp", checkpointing=False),
     "8B, FSDP on 4": Case(llama(), 4),
     "8B, FSDP on 8": Case(llama(), 8),
+    "8B, FSDP on 8, products kept": Case(llama(), 8, checkpointing="selective"),
     "8B, FSDP on 8, all activations": Case(llama(), 8, checkpointing=False),
     "8B, FSDP on 8, rows of 4,096": Case(llama(), 8, annotate_rows=8, prompt=96, response=4000),
     "70B, FSDP on 32": Case(llama(80, 8192, 28_672), 32),

@@ -149,10 +149,11 @@ class OnlineConfig(TrainingConfig):
     head_float32: bool = False
     """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
     comes from the head."""
-    gradient_checkpointing: Literal["auto", True, False] = key("auto", role="speed")
+    gradient_checkpointing: Literal["auto", "selective", True, False] = key("auto", role="speed")
     """Compute activations again in the backward pass instead of keeping them: about a third more work for much less
-    memory. "auto" does it where the largest pass would not fit into the GPU's memory otherwise, and says so in the
-    log; never on a CPU."""
+    memory. "selective" keeps matrix products and attention: hardly more work, and about half the memory. "auto" chooses
+    true where the largest pass would not fit into the GPU's memory otherwise, and says so in the log; never on a
+    CPU."""
     attn_implementation: str | None = None
     """transformers' name of the attention of the learner's models, such as "sdpa", "eager", "flash_attention_2" or the
     name of a kernel on the hub; null for each model's own choice."""

@@ -85,8 +85,8 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     parallel.ranks rows."""
     max_length: int = key(512, at_least(1), main="training")
     """Rows with more tokens are dropped, and counted."""
-    gradient_checkpointing: bool = False
-    """Trade compute for memory."""
+    gradient_checkpointing: Literal["selective", True, False] = False
+    """Trade compute for memory; "selective" keeps matrix products and attention."""
     eval_steps: float = key(0, at_least(0), _STEPS, may_change="evaluation trains nothing")
     """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates
     at the end only."""

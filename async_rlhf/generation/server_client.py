@@ -6,12 +6,16 @@ import json
 import os
 import time
 from asyncio import Semaphore
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow.json import ParseOptions, ReadOptions, read_json
 from transformers import PretrainedConfig
 
 from async_rlhf.config import ConfigError, GenerationConfig
@@ -39,6 +43,19 @@ _ARCHITECTURE = (
     "rope_parameters",
     "tie_word_embeddings",
 )
+
+_SPAN = pa.struct({"version": pa.string(), "start": pa.int64(), "end": pa.int64()})
+_CHOICE = pa.struct(
+    {
+        "index": pa.int64(),
+        "finish_reason": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.struct({"content": pa.list_(pa.struct({"logprob": pa.float64()}))}),
+        "weight_versions": pa.list_(_SPAN),
+    }
+)
+_ANSWER = pa.schema({"choices": pa.list_(_CHOICE)})
+"""What is read of an answer with completions."""
 
 
 class ServerGoneError(RuntimeError):
@@ -81,8 +98,8 @@ class ServerClient:
         tokens = prompt.tokens
         fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed, prompt)}
         async with self._prompts:
-            answer = await self._post("/inference/v1/generate", json=fields)
-        return tuple(_sample(tokens, choice, prefix) for choice in sorted(answer["choices"], key=lambda c: c["index"]))
+            choices = await self._post("/inference/v1/generate", parse=_choices, json=fields)
+        return tuple(_sample(tokens, choice, prefix) for choice in sorted(choices, key=lambda c: c["index"]))
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Log-probability of each token of the rows except each row's first."""
@@ -140,11 +157,11 @@ class ServerClient:
     async def _post(self, path: str, **options: Any) -> Any:
         return await self._request("POST", path, **options)
 
-    async def _request(self, method: str, path: str, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, parse: Callable[[bytes], Any] = json.loads, **options: Any) -> Any:
         try:
             answer = await self._http.request(method, path, **options)
             if answer.is_success:
-                return answer.json()
+                return parse(answer.content)
             # A server whose engine has died answers with errors for a while before it ends.
             dying = answer.status_code >= 500 and not (await self._http.get("/health")).is_success
         except (httpx.TransportError, ValueError) as error:
@@ -233,10 +250,42 @@ def _wait_until_up(http: httpx.Client, url: str, seconds: float) -> None:
         time.sleep(min(1.0, seconds))
 
 
+def _choices(body: bytes) -> list[dict[str, Any]]:
+    """The completions of an answer. What has the usual form becomes arrays, without an object for each token."""
+    reading = ReadOptions(use_threads=False, block_size=len(body) + 1)
+    parsing = ParseOptions(explicit_schema=_ANSWER, unexpected_field_behavior="ignore")
+    try:
+        (each,) = read_json(pa.BufferReader(body), reading, parsing)["choices"]
+        choices, spans, tokens, contents = (
+            each.values,
+            *(pc.struct_field(each.values, name) for name in ("weight_versions", "token_ids", ["logprobs", "content"])),
+        )
+        plain = zip(*(pc.struct_field(choices, name).to_pylist() for name in ("index", "finish_reason")), strict=True)
+        found = [
+            {
+                "index": index,
+                "finish_reason": reason,
+                "weight_versions": spans[i].as_py(),
+                "token_ids": tokens[i].values.to_numpy(),  # refuses what is missing
+                "logprobs": pc.struct_field(contents[i].values, "logprob").to_numpy(),
+            }
+            for i, (index, reason) in enumerate(plain)
+        ]
+        said = [{"index": c["index"], "reason": c["finish_reason"]} for c in found]
+        said += [span for choice in found for span in choice["weight_versions"] or []]
+        if not any(None in one.values() for one in said):
+            return found
+    except (pa.ArrowException, ValueError, AttributeError, TypeError):
+        pass  # whoever reads it as it is finds what is wrong
+    return json.loads(body)["choices"]
+
+
 def _sample(prompt: Sequence[int], choice: dict[str, Any], prefix: str) -> Sample:
     if choice["finish_reason"] == "abort":
         raise ServerGoneError("dropped a request")
-    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    logprobs = choice["logprobs"]
+    if not isinstance(logprobs, np.ndarray):
+        logprobs = [entry["logprob"] for entry in logprobs["content"]]
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
     try:
         return to_sample(prompt, choice["token_ids"], logprobs, spans, choice["finish_reason"], prefix)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
@@ -77,6 +78,6 @@ def to_sample(
         raise OtherWeightsError("tokens were drawn by weights without a label")
     if finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion for another reason: {finish_reason}")
-    if not all(map(math.isfinite, logprobs)):
+    if not np.isfinite(logprobs).all():
         raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
     return Sample.answer(prompt, tokens, logprobs, versions, finish_reason)

@@ -40,7 +40,7 @@ from async_rlhf.models.forward import (
     response_values,
 )
 from async_rlhf.models.frozen_models import frozen, on_device
-from async_rlhf.models.kernels import blocks, compile_blocks
+from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed
 from async_rlhf.models.passes import Passes
@@ -144,9 +144,7 @@ class Learner:
         for model in (self.policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
-            if config.gradient_checkpointing is True and isinstance(model, PreTrainedModel):
-                model.gradient_checkpointing_enable()
-                model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
+                recompute(model, config)
         # From here on the weights may be sharded, so no code may rely on having all of them.
         parallel = ALONE if self._reference_apart else self.parallel
         needed = self._early is not None or not self._reference_apart

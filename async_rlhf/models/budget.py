@@ -48,8 +48,7 @@ class PassMemory:
     ) -> PassMemory:
         """The models of a learner; ``gradient_checkpointing`` of the configuration must be decided."""
         return cls(
-            tuple(memory_of(model, config, parallel, config.gradient_checkpointing is True) for model in models),
-            with_gradient,
+            tuple(memory_of(model, config, parallel, config.gradient_checkpointing) for model in models), with_gradient
         )
 
     def bytes(self, tokens: int) -> float:
@@ -76,7 +75,7 @@ def passes_alone(key: str, model: PreTrainedModel, config: OnlineConfig) -> Pass
     return Passes(config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
 
 
-def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool) -> LearnerMemory:
+def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool | str) -> LearnerMemory:
     """A rank's memory for a model, without frozen ones, and with passes of no tokens."""
     return LearnerMemory(
         shape_of(model, parallel),

@@ -60,7 +60,8 @@ def frozen(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> 
 
 
 def hold_linear(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) -> None:
-    """Hold the weights of linear layers in the type that autocast casts them to: the same numbers in half the memory.
+    """Hold the weights of linear layers and experts in the type that they are cast to: the same numbers in half the
+    memory.
 
     Embeddings and norms, which autocast leaves alone, stay as they are, and so do heads that compute in float32: those
     that give scores, and with ``head_float32`` a language model's.
@@ -78,6 +79,7 @@ def hold_linear(model: nn.Module, dtype: torch.dtype | None, head_float32: bool)
         (m for m in model.modules() if isinstance(m, nn.Linear) and m not in kept and id(m.weight) not in embedded),
         dtype,
     )
+    _hold((m for m in model.modules() if not isinstance(m, nn.Conv1d)), dtype, of_experts=True)
 
 
 def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) -> None:
@@ -92,12 +94,14 @@ def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) ->
     _hold((module for part in parts for module in part.modules() if module not in kept), dtype)
 
 
-def _hold(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Replace the modules' own parameters; those that several share stay shared."""
+def _hold(modules: Iterable[nn.Module], dtype: torch.dtype, of_experts: bool = False) -> None:
+    """Replace the modules' own parameters, or those of many experts in one; those that several share stay shared."""
     held: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():  # quantised ones are integers
+            if parameter is None or (of_experts and parameter.dim() != 3):
+                continue
+            if parameter.is_floating_point():  # quantised ones are integers
                 if parameter not in held:
                     held[parameter] = nn.Parameter(parameter.data.to(dtype), requires_grad=False)
                 module._parameters[name] = held[parameter]

@@ -1,11 +1,41 @@
-"""Which kernels a model of the learner computes with: its attention, and whether its blocks are compiled."""
+"""How a model of the learner computes: its attention, whether its blocks are compiled, what they compute again."""
 
 from __future__ import annotations
 
-from torch import nn
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from async_rlhf.config import ConfigError, OnlineConfig
+
+_GROUPED = ExpertsInterface()["grouped_mm"]
+
+
+class _Cast:
+    """Experts whose weights are in another type; no module, so that nothing that hangs on one happens twice."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._experts, name)
+        return found.to(self._dtype) if isinstance(found, Tensor) and found.dim() == 3 else found
+
+
+def _in_autocast(experts: Any, hidden: Tensor, *args: Tensor) -> Tensor:
+    """Autocast does not know the product of a mixture's experts, which would compute in their weights' type."""
+    kind = hidden.device.type
+    cast = torch.is_autocast_enabled(kind)
+    return _GROUPED(_Cast(experts, torch.get_autocast_dtype(kind)) if cast else experts, hidden, *args)
+
+
+ExpertsInterface.register("grouped_mm", _in_autocast)
 
 
 def use_attention(model: PreTrainedModel, config: OnlineConfig, key: str) -> None:
@@ -32,6 +62,24 @@ def compile_blocks(model: nn.Module, config: OnlineConfig) -> None:
     if config.torch_compile:
         for block in blocks(model):
             block.compile(dynamic=True)  # passes have other lengths each time
+
+
+def recompute(model: PreTrainedModel, config: OnlineConfig) -> None:
+    """Compute activations again in the backward pass if the configuration says so: all, or all but products."""
+    if config.gradient_checkpointing in (True, "selective"):
+        again: dict[str, Any] = {"use_reentrant": False}
+        if config.gradient_checkpointing == "selective":
+            again["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
+        model.gradient_checkpointing_enable(again)
+        model.enable_input_require_grads()  # else nothing before the first adapter would be recomputed
+
+
+def _kept(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Keep what counts as work: matrix products, and attention, whoever's kernel it is."""
+    counted = getattr(op, "overloadpacket", op) in flop_registry
+    if counted or any(part in op.name() for part in ("grouped_mm", "attention", "attn")):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -26,6 +26,9 @@ _SAVED = {
 the hidden state, of keys, and of the feed-forward layer. Under autocast the residual stream stays float32, and each
 matrix product has a copy of its input; weights that are cast when they are gathered make it bfloat16."""
 
+_PRODUCTS = {"llama": (4, 2, 2), "gpt_neox": (6, 0, 1)}
+"""The same numbers of what attention and matrix products return, in numbers instead of bytes."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -84,7 +87,7 @@ class LearnerMemory:
         frozen: parameters of reference and reward model together.
         ranks: R.
         sharded: FSDP's (and about ZeRO-3's) ranks share everything; DDP's hold all.
-        recompute: gradient checkpointing.
+        recompute: gradient checkpointing; "selective" keeps products.
         bf16: under autocast; weights are float32.
         annotate: the largest pass without gradient.
         update: the largest pass with gradient.
@@ -97,7 +100,7 @@ class LearnerMemory:
     frozen: float
     ranks: int
     sharded: bool
-    recompute: bool
+    recompute: bool | str
     bf16: bool
     annotate: Pass
     update: Pass
@@ -193,13 +196,23 @@ class LearnerMemory:
 
     def block_saved(self) -> float:
         """What one block keeps for its backward pass."""
-        hidden, kv, feed_forward = _SAVED[self.shape.block, self._computing]
+        return self._of_block(_SAVED[self.shape.block, self._computing])
+
+    def products(self) -> float:
+        """What of one block is kept although it is computed again: what attention and matrix products return."""
+        if self.recompute != "selective":
+            return 0.0
+        return (_BFLOAT if self.bf16 else _FLOAT) * self._of_block(_PRODUCTS[self.shape.block])
+
+    def _of_block(self, each: tuple[int, int, int]) -> float:
+        """So many of each number of the hidden state, of keys, and of the feed-forward layer."""
+        hidden, kv, feed_forward = each
         shape = self.shape
         return self.update.tokens * (hidden * shape.hidden + kv * shape.kv_width + feed_forward * shape.feed_forward)
 
     def saved(self) -> float:
-        """What all blocks keep: everything, or only their inputs; and three more states at the end."""
-        one = self._states(self.update) if self.recompute else self.block_saved()
+        """What all blocks keep: everything, or only their inputs and products; and three more states at the end."""
+        one = self._states(self.update) + self.products() if self.recompute else self.block_saved()
         return self.shape.layers * one + 3 * self._states(self.update)
 
     def block_passing(self, one: Pass) -> float:
@@ -218,7 +231,7 @@ class LearnerMemory:
         casts = self._copies(shape.one_block - matrix)
         if not self.recompute:
             casts = self._copies((shape.layers - 1) * shape.one_block - matrix)
-        again = self.block_saved() if self.recompute else -self.block_saved()
+        again = self.block_saved() - self.products() if self.recompute else -self.block_saved()
         return 3 * self.block_whole() + casts + again + _FLOAT * matrix + passed_on
 
     # Logits

@@ -16,6 +16,7 @@ GRID = [
     "1.4B, DDP on 4",
     "1.4B, DDP on 4, all activations",
     "8B, FSDP on 4",
+    "8B, FSDP on 8, products kept",
     "8B, FSDP on 8, all activations",
     "70B, FSDP on 32",
 ]

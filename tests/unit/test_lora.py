@@ -170,7 +170,7 @@ def test_adapters_that_cannot_be_merged_are_refused(make_policy):
 
 def test_gradient_checkpointing_changes_no_gradient(make_policy, tokenizer, prompts, make_args):
     found = []
-    for name, checkpointing in (("with", True), ("without", False)):
+    for name, checkpointing in (("with", True), ("products kept", "selective"), ("without", False)):
         args = make_args(
             name, total_episodes=8, num_epochs=2, lora=LoRAConfig(rank=2), gradient_checkpointing=checkpointing
         )
@@ -178,4 +178,5 @@ def test_gradient_checkpointing_changes_no_gradient(make_policy, tokenizer, prom
         OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
         found.append({n: p.detach() for n, p in policy.named_parameters() if p.requires_grad})
     for name, tensor in found[0].items():
-        torch.testing.assert_close(tensor, found[1][name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(tensor, found[2][name], rtol=1e-4, atol=1e-6)
+        assert torch.equal(found[1][name], found[2][name])

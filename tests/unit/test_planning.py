@@ -548,6 +548,9 @@ def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
     assert line_of().learn_seconds(8) > roomy.learn_seconds(8)
     assert not line_of(recompute=False).recompute(1)
     assert line_of(recompute=True).recompute(64)
+    kept = line_of(recompute="selective")
+    assert kept.recompute(64) == "selective"
+    assert kept.learn_seconds(8) == line_of(recompute=False).learn_seconds(8) < line_of(recompute=True).learn_seconds(8)
 
 
 @pytest.mark.parametrize(

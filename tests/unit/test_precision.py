@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import LLAMA_SIZES, count_letters, new_args
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.distributed.parallel import Parallel, decayed_groups, trainable
@@ -76,6 +76,37 @@ def test_a_frozen_policy_in_bfloat16_computes_the_same_bit_for_bit(tied, head_fl
     halved = {name for name, dtype in held["bfloat16"].items() if dtype == BF16}
     in_body = {name for name in held["bfloat16"] if "proj" in name}
     assert halved == (in_body if tied or head_float32 else in_body | {"lm_head.weight"})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_compute_in_the_type_of_autocast(frozen, monkeypatch):
+    """As FSDP's do, whose weights are cast before; those that are trained have float32 gradients."""
+    torch.manual_seed(0)
+    sizes = LLAMA_SIZES | {"vocab_size": 258, "num_local_experts": 4, "num_experts_per_tok": 2}
+    models = [MixtralForCausalLM(MixtralConfig(**sizes)).eval()]
+    models.append(copy.deepcopy(models[0]))
+    experts = [[p for p in model.parameters() if p.dim() == 3] for model in models]
+    for weight in experts[1]:
+        weight.data = weight.data.bfloat16()
+    if frozen:
+        hold_linear(models[0], BF16, head_float32=False)
+    computed, product = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "grouped_mm",
+        lambda x, weight, **how: computed.append((x.dtype, weight.dtype)) or product(x, weight, **how),
+    )
+    tokens_BT, mask_BT = rows()
+    with torch.autocast("cpu", BF16):
+        found, right = (response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT for model in models)
+    assert torch.equal(found, right)
+    assert len(computed) == 2 * len(experts[0])
+    assert set(computed) == {(BF16, BF16)}
+    assert {p.dtype for p in models[0].parameters() if p.dim() == 3} == {BF16 if frozen else torch.float32}
+    if not frozen:
+        found.sum().backward()
+        right.sum().backward()
+        assert all(torch.equal(a.grad, b.grad.float()) for a, b in zip(*experts, strict=True))
 
 
 def test_a_reward_model_in_bfloat16_scores_the_same_bit_for_bit_and_keeps_its_head(make_reward_model):

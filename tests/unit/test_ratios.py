@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -360,6 +361,18 @@ def test_ratio_statistics_do_not_depend_on_the_order_and_leave_the_input_alone()
     assert torch.equal(tokens_N, before[0])
     assert torch.equal(rows_B, before[1])
     assert ratio_statistics(tokens_N.flip(0), rows_B.flip(0)) == pytest.approx(ours, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 50, 1000, 9999])
+def test_quantiles_are_those_of_a_full_sort_bit_for_bit_without_one(monkeypatch, size):
+    tokens_N = normal(3, size).float().round(decimals=2)  # with ties
+    ordered_N = tokens_N.sort().values.exp()
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    ours = ratio_statistics(tokens_N, tokens_N[:1])
+    for q in (1, 50, 99):
+        assert ours[f"val/ratio_p{q:02d}"] == np.quantile(ordered_N.numpy(), q / 100, method="nearest"), q
+        assert ours[f"val/ratio_p{q:02d}"] == ordered_N[round((size - 1) * q / 100)], q
+    assert ours["val/ratio_max"] == ordered_N[-1]
 
 
 def test_ratio_statistics_of_nothing_are_nothing():

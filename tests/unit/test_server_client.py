@@ -6,6 +6,10 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
+import numpy as np
+import pytest
+
+from async_rlhf.generation import server_client
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.server_client import ServerClient
 from async_rlhf.types import Prompt
@@ -29,6 +33,7 @@ class SlowServer:
     """Answers for its weights at once, and for completions when ``done`` is set."""
 
     def __init__(self) -> None:
+        self.answer = json.dumps(ANSWER)
         self.done, self.under_way, self.most, self.connections = asyncio.Event(), 0, 0, 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,8 +48,7 @@ class SlowServer:
                 self.most = max(self.most, self.under_way)
                 await self.done.wait()
                 self.under_way -= 1
-                answer = ANSWER
-            body = json.dumps(answer).encode()
+            body = (self.answer if "generate" in lines[0] else json.dumps(answer)).encode()
             writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             await writer.drain()
         writer.close()
@@ -99,3 +103,90 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
                 assert slow.connections == connections
 
     asyncio.run(run())
+
+
+def of_two(**changes) -> dict:
+    """An answer with two completions, the second first, and numbers of every length."""
+    rng = np.random.default_rng(0)
+    logprobs = [*(-rng.exponential(size=60)).tolist(), -1e-30, -0.0, 0, -1]
+    choice = ANSWER["choices"][0] | {
+        "token_ids": rng.integers(0, 2**31 - 1, len(logprobs)).tolist(),
+        "logprobs": {"content": [{"token": "a", "logprob": x, "top_logprobs": [{"logprob": x}]} for x in logprobs]},
+        "weight_versions": [{"version": f"run:{i}", "start": 32 * i, "end": 32 * i + 32} for i in range(2)],
+        "stop_reason": None,
+    }
+    return {
+        "request_id": "x",
+        "choices": [choice | changes | {"index": 1}, ANSWER["choices"][0]],
+        "prompt_logprobs": None,
+    }
+
+
+def read(text: str) -> object:
+    """Both completions, or the error."""
+
+    async def run() -> object:
+        async with serving() as (slow, client):
+            slow.answer = text
+            slow.done.set()
+            try:
+                return await client.generate(Prompt(0, 0, (7, 8)), SamplingParams(2, 1.0, 64, (), 0), 0, "run:")
+            except Exception as error:
+                return type(error), str(error)
+
+    return asyncio.run(run())
+
+
+def plainly(monkeypatch, text: str) -> object:
+    """The same without arrays."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_client, "read_json", refuse)
+        return read(text)
+
+
+def test_an_answer_is_read_into_arrays_that_are_what_it_says_bit_for_bit(monkeypatch):
+    text = json.dumps(of_two())
+    expected = plainly(monkeypatch, text)
+    assert [len(sample.drawn) for sample in expected] == [1, 64]
+    assert {sample.versions[-1] for sample in expected} == {0, 1}
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: 1 / 0 if b"choices" in text else loads(text))
+    for written in (text, json.dumps(of_two(), indent=1), text + "\n"):
+        assert read(written) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [5, None]},
+        {"token_ids": [2**31] * 64},
+        {"token_ids": ["a"] * 64},
+        {"token_ids": [5]},
+        {"token_ids": None},
+        {"logprobs": None},
+        {"logprobs": {"content": [{"logprob": float("nan")}] * 64}},
+        {"logprobs": {"content": [{"logprob": None}] * 64}},
+        {"logprobs": {"content": [{}] * 64}},
+        {"weight_versions": None},
+        {"weight_versions": [{"version": "other:1", "start": 0, "end": 64}]},
+        {"weight_versions": [{"version": "run:1", "start": 0}]},
+        {"finish_reason": None},
+        {"index": None},
+        {"finish_reason": "abort", "logprobs": None},
+    ],
+    ids=repr,
+)
+def test_an_answer_that_is_wrong_is_refused_as_if_read_plainly(monkeypatch, changes):
+    text = json.dumps(of_two(**changes))
+    assert read(text) == plainly(monkeypatch, text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps(of_two())[:-1], json.dumps(of_two()) * 2])
+def test_no_answer_is_refused_as_if_read_plainly(monkeypatch, text):
+    found = read(text)
+    assert found == plainly(monkeypatch, text)
+    assert isinstance(found[0], type)

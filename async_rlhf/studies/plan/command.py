@@ -254,7 +254,7 @@ def _memory(times: Times, split: Split) -> list[str]:
     recompute = times.recompute(split.learners)
     needs = times.phases(split.learners, recompute)
     phases = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in needs.items())
-    with_it = ", with gradient_checkpointing: true" if recompute else ""
+    with_it = f", with gradient_checkpointing: {str(recompute).lower()}" if recompute else ""
     return [f"Each learner needs {max(needs.values()) / 1e9:.0f} GB at its peak{with_it} ({phases})."]
 
 

@@ -158,9 +158,9 @@ class ModelSizeConfig(Checked):
     activations_gb: float | None = key(None, at_least(0))
     """Memory that a learner needs at its peak besides learner_bytes and frozen_bytes, in 1e9 bytes; null computes it:
     activations, logits, weights gathered from other learners and copies to compute with."""
-    recompute: bool | None = None
-    """Gradient checkpointing: less memory, one more forward pass. null for what the recipe says, or else where it does
-    not fit without."""
+    recompute: Literal["selective", True, False] | None = None
+    """Gradient checkpointing: less memory, one more forward pass, or none with "selective". null for what the
+    recipe says, or else where it does not fit without."""
 
     def check(self) -> None:
         for name in ("layers", "kv_width"):

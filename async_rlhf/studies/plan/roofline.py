@@ -39,7 +39,7 @@ class Batch:
     longest_prompt: float
     train_rows: int
     annotate_rows: int
-    recompute: bool | None = None
+    recompute: bool | str | None = None
     """Gradient checkpointing, if the recipe says."""
     prompts_per_request: int | None = None
     eval_completions: int | None = None
@@ -81,7 +81,7 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         whole.longest_prompt or whole.prompt_tokens,
         whole.train_rows or 8,
         whole.annotate_rows or 64,
-        recompute if isinstance(recompute, bool) else None,
+        None if recompute == "auto" else recompute,
         whole.prompts_per_request,
         whole.eval_completions,
         whole.tensor_parallel,
@@ -233,7 +233,7 @@ class Roofline:
         judges, trains = sum(map(self._forward, (*self._judges, self._value))), self._forward(self._policy)
         trains += self._forward(self._value)
         forward = judges * scored / (peak * hardware.forward_mfu)
-        update = (4 if self.recompute(learners) else 3) * trains * trained / (peak * hardware.train_mfu)
+        update = (4 if self.recompute(learners) is True else 3) * trains * trained / (peak * hardware.train_mfu)
         around, gbs = (learners - 1) / learners, hardware.reduce_gbs * 1e9
         if self._sharded:  # once for a forward pass, twice for one with gradient
             whole = around * _GATHERED_BYTES / gbs / learners
@@ -311,25 +311,25 @@ class Roofline:
         held /= learners if self._sharded else 1
         return held, held + self.model.activations_gb * 1e9
 
-    def recompute(self, learners: int) -> bool:
+    def recompute(self, learners: int) -> bool | str:
         """Whether this many learners compute activations again: as configured, or else where it would not fit."""
         asked = self.batch.recompute if self.model.recompute is None else self.model.recompute
         if asked is not None or self.model.activations_gb is not None:
-            return bool(asked)
+            return asked or False
         return max(self.phases(learners, recompute=False).values()) > self._room()
 
-    def phases(self, learners: int, recompute: bool) -> dict[str, float]:
+    def phases(self, learners: int, recompute: bool | str) -> dict[str, float]:
         """Bytes of each of this many learners at the peak of each phase."""
         each = [memory.phases() for memory in self.memories(learners, recompute)]
         return {name: sum(phases[name] for phases in each) for name in each[0]}
 
-    def memories(self, learners: int, recompute: bool) -> list[LearnerMemory]:
+    def memories(self, learners: int, recompute: bool | str) -> list[LearnerMemory]:
         """Of the policy with the frozen models, and of the value model, which is trained in the same passes."""
         policy = self.memory(learners, recompute)
         value = replace(policy, shape=replace(policy.shape, parameters=self._value), frozen=0.0)
         return [policy, value] if self._value else [policy]
 
-    def memory(self, learners: int, recompute: bool) -> LearnerMemory:
+    def memory(self, learners: int, recompute: bool | str) -> LearnerMemory:
         """What each of this many learners holds, term by term."""
         model, batch = self.model, self.batch
         tokens = batch.longest_prompt + batch.response_length
