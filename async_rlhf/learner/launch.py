@@ -26,9 +26,11 @@ def start_ranks(config: OnRanks, command: str = "train") -> Ranks:
     """Meet the other ranks, if the process was launched as one of several; ``command`` is what errors call it.
 
     Raises:
-        ConfigError: there are not as many as ``parallel.ranks`` says.
+        ConfigError: there are not as many as ``parallel.ranks`` says, or the device is not there.
     """
     launched = launched_ranks()
+    if launched == 1 and config.device is not None:
+        device_of_host("device", config.device)
     right = f"must be {launched}, the processes that were launched, or left out"
     if launched == 1:
         right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
@@ -61,6 +63,19 @@ def start_ranks(config: OnRanks, command: str = "train") -> Ranks:
         mine = (os.uname().nodename, str(torch.cuda.get_device_properties(_gpu_of(local)).uuid))
         check_own_gpus(ranks.gather("GPUs", mine))
     return ranks
+
+
+def device_of_host(key: str, name: str) -> torch.device:
+    """The device of this name, as the configuration's ``key`` has it.
+
+    Raises:
+        ConfigError: torch does not see it.
+    """
+    device = torch.device(name)
+    count = 1 if device.type == "cpu" else getattr(torch, device.type).device_count()
+    right = f"must be a device of this host, where torch sees {count} of type {device.type!r}"
+    require((device.index or 0) < count, key, name, right)
+    return device
 
 
 def _gpu_of(local_rank: int) -> int:

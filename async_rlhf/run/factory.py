@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import steps_of
@@ -20,6 +19,7 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
+from async_rlhf.learner.launch import device_of_host
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.packing import choose
@@ -125,9 +125,4 @@ def frozen_device(key: str, config: OnlineConfig, learner: torch.device) -> torc
     name = getattr(config, key)
     if name is None and learner.type == "cpu" and not config.offload_frozen:
         return learner if threads_side_by_side(config, learner, config.parallel.ranks) else None
-    if name in (None, "learner"):
-        return None
-    device, gpus = torch.device(name), torch.cuda.device_count()
-    right = f"must be a device of this host, which has {gpus} GPUs"
-    require(device.type != "cuda" or (device.index or 0) < gpus, key, name, right)
-    return device
+    return None if name in (None, "learner") else device_of_host(key, name)

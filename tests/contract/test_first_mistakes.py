@@ -208,3 +208,23 @@ def test_a_failing_reward_function_is_one_line_with_its_place(capsys, command, p
         r"\(.*reward.py, line 2\)",
         line,
     ), line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --config recipe.yml --train.output_dir out --train.device",
+        "sft --model model --train prompts.jsonl --output_dir out --device",
+        "generate --models.a model --data prompts.jsonl --output_dir out --response_length 4 --device",
+        "pairs --model model --prompts prompts.jsonl --output out.jsonl --reward_funcs reward.py:reward --device",
+    ],
+    ids=lambda command: command.split()[0],
+)
+def test_a_device_that_is_not_there_is_named_before_anything_is_done(make_policy, tokenizer, capsys, command):
+    write_model(make_policy(), tokenizer, Path("model"))
+    Path("reward.py").write_text("def reward(completions, **columns):\n    return [0.0] * len(completions)\n")
+    code, said = ends(capsys, *command.split(), "cuda:99")
+    assert code == 2
+    assert "device: got 'cuda:99'; must be a device of this host, where torch sees" in said
+    assert "Traceback" not in said
+    assert not Path("out").exists() or not list(Path("out").iterdir())
