@@ -16,6 +16,8 @@ from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group
 
 Judged = TypeVar("Judged")
+_LONGEST = 5.0
+"""Seconds that the end of a run waits for what is being computed."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class EarlyResults(Generic[Judged]):
             functions may draw random numbers. Else in the order in which they come.
         waits: whether a batch must not be judged before its turn; asked where ``ordered``.
         name: what is computed, for traces.
+        hangs: whether ``judge`` may do so. Else it is waited for at the end: a thread that is amid a kernel when the
+            interpreter ends can abort the process.
     """
 
     def __init__(
@@ -61,8 +65,10 @@ class EarlyResults(Generic[Judged]):
         ordered: bool = False,
         waits: Callable[[int], bool] = lambda index: False,
         name: str = "rewards",
+        hangs: bool = True,
     ) -> None:
-        self._judge, self._join, self._ordered, self._waits, self._name = judge, join, ordered, waits, name
+        self._judge, self._join, self._ordered, self._waits = judge, join, ordered, waits
+        self._name, self._hangs = name, hangs
         self._here: dict[int, dict[int, Sequence[Group]]] = {}
         """Parts of batches that are not whole yet, by the number of the first prompt."""
         self._alone = threading.Lock()
@@ -81,7 +87,8 @@ class EarlyResults(Generic[Judged]):
             first: the batch that has the first turn.
         """
         self._next, ended = first, threading.Event()
-        threading.Thread(target=self._work, args=(trace, ended), name=f"early {self._name}", daemon=True).start()
+        thread = threading.Thread(target=self._work, args=(trace, ended), name=f"early {self._name}", daemon=True)
+        thread.start()
         try:
             yield
         finally:
@@ -90,6 +97,7 @@ class EarlyResults(Generic[Judged]):
                 for job in self._all():
                     job.done.cancel()
                 self._changed.notify_all()
+            thread.join(0.0 if self._hangs else _LONGEST)
 
     def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int) -> None:
         """Hand in prompts that have just been sampled; from any thread.

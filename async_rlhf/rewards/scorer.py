@@ -109,6 +109,7 @@ class Scorer:
             join=_Judged.join if self._apart else None,
             ordered=bool(reward_funcs) and not self._apart,
             waits=self._waits,
+            hangs=bool(reward_funcs),
         )
         self._decided: int | None = None
         """The last batch after which it is known whether an evaluation was asked for; None without evaluations."""

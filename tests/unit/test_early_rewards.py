@@ -479,3 +479,22 @@ def test_a_state_that_does_not_fit_a_file_is_refused_at_the_start(tokenizer, mak
 
     with pytest.raises(ConfigError, match=r"^reward_funcs: state_dict\(\) must return what JSON can hold: .*set"):
         Scorer(tokenizer, asynchronous(make_args, "run"), None, [Holds()])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_end_waits_for_what_computes_and_not_for_what_may_hang(hangs):
+    """A thread that is amid a kernel when the interpreter ends can abort the process."""
+    begun, goes_on, done = threading.Event(), threading.Event(), []
+
+    def judge(given):
+        begun.set()
+        goes_on.wait(60 if hangs else 0.3)
+        done.append(given)
+
+    results = EarlyResults(judge, hangs=hangs)
+    groups = (Group(Prompt(0, (1,), {}), ()),)
+    with results.running(None):
+        results.begin(1, 0, groups, 1)
+        assert begun.wait(60)
+    assert bool(done) is not hangs
+    goes_on.set()
