@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # A test that takes its process with it ends the suite: pytest-xdist would wait for ever.
 PARALLEL = --numprocesses auto --maxprocesses 4 --max-worker-restart 0
 
-.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm test-foreign lint wheel release setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -49,6 +49,10 @@ lint: setup         ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+site: setup         ## build the documentation as a site, into site/, and check its links
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: setup        ## build the sdist and the wheel, check what is in them, and try the wheel alone in an empty folder
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
@@ -112,4 +116,4 @@ audit:              ## whether the pinned versions have known vulnerabilities; w
 	@.audit/bin/python scripts/audit.py
 
 clean:              ## remove what make setup made; results in runs/ stay
-	rm -rf $(VENV) .audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .audit build site dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
