@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import random
@@ -32,7 +33,8 @@ from async_rlhf.studies.report.command import report_of_run, run_report
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import LIMIT, embedded, page
 from async_rlhf.studies.report.idleness import idleness, length, union
-from async_rlhf.studies.report.reading import ReadRun, Span, evaluations_of, read_run
+from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, evaluations_of, read_run
+from async_rlhf.studies.report.verdict import verdict
 from async_rlhf.studies.report.warnings import THRESHOLDS, warnings
 
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028<!--\ud800"
@@ -216,7 +218,7 @@ def test_the_charts_have_the_numbers_of_the_runs(runs):
     lags = {row["series"]: row["value"] for row in specs["schedule-lag-mean"]["data"]["values"]}
     assert lags == {"sync": 0, "async": 1}
     work = specs["work-1"]["data"]["values"]
-    assert {row["track"] for row in work} == {"generator 0", "learner", "rewards", "publisher"}
+    assert {row["track"] for row in work} == {"generator 0", "learner", "reference", "rewards", "publisher"}
     assert min(row["start"] for row in work) == 0
     assert {row["text"] for row in work if row["what"] == "train"} == {"5", "6"}  # of the newest start
 
@@ -530,6 +532,36 @@ def test_words_of_the_command_line():
         *("--runs=a", "--runs=b", "--out", "x.html", "--open=true")
     ]
     assert _spelt_out("report", ["a", "--live", "false"]) == ["--runs=a", "--live", "false"]
+
+
+def test_a_page_of_several_runs_begins_with_a_verdict(runs):
+    """By held-out prompts where there are some, by gold rewards of an evaluation first."""
+    read = [read_run(runs[name], name) for name in ("async", "sync")]
+    (said,) = verdict(read)
+    last = [max(row["batch"] for row in run.eval_samples) for run in read]
+    scores = [
+        {row["row"]: row["score"] for row in run.eval_samples if row["batch"] == batch}
+        for run, batch in zip(read, last, strict=True)
+    ]
+    difference = sum(scores[0][row] - scores[1][row] for row in scores[1]) / len(scores[1])
+    assert said.startswith("async against sync: ")
+    assert f"held-out score, {difference:+.3f} [" in said
+    assert f"on the same {len(scores[1])} prompts" in said
+    assert "times as fast" in said
+    assert "The learner waited" in said
+    assert verdict(read[:1]) == []
+    models = {name: {"score": score} for name, score in (("a", 0.75), ("s", 0.25))}
+    samples = [{"query": query, "models": models} for query in "xy"]
+    config = {f"models.{name}": str(run.folder / "final") for name, run in zip("as", read, strict=True)}
+    judged = Evaluation(Path(), config, {"models": {"a": {}, "s": {}}}, samples)
+    assert "more gold reward, +0.500 [+0.500, +0.500] on the same 2 prompts" in verdict(read, [judged])[0]
+    bare = [replace(run, eval_samples=[], traces={}) for run in read]
+    assert "no held-out prompts, so no interval" in verdict(bare)[0]
+    damaged = [replace(run, eval_samples=[{"batch": 1, "score": "x"}, {}], rows=[]) for run in bare]
+    assert "their rewards cannot be compared" in verdict(damaged)[0]
+    text = page(read)
+    assert text.index("In short") < text.index('id="runs-title"')
+    assert said in html.unescape(text)
 
 
 def test_one_page_of_several_runs_and_none_over_a_file_of_others(runs, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from async_rlhf.studies.report import panels, tables
 from async_rlhf.studies.report.charts import VEGA_LITE, Key, theme
 from async_rlhf.studies.report.reading import FREE_FORM, Evaluation, ReadRun
 from async_rlhf.studies.report.samples import samples
+from async_rlhf.studies.report.verdict import verdict
 from async_rlhf.studies.report.warnings import warnings
 
 LIMIT = 5_000_000
@@ -71,6 +72,7 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     ]
     about = parts.environment(list(tables.starts(runs)), *tables.configuration(runs), FREE_FORM)
     sections = [
+        ("verdict", "In short", parts.verdict(verdict(runs, evaluations))),
         ("runs", "Runs", parts.table(*tables.overview(runs))),
         ("warnings", "What to look at", parts.warnings(warnings(runs, evaluations))),
         ("curves", "Curves", parts.curves(key, curves)),

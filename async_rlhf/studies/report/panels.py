@@ -22,7 +22,7 @@ _SPANS = {
     "evaluation": ("evaluate",),
     "rewards": ("rewards", "score"),
     "publishing": ("hand out", "publish"),
-    "training": ("annotate", "train"),
+    "training": ("annotate", "reference", "train"),
     "saving": ("save",),
 }
 WORK_OF = {span: work for work, spans in _SPANS.items() for span in spans}
@@ -252,8 +252,8 @@ def _seconds_of(spans: Sequence[Span], batches: int) -> float:
 
 
 def _track_place(track: str) -> tuple[int, str]:
-    """Generators, rewards, publisher, learner: as the work flows."""
-    order = ("generator", "rewards", "publisher", "learner")
+    """Generators, rewards, reference, publisher, learner: as the work flows."""
+    order = ("generator", "rewards", "reference", "publisher", "learner")
     return next((i for i, name in enumerate(order) if track.startswith(name)), 0), track
 
 
