@@ -123,6 +123,7 @@ def frozen_device(key: str, config: OnlineConfig, learner: torch.device) -> torc
         ConfigError: the device that is named is not there.
     """
     name = getattr(config, key)
-    if name is None and learner.type == "cpu" and not config.offload_frozen:
+    # Two threads that compile at the same time were not tried.
+    if name is None and learner.type == "cpu" and not config.offload_frozen and not config.torch_compile:
         return learner if threads_side_by_side(config, learner, config.parallel.ranks) else None
     return None if name in (None, "learner") else device_of_host(key, name)

@@ -13,6 +13,7 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import ConfigError, LoRAConfig, RayConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.rewards.prefetch import EarlyResults
+from async_rlhf.run.factory import frozen_device
 
 
 @pytest.fixture
@@ -123,3 +124,11 @@ def test_what_it_cannot_be_combined_with_is_named(make_args, train):
         train("run", reference_device="cpu", lora=LoRAConfig(rank=2))
     with pytest.raises(ConfigError, match="reward_model_device: got 'cpu'; must be null: there is no reward model"):
         train("run", reward_model_device="cpu", with_functions=True, reward_model=False)
+
+
+def test_what_shares_no_cpu_or_was_not_tried_is_computed_in_turn(make_args):
+    cpu = torch.device("cpu")
+    assert frozen_device("reference_device", make_args(staleness=1), cpu) == cpu
+    for changes in ({"torch_compile": True}, {"staleness": 0}, {"generation": {"placement": "inline"}}):
+        assert frozen_device("reference_device", make_args(**{"staleness": 1, **changes}), cpu) is None
+    assert frozen_device("reference_device", make_args(staleness=1), torch.device("cuda")) is None
