@@ -406,6 +406,7 @@ def test_vllm_sees_the_gpu_that_is_asked_for_first(
         raise ConfigError("started")
 
     monkeypatch.setattr(vllm_engine, "VLLMEngine", start)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     changes = {"engine": "vllm", "device": device, "vllm": VLLMConfig(tensor_parallel_size=together)}
     judged = replace(evaluation, generations=None, run=config.run, data=config.data, **changes)

@@ -198,7 +198,7 @@ def test_the_trace_shows_sampling_and_training_side_by_side(make_policy, tokeniz
     train(make_policy, tokenizer, prompts, args)
     events = json.loads((Path(args.output_dir) / "trace.json").read_text())
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert set(tracks.values()) == {"learner", "generator 0", "rewards", "publisher"}
+    assert set(tracks.values()) == {"learner", "generator 0", "rewards", "reference", "publisher"}
     spans = [(tracks[e["tid"]], e["name"], e["args"].get("batch")) for e in events if e["ph"] == "X"]
     places = {"wait": "learner", "score": "learner", "train": "learner", "generate": "generator 0"}
     for name, track in places.items():

@@ -28,7 +28,7 @@ def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("learner", "device", "gpus", "each", "reward", "expected"),
+    ("learner", "device", "gpus", "each", "frozen", "expected"),
     [
         ("cuda:0", None, 5, 2, None, ["43", "21"]),
         ("cuda:0", None, 6, 2, None, ["54", "32", "54"]),
@@ -43,12 +43,13 @@ def on_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda:0", "cpu", 4, 2, None, None),
     ],
 )
-def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, each, reward, expected):
-    """The last first, and again the first ones for workers beyond the last; the reward model's only if none is left.
+def test_each_worker_takes_gpus_that_nobody_else_has(monkeypatch, learner, device, gpus, each, frozen, expected):
+    """The last first, and again the first ones for workers beyond the last; a frozen model's only if none is left.
     None stands for the CPU."""
     on_gpus(gpus, monkeypatch)
     numbers = range(len(expected or "12"))
-    taken = [worker_devices(device, number, torch.device(learner), each, reward) for number in numbers]
+    apart = () if frozen is None else {frozen}
+    taken = [worker_devices(device, number, torch.device(learner), each, apart) for number in numbers]
     assert taken == ([("cpu",)] * 2 if expected is None else [tuple(f"cuda:{i}" for i in gpus) for gpus in expected])
 
 
