@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -194,6 +195,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(make_policy, 
     class Fill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4:
+                deadline = time.monotonic() + 60  # the checkpoint before is written beside training
+                while Checkpoints(Path(args.output_dir)).newest_whole() is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 
     args = make_args("full", **options)
