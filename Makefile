@@ -52,7 +52,7 @@ lint: setup         ## style and types
 
 site: setup         ## build the documentation as a site, into site/, and check its links
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: setup        ## build the sdist and the wheel, check what is in them, and try the wheel alone in an empty folder
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'

@@ -5,6 +5,7 @@ configuration can be read on a machine without torch.
 """
 
 import logging
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -43,10 +44,15 @@ _PUBLIC = {
     "RayConfig": "async_rlhf.config",
     "ReinforcePPConfig": "async_rlhf.algorithms.reinforce",
 }
+_RENAMED: dict[str, str] = {}
+"""Earlier names, and what each is now; for one version."""
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:
+    if now := _RENAMED.get(name):
+        warnings.warn(f"async_rlhf.{name} is now {now}; the next version has only that", FutureWarning, stacklevel=2)
+        name = now
     if name not in _PUBLIC:
         raise AttributeError(f"module 'async_rlhf' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -60,7 +60,7 @@ def keys_page() -> Iterator[str]:
 def names_page() -> Iterator[str]:
     """Every public name, with what it is."""
     yield "# Public names"
-    yield "`from async_rlhf import ...`. Changes of these are announced, and warn for one version before."
+    yield "`from async_rlhf import ...`. [What is stable](../api.md) says how changes are announced."
     for name in async_rlhf.__all__[1:]:
         found = getattr(async_rlhf, name)
         yield f"## {name}"

@@ -46,6 +46,16 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(place), target
 
 
+def test_the_site_is_built_so_that_warnings_end_it():
+    """With --quiet no warning is counted, so --strict finds no anchor that leads nowhere."""
+    assert "mkdocs build --strict\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("docs/architecture.md", 200)])
+def test_first_pages_are_short(page, most):
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
+
+
 def test_options_in_the_examples_exist():
     """Every ``--key`` that follows ``async-rlhf COMMAND`` in a page is one of that command."""
     wrong = []

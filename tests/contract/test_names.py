@@ -82,3 +82,11 @@ def test_an_example_runs_as_it_is_printed(number, tmp_path, make_policy, tokeniz
     found = re.search(r"reward \[(.*)\]", done.stdout)
     assert found is not None, done.stdout
     assert len(found.group(1).split(",")) == 2
+
+
+def test_an_earlier_name_works_and_warns(monkeypatch):
+    monkeypatch.setitem(async_rlhf._RENAMED, "OldConfig", "GRPOConfig")
+    with pytest.warns(FutureWarning, match="OldConfig is now GRPOConfig; the next") as told:
+        from async_rlhf import OldConfig
+    assert OldConfig is async_rlhf.GRPOConfig
+    assert {one.filename for one in told} == {__file__}
