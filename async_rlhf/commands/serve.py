@@ -33,7 +33,9 @@ def run_serve(config: ServeConfig) -> NoReturn:
     """Replace this process by the server, so that signals and exit code are the server's; or run several beside it."""
     require_own_package("serve", "vLLM")  # python -m puts the current folder first, too
     if find_spec("vllm") is None:
-        raise ConfigError("serve: needs vLLM; pip install 'async-rlhf[vllm]', or on a CPU: make setup-vllm")
+        raise ConfigError(
+            "serve: needs vLLM; pip install 'async-rlhf[vllm]', or without a GPU, in a checkout: make setup-vllm"
+        )
     has_gpu = torch.cuda.is_available()
     _check_gpus(config, torch.cuda.device_count() if has_gpu else None)
     replicas = [_replica(config, number, has_gpu) for number in range(config.replicas)]

@@ -43,7 +43,7 @@ class EngineSpec:
 
 
 def _vllm_is_missing() -> str:
-    right = "needs vLLM: make setup-vllm, or with a GPU pip install 'async-rlhf[vllm]'"
+    right = "needs vLLM: in a checkout make setup-vllm, or with a GPU pip install 'async-rlhf[vllm]'"
     return "" if find_spec("vllm") is not None else right
 
 

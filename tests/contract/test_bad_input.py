@@ -399,7 +399,7 @@ def test_what_cannot_work_is_refused_at_once(make_policy, tokenizer, prompts, ma
 def test_vllm_that_is_not_installed_is_named_before_any_model_is_loaded(prompts, make_args, monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     args = make_args(generation={"engine": "vllm"})
-    with pytest.raises(ConfigError, match=r"generation.engine: got 'vllm'; needs vLLM: make setup-vllm"):
+    with pytest.raises(ConfigError, match=r"generation.engine: got 'vllm'; needs vLLM: in a checkout make setup-vllm"):
         OnlineDPOTrainer("no-such-model", args, prompts, reward_funcs=count_letters)
 
 

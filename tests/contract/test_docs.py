@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import async_rlhf
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.parsing import options_of
@@ -83,3 +84,8 @@ def names_of(command: str) -> set[str]:
     keys = {option.key for kind in kinds for option in options_of(kind)}
     groups = {key[:at] for key in keys for at, sign in enumerate(key) if sign == "."}
     return keys | groups | SHORT | {"env", "help-all", "dry-run"}
+
+
+def test_the_version_is_one():
+    """The wheel takes the package's; what cites it names the same."""
+    assert f"\nversion: {async_rlhf.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -252,7 +252,7 @@ def test_the_middleware_lets_only_the_key_through(monkeypatch):
 
 def test_serving_without_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs vLLM; .* or on a CPU: make setup-vllm"):
+    with pytest.raises(ConfigError, match=r"needs vLLM; .* or without a GPU, in a checkout: make setup-vllm"):
         serve.run_serve(ServeConfig("policy"))
     with pytest.raises(ConfigError, match="port: got 70000; must be below 65536"):
         ServeConfig("policy", port=70000)
